@@ -5,6 +5,7 @@ Importing the command line takes most of the time of a short run. ^C during the 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,9 @@ def main() -> None:
     if ours:
         # An exception during an import may be swallowed, or turn into another one.
         signal.signal(signal.SIGINT, _quietly)
+    # Imports and commands make millions of small objects and few cycles. Scanning the objects would take longer than
+    # making them.
+    gc.disable()
     try:
         from .cli.main import main as run
 

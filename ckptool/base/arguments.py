@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeAlias
+
+from .lazy import regex
 
 #: Tells whether a value may be given for an annotation.
 _Test: TypeAlias = Callable[[Any], bool]
@@ -72,7 +73,7 @@ _TESTS: Final[Mapping[str, tuple[str, _Test]]] = {
     "Callable": ("a function", callable),
 }
 #: The bars between the alternatives of an annotation, outside its brackets.
-_ALTERNATIVES: Final = re.compile(r" \| (?![^\[]*\])")
+_ALTERNATIVES: Final = regex(r" \| (?![^\[]*\])")
 
 
 def _row(annotation: str) -> tuple[str, _Test] | None:

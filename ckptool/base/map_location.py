@@ -10,21 +10,22 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from .errors import TargetError
+from .lazy import regex
 
 MapLocation: TypeAlias = "str | Mapping[str, str] | None"
 
 #: Backends that restore the tags "name" and "name:index". Source: the ``register_package`` calls in
 #: torch/serialization.py, and the packages that replace privateuseone with their own name.
 _INDEXED_BACKENDS = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
-_RESTORABLE = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED_BACKENDS)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
+_RESTORABLE = regex(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED_BACKENDS)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
 #: Every device name that torch ever had, to tell devices from other strings.
-_DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)})(?::\d{{1,4}})?\Z")
+_DEVICE = regex(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)})(?::\d{{1,4}})?\Z")
 
 
 #: A device within a call or an expression of Python: 'cuda:1', torch.device('cuda', 1), .cuda(1), .cpu(), .to('mps').
-_QUOTED = re.compile(r"""(['"])([a-z]+)(:\d{1,4})?\1(?:\s*,\s*(?:index\s*=\s*)?(\d{1,4}))?""")
-_METHOD = re.compile(r"\.(cpu|cuda)\(\s*(?:device\s*=\s*)?(\d{0,4})\s*\)")
-_PYTHON = re.compile(r"\s*(?:(?:map_location|device)\s*=|lambda\b|torch\.device\b|device\s*\(|[{'\"(]|dict\s*\()")
+_QUOTED = regex(r"""(['"])([a-z]+)(:\d{1,4})?\1(?:\s*,\s*(?:index\s*=\s*)?(\d{1,4}))?""")
+_METHOD = regex(r"\.(cpu|cuda)\(\s*(?:device\s*=\s*)?(\d{0,4})\s*\)")
+_PYTHON = regex(r"\s*(?:(?:map_location|device)\s*=|lambda\b|torch\.device\b|device\s*\(|[{'\"(]|dict\s*\()")
 
 
 def from_python(text: str) -> str:

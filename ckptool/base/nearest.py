@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
@@ -10,6 +9,7 @@ from itertools import islice, repeat
 from typing import Final
 
 from .globs import REGEX, Glob
+from .lazy import regex
 from .limits import LIMITS
 from .patterns import escaped, glob_parts
 from .prefixes import common_length
@@ -20,7 +20,7 @@ _COMPARED: Final = 500
 #: The most names that a suggested pattern is tried on.
 _TRIED: Final = 50_000
 #: A word in a name; dots, underscores and brackets are between words.
-_WORD: Final = re.compile(r"[^\W_]+")
+_WORD: Final = regex(r"[^\W_]+")
 #: The longest name to compare, in characters; nobody typed a longer one.
 _TYPED: Final = 300
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from shlex import quote
 from typing import Final, TypeAlias
 
+from .lazy import regex
 from .records import NamedTuple
 
 #: The file name that means standard input; a file with this name is spelled ``./-``.
@@ -23,7 +23,7 @@ ONE_SAVE: Final = "which copy is right is not in the files: get those of one sav
 
 
 #: The placeholder for the numbers in a pattern of rank files, with the separator before it.
-_PATTERN: Final = re.compile(r"[_.-]?(\*|\{[^{}]*\})")
+_PATTERN: Final = regex(r"[_.-]?(\*|\{[^{}]*\})")
 
 
 class Setting(NamedTuple):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from math import isfinite
 from typing import Final
 
+from .lazy import regex
 from .limits import LIMITS
 from .records import NamedTuple
 
@@ -31,12 +32,12 @@ _NAME_CHARS: Final = 80
 #: Characters of a message on one line, without its path, and where it may end: before another clause or an aside, or
 #: else between parts of a clause.
 LINE_CHARS: Final = 240
-_CLAUSE: Final = re.compile(r"[;:] | \(")
-_PART: Final = re.compile(r"[;:,] | \(")
+_CLAUSE: Final = regex(r"[;:] | \(")
+_PART: Final = regex(r"[;:,] | \(")
 _SHORTENED: Final = " (-v shows all)"
 
 #: Control characters, line separators, bidi marks, lone surrogates and noncharacters.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+_UNSAFE = regex("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 def words(text: str) -> frozenset[str]:

@@ -7,9 +7,10 @@ import sys
 from typing import Any, Final
 
 from .errors import MalformedError, TargetError
+from .lazy import regex
 
 #: The strings and comments of a TOML file. A string without an end takes the rest, so that each byte is read once.
-_TEXTS: Final = re.compile(
+_TEXTS: Final = regex(
     rb'"""(?:[^\\]|\\.?)*?(?:"{3,5}|\Z)|"(?:[^"\\\n]|\\.?)*"?' rb"|'''.*?(?:'{3,5}|\Z)|'[^'\n]*'?|#[^\n]*", re.DOTALL
 )
 #: The most dots in a line. The library takes a time that grows with the square of the parts of a dotted key.

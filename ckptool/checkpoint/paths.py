@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any, Final
 
 from ..base.errors import TargetError
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..pickles.nodes import Buffer, Call, FrozenSet, Global, Graph, Instance, List, Persistent, Ref, Set
@@ -39,10 +40,10 @@ from .objects import (
     mapping,
 )
 
-_PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
+_PLAIN_KEY: Final = regex(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 #: A plain key, or one with dots, as nearly all module keys are.
-_USUAL_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_.-]*)?\Z")
-_DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+_USUAL_KEY: Final = regex(r"[A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_.-]*)?\Z")
+_DOTTED: Final = regex(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _INT64: Final = 1 << 63
 #: The most levels of a key to spell, such as tuples in tuples.
 _MAX_DEPTH: Final = 16
@@ -310,12 +311,12 @@ def parse_steps(text: str) -> list[PathStep]:
     return steps
 
 
-_WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_CHILD_NUMBER: Final = re.compile(r"#\d{1,18}")
-_NUMBER: Final = re.compile(r"[+-]?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
-_QUOTE: Final = re.compile(r"""b?(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
-_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_IN_PARENTHESES: Final = re.compile(r"\((?:#?\d{1,18}|state \d{1,18}|key \d{1,18}|function|keywords|id|buffer)\)")
+_WORD: Final = regex(r"[A-Za-z_][A-Za-z0-9_-]*")
+_CHILD_NUMBER: Final = regex(r"#\d{1,18}")
+_NUMBER: Final = regex(r"[+-]?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
+_QUOTE: Final = regex(r"""b?(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
+_ESCAPE: Final = regex(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_IN_PARENTHESES: Final = regex(r"\((?:#?\d{1,18}|state \d{1,18}|key \d{1,18}|function|keywords|id|buffer)\)")
 _CONSTANTS: Final = {"True": True, "False": False, "None": None}
 
 

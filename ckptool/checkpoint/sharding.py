@@ -14,6 +14,7 @@ from itertools import product
 from math import prod
 from typing import Final, TypeAlias, TypedDict
 
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import cut, join_limited, pluralize
@@ -36,7 +37,7 @@ _MAX_RANKS: Final = 1 << 20
 MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 _CLASSES: Final = ("DTensor", "ShardedTensor")
 #: Names of mesh dimensions whose ranks hold different layers.
-_PIPELINE: Final = re.compile(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
+_PIPELINE: Final = regex(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
 
 class Placement(NamedTuple):

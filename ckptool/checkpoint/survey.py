@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import words
@@ -147,11 +148,11 @@ class Survey(NamedTuple):
 
 
 #: A string that is a device as torch spells it.
-_DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
+_DEVICE = regex(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
 
 #: Keys under which training scripts keep optimizers, whose states sometimes have parameter names as keys. This pattern,
 #: like all patterns for names from files, has no ``.*``, so it takes linear time for a name of any length.
-_OPTIMIZER_KEY = re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")
+_OPTIMIZER_KEY = regex(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")
 
 #: Values that optimizers keep for each parameter.
 _SLOTS = words("""
@@ -161,7 +162,7 @@ _SLOTS = words("""
 """)
 
 #: Last segments of the names of parameters and buffers in torch's own modules.
-_PARAMETER = re.compile(
+_PARAMETER = regex(
     r"(?:weights?|bias(?:es)?|gamma|beta|running_(?:mean|var)|num_batches_tracked"
     r"|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
 )
@@ -170,9 +171,9 @@ _PARAMETER = re.compile(
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
 #: Names in an optimizer state that DCP or Megatron-LM flattened, such as "optimizer.state.exp_avg.weight".
-_OPTIMIZER_STATE = re.compile(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])")
+_OPTIMIZER_STATE = regex(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])")
 #: Objects that ranks save, which are not parameters; Megatron-LM calls them "rng_state/shard_0.0_1.1".
-_OBJECT_OF_RANK = re.compile(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
+_OBJECT_OF_RANK = regex(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
 
 
 def _may_be_beside_model(keys: str) -> bool:
@@ -192,9 +193,7 @@ _BARREN = frozenset((int, float, bool, type(None)))
 _PLAIN = _BARREN | {str}
 
 #: Keys under which training scripts keep a model. They support the evidence of the content, and never replace it.
-_MODEL_KEY = re.compile(
-    r"state_?dict|(?:\A|[_\-.])(?:model|net|network|module|weights|params|ema)(?=[_\-.\d]|\Z)", re.I
-)
+_MODEL_KEY = regex(r"state_?dict|(?:\A|[_\-.])(?:model|net|network|module|weights|params|ema)(?=[_\-.\d]|\Z)", re.I)
 
 
 #: A node to visit: reference, path, last step, whether it may be or hold a state dict, number of the state dict that

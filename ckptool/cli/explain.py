@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from textwrap import indent, wrap
 from typing import Final
 
 import click
 
+from ..base.lazy import regex
 from ..base.steps import STDIN, command
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
@@ -19,7 +19,7 @@ _WIDTH: Final = 80
 #: The most bytes read from a log, from its end: a log may be long, and its last lines hold the error.
 _MOST: Final = 1 << 20
 #: A word that can only be the name of a file, so that a missing file is reported.
-_FILE_NAME: Final = re.compile(r"\S+\.(?:txt|log|out|pth|pt|ckpt|bin|safetensors)")
+_FILE_NAME: Final = regex(r"\S+\.(?:txt|log|out|pth|pt|ckpt|bin|safetensors)")
 _HOW: Final = (
     "Give it in quotes, in a log file, or through a pipe. Errors go to stderr, so pipe that, too:"
     " python train.py 2>&1 | ckptool explain"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -204,8 +203,6 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    # A run makes millions of small tuples and few cycles. Scanning the tuples would take longer than making them.
-    gc.disable()
     for name in ("SIGTERM", "SIGHUP"):
         # nohup ignores SIGHUP, and that must stay so.
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:

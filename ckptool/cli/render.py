@@ -16,6 +16,7 @@ import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError, UnreadableError
+from ..base.lazy import regex
 from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
 from ..base.text import shortened, visible
 from . import terminal
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
 
-_UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+_UNSAFE_JSON = regex("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 #: Commands to the GitHub Actions runner: "##[" anywhere, "::" at the start of a line.
-_COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
+_COMMAND = regex(r"##(?=\[)|\A\s*:(?=:)")
 #: The same commands within JSON, where a string may begin anywhere in a line.
-_COMMAND_JSON = re.compile(r"(?<=##)\[|(?<=:):")
+_COMMAND_JSON = regex(r"(?<=##)\[|(?<=:):")
 
 #: Characters that may take no cell of a terminal, or two, and colours. The punctuation and arrows of our own tables
 #: take one.
-_WIDE = re.compile("[^\x20-\u02ff\u2010-\u2027\u2190-\u2193]")
+_WIDE = regex("[^\x20-\u02ff\u2010-\u2027\u2190-\u2193]")
 #: The colours that ``terminal.painted`` writes.
-_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+_COLOUR = regex("\x1b\\[[0-9;]*m")
 #: Table rows drawn in one step.
 _BLOCK = 1000
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -12,6 +11,7 @@ import click
 import ckptool
 
 from ..base.errors import UnreadableError
+from ..base.lazy import regex
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
 from ..formats.checkpoint_search import as_one
@@ -78,7 +78,7 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 
 #: From this many tensors with similar names on, they share one line.
 _ALIKE: Final = 4
-_NUMBER: Final = re.compile(r"(?<![^.\[\]])\d+(?![^.\[\]])")
+_NUMBER: Final = regex(r"(?<![^.\[\]])\d+(?![^.\[\]])")
 #: The columns of a table between the name and the chart.
 _HEADERS: Final = ("dtype", "shape", "min", "max", "median", "mean", "std", "norm", "zeros")
 #: Columns that a narrow terminal loses, first to last.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypedDict
@@ -12,6 +11,7 @@ import click
 
 from .. import __version__
 from ..base.errors import RefusedError
+from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
@@ -21,7 +21,7 @@ from .options import Workers, engine_options, format_option, quiet_options
 from .progress import progress_bar
 from .render import clean, emit, emit_json, say, tell_step
 
-_SHARE: Final = re.compile(r"(\d{1,9})/(\d{1,9})")
+_SHARE: Final = regex(r"(\d{1,9})/(\d{1,9})")
 
 PLAN_EPILOG: Final = """\b
 Examples:

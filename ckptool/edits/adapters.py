@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
+from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
@@ -35,15 +36,13 @@ CONFIG: Final = "adapter_config.json"
 #: PEFT puts this before each key, once.
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
-_KEY: Final = re.compile(
+_KEY: Final = regex(
     r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
-_OTHERS: Final = re.compile(
-    r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_"
-)
+_OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
 _MERGEABLE: Final = frozenset(

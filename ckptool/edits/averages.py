@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 from ..base.errors import RefusedError
+from ..base.lazy import regex
 from ..base.patterns import escaped
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Setting, advice, command, suggested_output
@@ -27,8 +28,8 @@ from .entries import drop, unset
 from .keys import strip_prefix
 
 #: Names of entries and modules that hold averages.
-EMA: Final = re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)
-_AVERAGES: Final = re.compile(r"(?:^|[._\"])(?:ema|swa|avg|averaged)(?:[._\"]|$)", re.IGNORECASE)
+EMA: Final = regex(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)
+_AVERAGES: Final = regex(r"(?:^|[._\"])(?:ema|swa|avg|averaged)(?:[._\"]|$)", re.IGNORECASE)
 #: The counters of an average, beside its tensors.
 _COUNTERS: Final = frozenset(("decay", "num_updates", "n_averaged", "initted", "step"))
 

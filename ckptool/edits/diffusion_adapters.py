@@ -10,7 +10,6 @@ Sources: sd-scripts (``networks/lora.py``, ``networks/merge_lora.py``), diffuser
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.errors import RefusedError
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
@@ -44,18 +44,18 @@ _MODELS: Final = {
     "text_encoder_3": "text_encoder_3",
 }
 #: A name: the model, and the rest of it. The first LoRAs of diffusers have the names of a U-Net alone.
-_MODEL: Final = re.compile(
+_MODEL: Final = regex(
     r"(?:lora_(?P<kohya>unet|te[123]?|transformer)_"
     r"|(?P<diffusers>unet|transformer|diffusion_model|text_encoder(?:_[23])?)\."
     r"|(?=(?:down_blocks|mid_block|up_blocks)\.))(?P<rest>.+)"
 )
 #: The rest: the module, and what the tensor is to it.
-_PART: Final = re.compile(
+_PART: Final = regex(
     r"(?P<module>.+?)(?:(?P<old>_lora)\.(?:down|up)|\.lora(?:_linear_layer)?\.(?:down|up)"
     r"|\.(?:lora_down|lora_up|lora_[AB](?:\.default)?|lora_magnitude_vector|dora_scale|alpha))(?:\.(?:weight|bias))?\Z"
 )
-_FIRST: Final = re.compile(r"(?:down|lora_A(?:\.default)?)\.weight\Z")
-_SECOND: Final = re.compile(r"(?:up|lora_B(?:\.default)?)\.(weight|bias)\Z")
+_FIRST: Final = regex(r"(?:down|lora_A(?:\.default)?)\.weight\Z")
+_SECOND: Final = regex(r"(?:up|lora_B(?:\.default)?)\.(weight|bias)\Z")
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD: Final = {
     False: {"to_out": "to_out.0"},

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.lazy import regex
 from ..base.steps import NextStep, Setting, advice, as_step, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -35,14 +36,14 @@ from .storages import refuse_bits
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 #: Names of tensors that belong to quantized weights (bitsandbytes, GPTQ, AWQ, fp8).
-_QUANTIZED: Final = re.compile(
+_QUANTIZED: Final = regex(
     r"\.(?:absmax|quant_map|quant_state\..+|nested_absmax|SCB|qweight|qzeros|g_idx|weight_scale(?:_inv)?|input_scale)\Z"
 )
 _BEFORE: Final = "merge into the weights before quantization"
 _TIED: Final = "tie_word_embeddings"
 #: Language models; the head of causal ones is called ``lm_head.weight``.
-_GENERATES: Final = re.compile(r"CausalLM|LMHead|Generation|MaskedLM")
-_CAUSAL: Final = re.compile(r"CausalLM|LMHeadModel")
+_GENERATES: Final = regex(r"CausalLM|LMHead|Generation|MaskedLM")
+_CAUSAL: Final = regex(r"CausalLM|LMHeadModel")
 _NEW_HEAD: Final = "lm_head.weight"
 
 

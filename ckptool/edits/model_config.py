@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..base.errors import RefusedError
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import join_limited, words
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -33,17 +33,17 @@ _LAYERS: Final = words(
 _DTYPES: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = words("float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2")
 #: Names of token embeddings and of heads.
-EMBEDDING: Final = re.compile(
+EMBEDDING: Final = regex(
     r"(?:\A|\.)(?:embed_tokens|wte|word_embeddings?|shared|embed_in|tok_embeddings|tokens_embed|token_embeddings?)"
     r"\.weight\Z"
 )
-HEAD: Final = re.compile(
+HEAD: Final = regex(
     r"(?:(?:\A|\.)(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions\.decoder)|\A(?:model\.)?output)"
     r"\.weight\Z"
 )
 #: Words that name a part of a model, in fields and in keys.
 _PARTS: Final = (("encoder",), ("decoder",), ("vision", "visual"), ("audio", "speech"))
-_NUMBER: Final = re.compile(r"(?:\A|\.)(\d+)(?=\.)")
+_NUMBER: Final = regex(r"(?:\A|\.)(\d+)(?=\.)")
 
 
 class Untrue(NamedTuple):

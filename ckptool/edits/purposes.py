@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from ..base.errors import TargetError
+from ..base.lazy import regex
 from ..base.patterns import escaped
 from ..base.steps import NextStep, Setting, advice, command, suggested_output
 from ..base.text import human_bytes, join_limited, quoted
@@ -23,10 +24,10 @@ Purpose = Literal["inference", "lightning"]
 
 #: Top-level entries that only training needs, each with a name for reports.
 _TRAINING: Final = (
-    ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
-    ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
+    ("optimizer", regex(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
+    ("scheduler", regex(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
     ("EMA", EMA),
-    ("gradient scaler", re.compile(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
+    ("gradient scaler", regex(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
 )
 #: The entries that Lightning's ``load_from_checkpoint`` reads besides ``state_dict``, with values for a file that lacks
 #: them. Lightning would migrate a file of an older version.

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from ..base.errors import TargetError
 from ..base.globs import MATCH_ALL, Globs, Patterns
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import cut, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -25,33 +26,33 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 #: An absolute path within a text. It has two steps or more, so that "/" and "a/b" do not match, and is not the end of a
 #: URL.
-_PATH: Final = re.compile(
+_PATH: Final = regex(
     r"(?<![\w.:/\\~-])(?:~|/(?=[\w.@+-]+/))(?:[\w.@+-]*/)+[\w.@+-]*"
     r"|(?<![\w])[A-Za-z]:\\(?:[^\\/:*?\"<>|\s]+\\)*[^\\/:*?\"<>|\s]*"
     r"|\\\\[\w.-]+\\[^\s:*?\"<>|]+"
 )
 #: A text that is a single absolute path, which may contain spaces.
-_WHOLE: Final = re.compile(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
+_WHOLE: Final = regex(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
 #: A path that contains a user's name.
-_HOME: Final = re.compile(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
+_HOME: Final = regex(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
 #: Names of entries that hold the name of a user or machine.
-_NAMED: Final = re.compile(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
+_NAMED: Final = regex(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
 #: Top-level entries with training arguments.
-_ARGUMENTS: Final = re.compile(
+_ARGUMENTS: Final = regex(
     r"(?:\A|_)(?:args?|arguments|argv|opts?|options|cfg|configs?|hparams|hyper_?parameters|hyper_?params|params_dict|cmd"
     r"|command(?:_line)?|namespace)\Z",
     re.I,
 )
 #: Where a user's name may begin in a text: at a word, or at a character outside of words.
-_BEGINNING: Final = re.compile("(?<![a-z0-9])(?:[a-z0-9]+|[^a-z0-9])")
-_WORD: Final = re.compile("[a-z0-9]")
+_BEGINNING: Final = regex("(?<![a-z0-9])(?:[a-z0-9]+|[^a-z0-9])")
+_WORD: Final = regex("[a-z0-9]")
 #: Maximum length of a user's name: Linux allows 32 characters, Windows 256.
 _LONGEST: Final = 256
 #: Names found on every machine, which reveal nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
 #: Characters that no text contains. Such bytes are an embedded checkpoint or array data, and stay unchanged.
-_CONTROL: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
-_PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
+_CONTROL: Final = regex("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
+_PATHLIB: Final = regex(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
 
 
 class _Users:

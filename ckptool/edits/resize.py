@@ -6,7 +6,6 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod
@@ -15,6 +14,7 @@ from typing import Final, Literal
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, quoted
@@ -36,7 +36,7 @@ from .storages import has_bits
 Fill = Literal["mean", "zero"]
 
 #: Biases of heads: one number per token. The one of BART has the shape (1, tokens).
-_BIAS: Final = re.compile(
+_BIAS: Final = regex(
     r"(?:\A|\.)(?:(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions(?:\.decoder)?)\.bias"
     r"|final_logits_bias)\Z"
 )

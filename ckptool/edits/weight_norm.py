@@ -6,13 +6,13 @@ Old: ``weight_g`` and ``weight_v`` (torch/nn/utils/weight_norm.py). New: ``param
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Final, Literal
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes, pluralize, quoted
@@ -32,9 +32,9 @@ from .storages import refuse_bits
 
 Form = Literal["new", "old", "fold"]
 
-_OLD: Final = re.compile(r"(?P<module>(?:.+\.)?)(?P<name>[^.]+)_(?P<part>[gv])\Z")
-_NEW: Final = re.compile(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.original(?P<part>[01])\Z")
-_PARAMETRIZED: Final = re.compile(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.")
+_OLD: Final = regex(r"(?P<module>(?:.+\.)?)(?P<name>[^.]+)_(?P<part>[gv])\Z")
+_NEW: Final = regex(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.original(?P<part>[01])\Z")
+_PARAMETRIZED: Final = regex(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.")
 #: Bytes of rows that are folded at once, and the most bytes of a row, or of a tensor that has one norm for all rows.
 _STEP: Final = 4 << 20
 _MOST: Final = 1 << 28

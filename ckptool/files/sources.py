@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -12,6 +11,7 @@ from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.errors import Again, ChangedError, UnreadableError
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import command
 
@@ -313,7 +313,7 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
 
 
 REMOTE: Final = "remote addresses are not supported yet"
-_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SCHEME: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def is_remote(path: str) -> bool:

@@ -8,12 +8,12 @@ releases. If these rules or other programs disagree about a member, the member i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from posixpath import dirname, normpath
 from typing import Final
 
 from ..base.errors import MalformedError
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from .sources import Source
@@ -37,7 +37,7 @@ _SIZE: Final = slice(124, 136)
 _SUM: Final = slice(148, 156)
 _NUMBERS: Final = (slice(100, 108), slice(108, 116), slice(116, 124), _SIZE, slice(136, 148), _SUM)
 _DEVICES: Final = (slice(329, 337), slice(337, 345))
-_OCTAL: Final = re.compile(rb" *[0-7]*[ \0]*")
+_OCTAL: Final = regex(rb" *[0-7]*[ \0]*")
 
 
 class Member(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Final
 
 from ..base.errors import CkptoolError, PickleError, RefusedError
 from ..base.findings import Finding
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.steps import OUTPUT, advice
 from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
@@ -31,7 +32,7 @@ from .torch import legacy_reader, zip_reader
 _NAMES: Final = (b"numpy", b"torch")
 _SEARCHED: Final = 1 << 16
 #: The functions that pickled arrays call, and the dtypes of numbers.
-_ARRAY: Final = re.compile(r"numpy\.(?:_?core\.(?:multiarray\._reconstruct|numeric\._frombuffer)|ndarray)\Z")
+_ARRAY: Final = regex(r"numpy\.(?:_?core\.(?:multiarray\._reconstruct|numeric\._frombuffer)|ndarray)\Z")
 _NUMBERS: Final = r"[<>=|]?[biufc]\d+\Z"
 _STORAGE: Final = "torch.storage._load_from_bytes"
 #: The first bytes of a torch file, enough to identify it.

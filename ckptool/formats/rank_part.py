@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
 
 from ..base.errors import CkptoolError
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import folder_of
 from ..base.text import join_limited
@@ -21,7 +21,7 @@ from ..files.sources import FileSource, open_source
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The folder of one Megatron-LM rank.
-_MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
+_MEGATRON_RANK: Final = regex(r"mp_rank_\d")
 #: An argument of every run of Megatron-LM, which hardly any other file names.
 _MEGATRON_ARGUMENT: Final = "num_attention_heads"
 #: Root keys of DeepSpeed's model and optimizer files.
@@ -142,8 +142,8 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
 
 
 #: Megatron-LM's tables with one row per token, and the layer number in a tensor name.
-_VOCABULARY: Final = re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight\Z").search
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.").search
+_VOCABULARY: Final = regex(r"(?:word_embeddings|output_layer|lm_head)\.weight\Z")
+_LAYER: Final = regex(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 
 def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: int, pipeline: int) -> bool:
@@ -151,10 +151,10 @@ def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: in
     from .megatron.args import number
 
     entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient().survey.tensors
-    layers = {int(match[1]) for entry in entries if (match := _LAYER(str(entry.key)))}
+    layers = {int(match[1]) for entry in entries if (match := _LAYER.search(str(entry.key)))}
     if not layers:
         return False
-    rows = [entry.tensor.shape[:1] for entry in entries if _VOCABULARY(str(entry.key))]
+    rows = [entry.tensor.shape[:1] for entry in entries if _VOCABULARY.search(str(entry.key))]
     vocabulary = (number(own, "padded_vocab_size"),)
     sliced = tensor > 1 and (vocabulary not in rows or not rows)
     return sliced or (pipeline > 1 and len(layers) < number(own, "num_layers"))

@@ -22,6 +22,7 @@ import re
 from struct import Struct
 from typing import Final
 
+from ..base.lazy import regex
 from .machine import Machine, Template
 from .nodes import Call, Global, Persistent, Ref
 
@@ -40,20 +41,20 @@ _DEVICE: Final = b"(?:(%b)%b|(%b))" % (_text(*range(3, 9)), _PUT, _GET)
 #: A non-empty tuple of integers: a shape or strides. ``_takes_all`` checks that TUPLE1 takes one integer, TUPLE2 two.
 _INTS: Final = b"(?:(?:%b){1,3}[\x85-\x87]|\\((?:%b){4,16}t)" % (_INT, _INT)
 #: From the first MARK to the last LONG_BINPUT.
-_TORCH_SAVE: Final = re.compile(
+_TORCH_SAVE: Final = regex(
     b"(\\(\\(%b%b)%b%b(%bt)%b" % (_GET, _GET, _KEY, _DEVICE, _INT, _PUT)
     + b"Q(%b)(%b)%b(%b)%b" % (_INT, _INTS, _PUT, _INTS, _PUT)
     + b"([\x88\x89]%b\\)R)%bt%bR%b" % (_GET, _PUT, _PUT, _PUT),
     re.DOTALL,
-).match
+)
 #: The same from TorchScript's pickler, from the first MARK to REDUCE; a scalar has empty tuples.
-_TORCHSCRIPT: Final = re.compile(
+_TORCHSCRIPT: Final = regex(
     b"(\\(\\(%b%b)(?:%b|(%b))%b(%bt)Q%b(%b)" % (_GET, _GET, _KEY, _GET, _DEVICE, _INT, _PUT, _INT)
     + b"(\\((?:%b){0,16}t)(\\((?:%b){0,16}t)([\x88\x89]%b\\)R)tR" % (_INT, _INT, _GET),
     re.DOTALL,
-).match
+)
 #: Splits a part of the pattern into its instructions.
-_INSTRUCTIONS: Final = re.compile(b"%b|%b|." % (_GET, _INT), re.DOTALL).findall
+_INSTRUCTIONS: Final = regex(b"%b|%b|." % (_GET, _INT), re.DOTALL)
 #: Instructions that combine others and push no new value.
 _COMBINING: Final = frozenset(b"(tR\x85\x86\x87")
 
@@ -70,7 +71,7 @@ def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
     ``function`` is on top of the stack. Return the offset after the pattern; the last node is then the call that
     replaces the function. Return -1 and change nothing if the pattern does not match.
     """
-    match = _TORCH_SAVE(machine.data, pos)
+    match = _TORCH_SAVE.match(machine.data, pos)
     if match is None:
         return _read_torchscript(machine, function, pos, stop)
     if match.end() > stop:
@@ -119,7 +120,7 @@ def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
 
 def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
     """Read the pattern as TorchScript's pickler writes it; see ``read_pattern``."""
-    match = _TORCHSCRIPT(machine.data, pos)
+    match = _TORCHSCRIPT.match(machine.data, pos)
     if match is None or match.end() > stop:
         return -1
     start, key, put, key_get, device, put2, get, size, put3, offset, shape, strides, end = match.groups()
@@ -174,7 +175,8 @@ def _device(machine: Machine, code: bytes) -> str:
 def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
     """Look up the nodes that the instructions push; return None if one of them pushes something new or unusual."""
     refs = [
-        [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
+        [_pushed(machine, code) for code in _INSTRUCTIONS.findall(part or b"") if code[0] not in _COMBINING]
+        for part in parts
     ]
     (word, cls), get, (size,), (offset,), shape, strides, (flag, hooks, no_args) = refs
     known = all(ref >= 0 for row in refs for ref in row) and type(machine.nodes[hooks]) is Global

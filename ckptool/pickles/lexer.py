@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator
 from struct import Struct
 from typing import Final
 
+from ..base.lazy import regex
 from . import opcodes as op
 
 #: Opcodes without a variable size: (opcodes, bytes of their argument). PROTO and FRAME change nothing here.
@@ -22,9 +23,9 @@ _FIXED: Final = (
     (b"Jrj", 4),
     (b"G\x95", 8),
 )
-_fixed = re.compile(
+_FIXED_RUN: Final = regex(
     rb"(?s)(?:\x80[\0-\5]|" + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED) + b")+"
-).match
+)
 #: The length field of each opcode that is followed by a length and as many bytes.
 _COUNTED: Final = {
     **dict.fromkeys((op.SHORT_BINSTRING, op.SHORT_BINBYTES, op.LONG1, op.SHORT_BINUNICODE), Struct("<B")),
@@ -38,13 +39,13 @@ _TEXTS: Final = frozenset(
 )
 _EXTENSIONS: Final = {op.EXT1: 1, op.EXT2: 2, op.EXT4: 4}
 #: Opcodes that call or change an object.
-_CALLS: Final = re.compile(rb"[Ro\x81\x92baesu\x90]").search
+_CALLS: Final = regex(rb"[Ro\x81\x92baesu\x90]")
 _MAX_NAME: Final = 1 << 16
 #: Steps after which the search gives up, about a second of work.
 _MAX_STEPS: Final = 500_000
 
 #: A possible start of a pickle: PROTO of protocol 2 and later, or the GLOBAL or INST of an earlier protocol.
-_BEGINNING: Final = re.compile(rb"\x80[\2-\5]|\(?[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
+_BEGINNING: Final = regex(rb"\x80[\2-\5]|\(?[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
 #: Bytes to examine from each possible start, and the most starts to examine.
 _LOOK, _MAX_PLACES = 2048, 1000
 
@@ -61,9 +62,9 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
     named = ""
     begin, texts = at, False
     for _ in range(_MAX_STEPS):
-        run = _fixed(data, at)
+        run = _FIXED_RUN.match(data, at)
         if run is not None:
-            if named and _CALLS(data, at, run.end()):
+            if named and _CALLS.search(data, at, run.end()):
                 return CALLS
             at = run.end()
         code = data[at] if at < len(data) else op.STOP

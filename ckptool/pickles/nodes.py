@@ -22,7 +22,6 @@ Nothing here imports or calls anything that a pickle names.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -31,6 +30,7 @@ from itertools import compress
 from operator import attrgetter, is_
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from ..base.lazy import regex
 from .opcodes import PYTHON2_STRINGS
 
 Ref: TypeAlias = int
@@ -449,7 +449,7 @@ def relocated(node: Node, places: Mapping[Ref, Ref] | range) -> Node:
     return twin
 
 
-_SURROGATE: Final = re.compile("[\udc80-\udcff]")
+_SURROGATE: Final = regex("[\udc80-\udcff]")
 
 
 def non_ascii_strings(graph: Graph) -> Iterator[Ref]:

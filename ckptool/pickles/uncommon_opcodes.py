@@ -12,6 +12,7 @@ from math import isinf
 from struct import Struct
 from typing import Final
 
+from ..base.lazy import regex
 from . import opcodes as op
 from .machine import Machine
 from .nodes import Buffer, ByteArray, Call, Dict, Extension, FrozenSet, Global, Instance, List, Node, Persistent, Set
@@ -21,7 +22,7 @@ _f64 = Struct(">d").unpack
 #: Bytes of the length after an opcode; opcodes not listed have one byte.
 _WIDTHS: Final = {op.BINUNICODE8: 8, op.BINBYTES: 4, op.BINBYTES8: 8, op.BYTEARRAY8: 8, op.BINSTRING: 4, op.LONG4: 4}
 
-_ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
+_ESCAPE = regex(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
 _ESCAPES = {b"\n": b"", b"b": b"\b", b"f": b"\f", b"t": b"\t", b"n": b"\n", b"r": b"\r", b"v": b"\v", b"a": b"\a"}
 _ESCAPES |= {b"\\": b"\\", b"'": b"'", b'"': b'"'}
 

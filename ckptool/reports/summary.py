@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..base.findings import CODES, Effect
+from ..base.lazy import regex
 from ..base.text import (
     cut,
     cut_key,
@@ -235,14 +235,14 @@ def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:
 
 #: Modules with other state than tensors have it in an entry with this name; a sharded checkpoint adds the shard.
 _EXTRA: Final = "*._extra_state"
-_IS_EXTRA: Final = re.compile(r"\._extra_state(?=[/.]|\Z)").search
+_IS_EXTRA: Final = regex(r"\._extra_state(?=[/.]|\Z)")
 #: So many entries with keys of one form share a row.
 _ALIKE: Final = 8
 
 
 def _family(key: str) -> str:
     """Return the form of a key: "optimizer.*.lr" for all keys with this first and last segment."""
-    if _IS_EXTRA(key):
+    if _IS_EXTRA.search(key):
         return _EXTRA
     first, *middle, last = key.split(".") if "." in key else (key, "")
     return f"{first}.*.{last}" if middle else key

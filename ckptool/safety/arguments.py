@@ -9,11 +9,11 @@ their storages. The checks of sparse and nested tensors are from ``aten/src/ATen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..base.dtypes import BY_NAME, is_complex
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import words
 from ..checkpoint.objects import list_items, mapped_name, mapping
@@ -37,7 +37,7 @@ _INT64: Final = 1 << 63
 _DEVICES: Final = (
     "cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone"
 )
-_DEVICE: Final = re.compile(rf"(?:{_DEVICES})(:(?:0|[1-9]\d{{0,8}}))?")
+_DEVICE: Final = regex(rf"(?:{_DEVICES})(:(?:0|[1-9]\d{{0,8}}))?")
 DEVICE_TYPES: Final = frozenset(_DEVICES.split("|"))
 LAYOUTS: Final = qualified("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn jagged")
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import cut, quoted, words
 from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, read_json, tags, unescaped
@@ -57,7 +58,7 @@ class Rule(NamedTuple):
     common: bool = False
 
 
-_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+_DOTTED: Final = regex(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 #: Endings of file and host names, which look like dotted names.
 _ENDINGS: Final = (".json", ".safetensors", ".txt", ".md", ".csv", ".onnx", ".gguf", ".com", ".org")
 _NOTHING: Final = frozenset(("", "null", "~", "none", "false", "{}", "[]"))
@@ -115,7 +116,7 @@ _KERAS: Final = (
     "tensorflow.python.keras",
 )
 #: Keras modules whose functions act on files and processes, and are not layers.
-_KERAS_TOOLS: Final = re.compile(r"keras\.(?:src\.)?(?:utils|saving|models|config|ops|export)\b")
+_KERAS_TOOLS: Final = regex(r"keras\.(?:src\.)?(?:utils|saving|models|config|ops|export)\b")
 _BUILTINS: Final = words("exec eval compile open __import__ getattr setattr breakpoint input vars globals")
 
 
@@ -181,7 +182,7 @@ def _kernel(value: Any, others: Mapping[str, Any]) -> str | None:
 
 
 #: Statements that mmengine's configuration never needs: it assigns literals and calls of dict.
-_STATEMENT: Final = re.compile(r"(?m)^[ \t]*(?:import|from|exec|def|class|with|for)\b|;[ \t]*import\b|__\w+__")
+_STATEMENT: Final = regex(r"(?m)^[ \t]*(?:import|from|exec|def|class|with|for)\b|;[ \t]*import\b|__\w+__")
 
 
 def _python(value: Any, others: Mapping[str, Any]) -> str | None:
@@ -204,7 +205,7 @@ def _router(value: Any, others: Mapping[str, Any]) -> str | None:
 
 #: Code inside values: a call that imports a module or starts a process, and OmegaConf's usual name of a resolver that
 #: evaluates Python.
-_CODE: Final = re.compile(
+_CODE: Final = regex(
     r"""__import__\s*\(\s*\\?['"]|\b(?:os|posix|nt)\.(?:system|popen|exec[lv]\w*|spawn\w+)\s*\("""
     r"""|\bsubprocess\.\w+\s*\(|\bimportlib\.import_module\s*\(|\$\{(?:eval|exec|py|python):"""
 )
@@ -324,7 +325,7 @@ _SERIALIZED: Final = ":serialized:"
 #: The keys that are judged.
 RULE_KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
 #: The first characters, in base64, of a pickle with protocol 2 to 5 and of a zip archive.
-_BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
+_BASE64: Final = regex(r"gA[I-X]|UEsDB")
 
 
 def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[ActivePart]:
@@ -406,7 +407,7 @@ def _in_text(text: str, depth: int, prose: bool) -> list[ActivePart]:
         if inner == outer:
             return found
     visit = partial(_visit, depth=depth)
-    exact = read_json(text, visit) if _starts(text) else None
+    exact = read_json(text, visit) if _STARTS.match(text) else None
     if exact is not None:
         return [*found, *(_at(path, item) for path, item in exact)]
     for variant in variants:
@@ -437,7 +438,7 @@ def _at(path: str, item: ActivePart) -> ActivePart:
     return item._replace(keys=(path, *item.keys)) if path else item
 
 
-_starts: Final = re.compile(r"\ufeff?\s*[{\[]").match
+_STARTS: Final = regex(r"\ufeff?\s*[{\[]")
 
 
 def _may_matter(text: str) -> bool:
@@ -445,7 +446,7 @@ def _may_matter(text: str) -> bool:
     return (
         "%TAG" in text
         or any(word in text for word in _WORDS)
-        or ("!" in text and "%" in text and _TAG_ESCAPE(text) is not None)
+        or ("!" in text and "%" in text and _TAG_ESCAPE.search(text) is not None)
     )
 
 
@@ -466,8 +467,8 @@ _WORDS: Final = (
         "!import",
     ),
 )
-_TAG_ESCAPE: Final = re.compile("%[0-9a-fA-F]{2}").search
-_FRONT: Final = re.compile(r"\ufeff?\s*---[ \t]*\r?\n([\s\S]*?)\n(?:---|\.\.\.)")
+_TAG_ESCAPE: Final = regex("%[0-9a-fA-F]{2}")
+_FRONT: Final = regex(r"\ufeff?\s*---[ \t]*\r?\n([\s\S]*?)\n(?:---|\.\.\.)")
 
 
 def _front_matter(text: str) -> str:
@@ -476,12 +477,10 @@ def _front_matter(text: str) -> str:
 
 
 #: Python tags that PyYAML turns into plain values (yaml/constructor.py: FullConstructor).
-_PLAIN_TAGS: Final = re.compile(
-    r"python/(?:none|bool|str|unicode|bytes|int|long|float|complex|list|tuple|dict)(?![\w/:])"
-)
-_ACTIVE_TAG: Final = re.compile(r"tag:yaml\.org,2002:((?:python|js|ruby|perl|php|java|javascript|net)/[^\s,\[\]{}]*)")
+_PLAIN_TAGS: Final = regex(r"python/(?:none|bool|str|unicode|bytes|int|long|float|complex|list|tuple|dict)(?![\w/:])")
+_ACTIVE_TAG: Final = regex(r"tag:yaml\.org,2002:((?:python|js|ruby|perl|php|java|javascript|net)/[^\s,\[\]{}]*)")
 #: Tags of hyperpyyaml (SpeechBrain), pylearn2 and torchdistill.
-_OTHER_TAG: Final = re.compile(
+_OTHER_TAG: Final = regex(
     r"!((?:new|apply|applyref|name|module|obj|pkl|import):[^\s,\[\]{}]*|import_(?:call|call_method|get)(?!\w)|import(?=\Z))"
 )
 

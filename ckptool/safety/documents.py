@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 
 #: Maximum characters that ``read_json`` accepts: Python objects take up to twenty times the memory of the text.
@@ -101,7 +102,7 @@ def _inner(path: str, value: Any, visit: Callable[[str, Any, Mapping[str, Any]],
 
 # -- any other text ------------------------------------------------------------------------------------------------
 
-_ESCAPE: Final = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|\r?\n[ \t]*|([\s\S]))")
+_ESCAPE: Final = regex(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|\r?\n[ \t]*|([\s\S]))")
 _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "f": "\f", "b": "\b", "_": "\xa0", "N": "\x85"}
 
 
@@ -128,22 +129,22 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 #: The text that may stand between a key and its value: a closing quote, spaces, a comment.
-_SEPARATOR: Final = re.compile(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t\x85\u2028\u2029]*""")
-_VALUE: Final = re.compile(
+_SEPARATOR: Final = regex(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t\x85\u2028\u2029]*""")
+_VALUE: Final = regex(
     r"""(?:[!&][^\s,{}\[\]]{0,200}[ \t\x85\u2028\u2029]{1,9}){0,3}"""
     r"""(?:"([^"\n]{0,500})"|'([^'\n]{0,500})'|(\{\s{0,99}\}|\[\s{0,99}\]|[^\n\r,}\]]{0,500}))"""
 )
-_NEXT: Final = re.compile(
+_NEXT: Final = regex(
     r"""\s{0,200}(?:[!&][^\s,{}\[\]]{0,200}\s{1,200}){0,3}(?:[|>][-+0-9]{0,3}[ \t]{0,9}\n\s{0,200})?"""
     r"""(?:"([^"\n]{1,500})"|'([^'\n]{1,500})'|([^\n\r,}\]#]{1,500}))"""
 )
-_ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)\s+")
+_ANCHOR: Final = regex(r"&([^\s,\[\]{}]+)\s+")
 _NOTHING: Final = frozenset(("", "~", "null", "none", "false"))
 #: What follows the beginning of a longer value or key on its line.
-_GOES_ON: Final = re.compile(r"(?:[}\]]*|[ \t]+)[^\s,}\]#]")
-_COMMENT: Final = re.compile(r"(?:^|\s)#.*")
+_GOES_ON: Final = regex(r"(?:[}\]]*|[ \t]+)[^\s,}\]#]")
+_COMMENT: Final = regex(r"(?:^|\s)#.*")
 #: A key that another place refers to, with an anchor or tag before it.
-_NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*\s+["']?\Z""")
+_NAMED: Final = regex(r"""[&!][^\s,\[\]{}]*\s+["']?\Z""")
 
 
 class LooseItem(NamedTuple):
@@ -246,8 +247,8 @@ def _is_word(character: str) -> bool:
 # -- tags of YAML --------------------------------------------------------------------------------------------------
 
 _CORE: Final = "tag:yaml.org,2002:"
-_DIRECTIVE: Final = re.compile(r"(?:^|[\n\r\x85\u2028\u2029]|\ufeff)%TAG[ \t]+(!\S*)[ \t]+(\S+)")
-_RUN: Final = re.compile(r"!\S+")
+_DIRECTIVE: Final = regex(r"(?:^|[\n\r\x85\u2028\u2029]|\ufeff)%TAG[ \t]+(!\S*)[ \t]+(\S+)")
+_RUN: Final = regex(r"!\S+")
 
 
 def tags(text: str) -> Iterator[str | None]:

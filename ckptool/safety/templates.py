@@ -7,17 +7,18 @@ delimiters.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-_OPEN: Final = re.compile(r"\{[{%#]")
-_TOKEN: Final = re.compile(
+from ..base.lazy import regex
+
+_OPEN: Final = regex(r"\{[{%#]")
+_TOKEN: Final = regex(
     r"""\s+|("(?:[^"\\]|\\[\s\S])*"|'(?:[^'\\]|\\[\s\S])*')|([^\W\d]\w*)|\d[\w.]*|([-+]?[%}]\}|[\s\S])"""
 )
 #: Names by which Python leads from any value to its classes and modules: ``__class__``, ``_Template__context``.
-_DUNDER: Final = re.compile(r"_\w*__\w*")
+_DUNDER: Final = regex(r"_\w*__\w*")
 #: Filters, methods and operators that make a string from others, so that no literal shows the whole string.
 _FILTERS: Final = frozenset(("join", "format", "reverse", "replace", "string", "map", "first", "last", "list"))
 _METHODS: Final = frozenset(("join", "format", "replace", "lower", "swapcase", "translate", "strip"))
@@ -30,7 +31,7 @@ _BY_ATTRIBUTE: Final = frozenset(
 _ASSIGNING: Final = frozenset(("set", "for", "with", "macro"))
 _KEYWORDS: Final = frozenset(("in", "not", "and", "or", "if", "else", "elif", "is", "set", "for", "with", "call"))
 _STRING: Final = "string"
-_KEY: Final = re.compile("chat_template")
+_KEY: Final = regex("chat_template")
 #: Maximum number of keys from which a text is read again; a tokenizer file has one to three.
 _MAX_KEYS: Final = 16
 #: Maximum number of open brackets; Jinja itself fails earlier with a RecursionError.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from conftest import ROOT
+
+from ckptool.base.lazy import regex
 
 PACKAGE = ROOT / "ckptool"
 
@@ -317,6 +320,32 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
     assert {(module.path, name) for module in modules for name in outside(module).keys() & DANGEROUS} == exceptions
     executing = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "breakpoint", "input"}
     assert [(module.path, name) for module in modules for name, _ in module.calls if name in executing] == []
+
+
+#: Definitions that take longer than those of ``base.records`` and ``base.lazy``, and are often not used in a run.
+_EXPENSIVE = re.compile(r"^from typing import .*\bNamedTuple\b|^[A-Za-z_]\w*(?:: Final)? = re\.compile\(.*", re.M)
+#: Modules that are not converted yet.
+_LATER = ("ckptool/formats/search/", "ckptool/formats/foreign/", "ckptool/files/zips/audit.py")
+
+
+def test_named_tuples_and_regular_expressions_are_cheap_to_define(modules: list[Module]) -> None:
+    paths = [module.path for module in modules if not module.path.startswith(_LATER)]
+    expensive = {path: _EXPENSIVE.findall((ROOT / path).read_text(encoding="utf-8")) for path in paths}
+    assert {path: lines for path, lines in expensive.items() if lines} == {}
+    assert _EXPENSIVE.search("from typing import Final, NamedTuple")
+    assert _EXPENSIVE.search('_NAME: Final = re.compile("a")')
+
+
+def test_regular_expressions_compile() -> None:
+    expressions = [
+        value
+        for name in FILES
+        if name != "ckptool.__main__"
+        for value in vars(importlib.import_module(name)).values()
+        if type(value) is type(regex(""))
+    ]
+    assert len(expressions) > 150
+    assert all(isinstance(expression.pattern, str | bytes) for expression in expressions)
 
 
 def test_only_render_prints(modules: list[Module]) -> None:

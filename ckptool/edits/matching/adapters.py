@@ -6,29 +6,29 @@ names with "_" instead of dots), diffusers, torchtune, mlx-lm.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from ...base.lazy import regex
 from ...base.prefixes import adapter_keys
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted, shape_text
 from .fused import Side
 from .names import Cause, Comparison, Shape, Spec, dotless, suffixes
 
-_PEFT: Final = re.compile(r"\A(?:base_model\.model\.)+")
+_PEFT: Final = regex(r"\A(?:base_model\.model\.)+")
 #: A key of LoRA: the module that it changes, and which of the two matrices it is.
-_LORA: Final = re.compile(
+_LORA: Final = regex(
     r"(?P<module>.+?)(?:\.processor)?\.(?P<which>lora_A|lora_B|lora_a|lora_b|lora_embedding_A|lora_embedding_B"
     r"|lora_down|lora_up|lora\.down|lora\.up)(?:\.(?:(?!weight\Z)\w+))?(?:\.weight)?\Z"
 )
 #: What PEFT puts behind the name of a module that was trained as a whole beside the adapter.
 _TRAINED_TOO: Final = ".modules_to_save."
-_NUMBER: Final = re.compile(r"\d+")
+_NUMBER: Final = regex(r"\d+")
 _FIRST: Final = frozenset(("lora_A", "lora_a", "lora_embedding_A", "lora_down", "lora.down"))
 #: What kohya puts before the name of a module, and diffusers before the part of the pipeline.
-_PARTS: Final = re.compile(r"\A(?:lora_(?:unet|te\d?|transformer)_|(?:unet|transformer|text_encoder(?:_2)?)\.)")
+_PARTS: Final = regex(r"\A(?:lora_(?:unet|te\d?|transformer)_|(?:unet|transformer|text_encoder(?:_2)?)\.)")
 
 
 class _Delta(NamedTuple):

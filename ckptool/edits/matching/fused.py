@@ -6,11 +6,11 @@ other, or alternate head by head. One line of values from both sides shows it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ...base.dtypes import BY_NAME
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, shape_text
 from .names import Cause, Comparison, Shape, Spec, family_of, numbers_in
@@ -22,7 +22,7 @@ _LETTERS: Final = {
     "gateup": "gu",
 }  # fmt: skip
 #: Letters of projections that are written without a space: ``wqkv``, ``kproj``.
-_SHORT: Final = re.compile(r"w?(q|k|v|g|u|x|qkv|qk|kv|gu|ug)(?:proj|lin|linear|net)?\Z")
+_SHORT: Final = regex(r"w?(q|k|v|g|u|x|qkv|qk|kv|gu|ug)(?:proj|lin|linear|net)?\Z")
 #: Words that do not say which projection it is.
 _FILLERS: Final = frozenset(
     ("proj", "projection", "linear", "lin", "layer", "to", "attn", "attention", "self", "w", "wi", "net", "fc", "dense",
@@ -43,9 +43,9 @@ _UNNAMED: Final = {
 }
 #: Letters that mean the same: gate and up are w1 and w3 of Meta.
 _SAME: Final = {"gu": ("13",), "13": ("gu",)}
-_WORD: Final = re.compile(r"[a-z]+|\d")
+_WORD: Final = regex(r"[a-z]+|\d")
 #: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
-_JOINED: Final = re.compile(r"(.+)_(weight|bias)\Z")
+_JOINED: Final = regex(r"(.+)_(weight|bias)\Z")
 #: The most modules in which the parts of one tensor are sought.
 _NEAR: Final = 32
 #: The most tensors that one may hold, and the most kinds that a message names.

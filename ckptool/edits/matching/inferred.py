@@ -6,15 +6,15 @@ transposes that are not square, and dimensions of size 1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from .fused import Fusion, Side, find_fusions, follow_each_other
 from .names import Comparison, Shape
 
-_NUMBER: Final = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])|(?<=[A-Za-z_])\d+(?=\.)")
+_NUMBER: Final = regex(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])|(?<=[A-Za-z_])\d+(?=\.)")
 #: The axes of both sides of a transposed matrix.
 _TURNED: Final = ("o, i", "i, o")
 #: The letters of holes, in their order.

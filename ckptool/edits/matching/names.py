@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -10,6 +9,7 @@ from os.path import commonprefix
 from typing import Final, TypeAlias
 
 from ...base.errors import RefusedError
+from ...base.lazy import regex
 from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
@@ -20,13 +20,13 @@ Shape: TypeAlias = tuple[int, ...] | None
 #: Maximum number of last segments of a name that are compared; no model nests its names deeper.
 _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
-_NUMBER: Final = re.compile(r"\d+")
-_SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]")
+_NUMBER: Final = regex(r"\d+")
+_SEPARATORS: Final = regex(r"[^0-9A-Za-z]")
 #: Characters that prevent a name from being written in a glob.
 NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
 #: The two tensors of weight_norm since torch 2.0, with the ends of their old names: ``weight_g`` and ``weight_v``.
 WEIGHT_NORM: Final = (("0", "_g"), ("1", "_v"))
-_WEIGHT_NORM: Final = re.compile(r"(^|\.)parametrizations\.(\w+)\.original([01])\Z")
+_WEIGHT_NORM: Final = regex(r"(^|\.)parametrizations\.(\w+)\.original([01])\Z")
 
 
 class Spec(NamedTuple):

@@ -11,25 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Final
 
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize
 from .names import Shape
 from .state_dict_errors import Mismatch
 
-_POSITIONS: Final = re.compile(
+_POSITIONS: Final = regex(
     r"(?:pos_?emb|position_?emb|positional|pos_table|relative_position|relative_coords|attention_bias|rel_pos|\bwpe\b|embed_positions"
     r"|position_ids|attn_mask|rotary|freqs_cis|(?:cos|sin)_cached|attn\.(?:masked_)?bias\Z)",
     re.IGNORECASE,
 )
 #: Buffers that a model computes itself when it is built. A copy without them loses nothing.
-_COMPUTED: Final = re.compile(
+_COMPUTED: Final = regex(
     r"(?:relative_position_index|attention_bias_idxs|relative_coords_table|attn_mask|position_ids|inv_freq|freqs_cis|(?:cos|sin)_cached"
     r"|rotary_emb\.freqs|attn\.(?:masked_)?bias)\Z"
 )
 #: Tables that may have the heads first.
-_TABLE: Final = re.compile(r"(?:relative_position_bias_table|attention_biases)\Z")
+_TABLE: Final = regex(r"(?:relative_position_bias_table|attention_biases)\Z")
 #: The convolution that cuts an image into patches.
-_PATCHES: Final = re.compile(r"(?:patch|conv1|conv_proj)")
+_PATCHES: Final = regex(r"(?:patch|conv1|conv_proj)")
 #: How many tokens may stand before the patches: a class token, one for distillation, registers.
 _OTHERS: Final = (1, 0, 2, 5, 4, 9, 8)
 #: The rows for the class token at the end of the tables of BEiT.

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from ...base.errors import RefusedError, TargetError
+from ...base.lazy import regex
 from ...base.prefixes import common_prefix, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import NextStep, Setting, command
@@ -156,7 +157,7 @@ _VOTERS: Final = 1_000
 _STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
 #: Characters that prevent a name from being written in s/.../.../.
 _NOT_IN_REGEX: Final = frozenset("/\\\n")
-_NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
+_NUMBERED: Final = regex(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
 
 
 class NamePair(NamedTuple):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from ...base.lazy import regex
 from ...base.text import join_limited, pluralize, shape_text
 from .names import Cause, Shape
 from .positions import is_computed, is_position, other_positions
@@ -15,11 +16,11 @@ from .state_dict_errors import Mismatch
 #: Modules with one row for each token, beside those with "emb" in their names.
 _VOCABULARY: Final = frozenset(("wte", "lm_head", "output_layer", "shared"))
 #: Embeddings of other things than tokens.
-_OTHER_EMBEDDINGS: Final = re.compile(r"(?:patch|type|spk|speaker|emb_g|lang|class|label|time|pos)", re.IGNORECASE)
-_ADAPTERS: Final = re.compile(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
+_OTHER_EMBEDDINGS: Final = regex(r"(?:patch|type|spk|speaker|emb_g|lang|class|label|time|pos)", re.IGNORECASE)
+_ADAPTERS: Final = regex(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
 #: The second matrix of LoRA, whose columns are the rank.
-_SECOND: Final = re.compile(r"lora_(?:embedding_)?[Bb]\b|lora[_.]up|_b\Z")
-_SPEAKERS: Final = re.compile(r"(?:spk|speaker|emb_g|language_emb|lang_emb)", re.IGNORECASE)
+_SECOND: Final = regex(r"lora_(?:embedding_)?[Bb]\b|lora[_.]up|_b\Z")
+_SPEAKERS: Final = regex(r"(?:spk|speaker|emb_g|language_emb|lang_emb)", re.IGNORECASE)
 #: Vocabularies are padded to multiples of these numbers.
 _MULTIPLES: Final = (128, 64, 32, 16, 8)
 #: A classifier has at most so many modules, and one in so many keys.

@@ -17,36 +17,37 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice, product
 from typing import Final
 
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 
-_BLANKS: Final = re.compile(r"\s+")
-_DOT: Final = re.compile(r"\.")
-_KEYS: Final = re.compile(r'"([^"]*)"')
-_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+_BLANKS: Final = regex(r"\s+")
+_DOT: Final = regex(r"\.")
+_KEYS: Final = regex(r'"([^"]*)"')
+_COLOUR: Final = regex(r"\x1b\[[\d;]*m")
 #: A line break that a terminal added, perhaps within a key.
-_WRAP: Final = re.compile(r"[ \t]*\r?\n[ \t]*")
+_WRAP: Final = regex(r"[ \t]*\r?\n[ \t]*")
 #: Quoted keys with commas between them, and the rest of the line after the last, or the text up to the next list: a
 #: message may have been pasted as one line.
 _LIST: Final = r'\s+in\s+state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:Missing|Unexpected)\s+key\(s\))[^\n])*)'
-_MISSING: Final = re.compile(rf"Missing\s+key\(s\){_LIST}")
-_UNEXPECTED: Final = re.compile(rf"Unexpected\s+key\(s\){_LIST}")
-_MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
+_MISSING: Final = regex(rf"Missing\s+key\(s\){_LIST}")
+_UNEXPECTED: Final = regex(rf"Unexpected\s+key\(s\){_LIST}")
+_MODEL: Final = regex(r"Error\(s\) in loading state_dict for ([^:\n]+):")
 
 # -- lists that Python printed, or that are joined by commas
 
 _STRING: Final = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ITEM: Final = rf"(?:{_STRING}|[\w./:@-]+)"
 _PRINTED: Final = rf"[ \t]{{0,8}}\n?[ \t]{{0,40}}(?:\w+\()?[\[{{(]?\s{{0,40}}((?:{_ITEM}\s*,\s*)*{_ITEM})"
-_ITEMS: Final = re.compile(_ITEM)
+_ITEMS: Final = regex(_ITEM)
 #: What stands before such a list. The first words are enough where they are unusual.
 _ABOUT: Final = r"""[^\n:=\[{(']{0,80}"""
-_MISSING_LISTS: Final = re.compile(
+_MISSING_LISTS: Final = regex(
     rf"(?:missing_keys=|are newly initialized:|following keys are missing:|not found in the checkpoint:"
     rf"|in the model state dict but not in the checkpoint:"
     rf"|(?i:missing[ _](?:adapter )?keys?)(?! in checkpoint)(?:{_ABOUT}[:=]| (?=\()))"
     rf"{_PRINTED}"
 )
-_UNEXPECTED_LISTS: Final = re.compile(
+_UNEXPECTED_LISTS: Final = regex(
     rf"(?:unexpected_keys=|were not used when initializing[^\n:]*:|keys that are not used by the model:"
     rf"|not in the model state dict but in the checkpoint:|(?i:unexpected[ _]keys?)(?:{_ABOUT}[:=]| (?=\()))"
     rf"{_PRINTED}"
@@ -54,22 +55,22 @@ _UNEXPECTED_LISTS: Final = re.compile(
 
 # -- one key in each message or line
 
-_MISSING_EACH: Final = re.compile(
+_MISSING_EACH: Final = regex(
     r"""No param ([\w.]+?)\.(?=\s|$)|did not have parameters for the key: ([\w.]+)"""
     r"""|^[ \t]{0,8}(\S[^|\n]{0,600})\|[ \t]*MISSING[ \t]*\|""",
     re.MULTILINE,
 )
-_UNEXPECTED_EACH: Final = re.compile(
+_UNEXPECTED_EACH: Final = regex(
     r"""Drop(?:ping)? parameter ([\w.]+?)\.?(?=\s|$)|The param with the key: ([\w.]+) is discarded"""
     r"""|unexpected key "([^"\n]+)" in state_dict|^[ \t]{0,8}(\S[^|\n]{0,600})\|[ \t]*UNEXPECTED[ \t]*\|""",
     re.MULTILINE,
 )
 #: Keys in lines of their own, as fvcore prints them: ``backbone.conv1.{bias, weight}``.
 _BLOCKS: Final = r":[ \t]*\n((?:[ \t]*[\w.]+(?:\{[^}\n]*\})?[ \t]*(?:\n|$))+)"
-_MISSING_BLOCK: Final = re.compile(rf"model parameters or buffers are not found in the checkpoint{_BLOCKS}")
-_UNEXPECTED_BLOCK: Final = re.compile(rf"contains keys that are not used by the model{_BLOCKS}")
-_BRACES: Final = re.compile(r"\{([^}\n]*)\}")
-_RANGE: Final = re.compile(r"(\d+)\.\.\.(\d+)\Z")
+_MISSING_BLOCK: Final = regex(rf"model parameters or buffers are not found in the checkpoint{_BLOCKS}")
+_UNEXPECTED_BLOCK: Final = regex(rf"contains keys that are not used by the model{_BLOCKS}")
+_BRACES: Final = regex(r"\{([^}\n]*)\}")
+_RANGE: Final = regex(r"(\d+)\.\.\.(\d+)\Z")
 #: The most keys that a text may stand for.
 _MOST_KEYS: Final = 500_000
 
@@ -82,25 +83,25 @@ _WANTED: Final = _SIZE.format(r"(?P<wanted>[\d,\s]*)")
 _KEY: Final = r"(?P<key>(?:(?!size\s+mismatch\s+for\s).)+?)"
 _SIZES: Final = f": copying a param with shape {_SAVED} from checkpoint, the shape in current model is {_WANTED}"
 _MISMATCHES: Final = (
-    re.compile(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL),
-    re.compile(rf"- (?P<key>\S+): found shape {_SAVED} in the checkpoint and {_WANTED} in the model"),
-    re.compile(
+    regex(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL),
+    regex(rf"- (?P<key>\S+): found shape {_SAVED} in the checkpoint and {_WANTED} in the model"),
+    regex(
         rf'While copying the parameter named "?(?P<key>[^\s",]+)"?,\s+whose dimensions in the model are {_WANTED} '
         rf"and\s+whose dimensions in the checkpoint are {_SAVED}"
     ),
-    re.compile(
+    regex(
         r"Skip loading parameter '(?P<key>[^'\n]+)' to the model due to incompatible shapes: \((?P<saved>[\d, ]*)\) in "
         r"the checkpoint but \((?P<wanted>[\d, ]*)\) in the model"
     ),
-    re.compile(
+    regex(
         rf"Skip loading parameter:? (?P<key>[^\s,]+), required shape:? ?{_WANTED}, ?loaded shape:? ?{_SAVED}",
     ),
-    re.compile(
+    regex(
         r"because (?P<key>[\w.]+) expected shape (?:tensor\([^\n]*?size=\(|torch\.Size\(\[)(?P<wanted>[\d, ]+)"
         rf"[^\n]*?, but got {_SAVED}"
     ),
-    re.compile(rf"^\|\s*(?P<key>\S+)\s*\|\s*{_WANTED}\s*\|\s*{_SAVED}\s*\|", re.MULTILINE),
-    re.compile(
+    regex(rf"^\|\s*(?P<key>\S+)\s*\|\s*{_WANTED}\s*\|\s*{_SAVED}\s*\|", re.MULTILINE),
+    regex(
         r"^[ \t]{0,8}(?P<key>\S[^|\n]{0,600})\|[ \t]*MISMATCH[ \t]*\|"
         r"[^\n]*?ckpt: (?:torch\.Size)?\(\[?(?P<saved>[\d, ]*)"
         r"[^\n]*? vs model: ?(?:torch\.Size)?\(\[?(?P<wanted>[\d, ]*)",

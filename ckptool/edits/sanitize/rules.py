@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
+from ...base.lazy import regex
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.objects import COMPILED, list_items, mapped_name, mapping, module_fields, pair_list
 from ...checkpoint.tensors import TensorReader
@@ -251,7 +252,7 @@ _UNINITIALIZED: Final = frozenset(
 )
 #: Functions that make an object of their arguments alone, by the last segment of their names: pandas has
 #: ``_unpickle_block``, ``_new_Index`` and ``__pyx_unpickle_NDArrayBacked``.
-_FROM_ARGUMENTS: Final = re.compile(r"unpickle|rebuild|reconstruct|restore|\A_*new_|\A(?:array|count)\Z", re.I)
+_FROM_ARGUMENTS: Final = regex(r"unpickle|rebuild|reconstruct|restore|\A_*new_|\A(?:array|count)\Z", re.I)
 _SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import stat
 import sys
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
 from ...base.errors import Again, CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ...base.text import join_limited
@@ -44,7 +44,7 @@ _BUFFER: Final = 4 << 20
 TEMPORARY: Final = ".ckptool-tmp"
 #: The placeholder for a hash of the content in the name of an output.
 HASH: Final = "{hash8}"
-_PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
+_PLACEHOLDER: Final = regex(r"\{hash\w*\}")
 
 #: The suffix of outputs that are staged for tasks (``tasks``), to be committed later.
 STAGED: Final = ".ckptool-part"

@@ -13,6 +13,7 @@ from struct import Struct
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...pickles import opcodes as op
@@ -24,8 +25,7 @@ _u32, _u64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
 #: The most objects on the stack: picklers fill containers in batches of a thousand.
 _MAX_STACK: Final = 20_000
 #: The most tensors whose instructions are cached, and the most bytes of each: enough for one piece of few dimensions.
-_MAX_TENSORS: Final = 256
-_MAX_TENSOR: Final = 512
+_MAX_TENSORS, _MAX_TENSOR = 256, 512
 #: The most bytes of a global's module and name.
 _MAX_NAME: Final = 200
 #: The required and the optional fields of each class.
@@ -122,7 +122,7 @@ _INT: Final = rb"(?:K.|M..|J....|\x8a[\5-\x08].{5,8})"
 _INTS: Final = rb"(?:(?:%b){1,3}[\x85-\x87]|\((?:%b){4,16}t)" % (_INT, _INT)
 _GET: Final = rb"(?:h.|j....)"
 _TEXT: Final = rb"(?:\x8c(.)([ -~]*)\x94|(%b))" % _GET
-_INT_PARTS: Final = re.compile(rb"K.|M..|J....|\x8a[\5-\x08]", re.DOTALL).match
+_INT_PARTS: Final = regex(rb"K.|M..|J....|\x8a[\5-\x08]", re.DOTALL)
 
 
 def read_listing(data: bytes, where: str) -> Metadata:
@@ -590,7 +590,7 @@ def _size(code: bytes) -> tuple[int, ...]:
     numbers: list[int] = []
     pos, stop = int(code[:1] == b"("), len(code) - 1
     while pos < stop:
-        part = _INT_PARTS(code, pos)
+        part = _INT_PARTS.match(code, pos)
         _require(part is not None)
         assert part is not None
         end = part.end() + (code[pos + 1] if code[pos] == op.LONG1 else 0)

@@ -16,6 +16,7 @@ from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, shown, step_words, words
@@ -59,10 +60,10 @@ _RUN: Final = ("dp_world_size", "global_steps")
 #: The keys that may hold the optimizer's state in its files.
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
 #: The expert number in a tensor name.
-_EXPERT_KEY: Final = re.compile(r"\.deepspeed_experts\.(\d{1,6})\.")
+_EXPERT_KEY: Final = regex(r"\.deepspeed_experts\.(\d{1,6})\.")
 _MAX_RANKS: Final = 1 << 16
 #: A parameter name of a numbered layer; tied layers have a key instead of a number.
-_OF_LAYER: Final = re.compile(r"\d+\.")
+_OF_LAYER: Final = regex(r"\d+\.")
 #: Entries that describe partitions; a universal checkpoint no longer needs them.
 _OF_PARTS: Final = words("""
     buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions

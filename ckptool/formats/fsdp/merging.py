@@ -11,6 +11,7 @@ from typing import Final
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.paths import joined, spell_key
@@ -28,12 +29,12 @@ RANK_PARTS: Final = "rank-parts"
 #: The name that FSDP1 gives to a flat vector of parameters (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
 FLAT_PARAM: Final = "_flat_param"
 #: Counters that are equal in all files of one save.
-_STEPS: Final = re.compile(
+_STEPS: Final = regex(
     r"(?:\A|[a-z]+_)?(?:steps?|step_count|epochs?|iterations?|iter|num_updates)\Z|\A_step_count\Z", re.I
 )
 _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
-_SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
-_RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
+_SEPARATORS: Final = regex(r"[.\[\]\"]+")
+_RANDOM: Final = regex(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Explains why tensors on disjoint ranks may have the same name.
 _TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"

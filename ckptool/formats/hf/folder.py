@@ -7,13 +7,13 @@ no storages.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
 from ...base.errors import MalformedError, RefusedError, UnreadableError
 from ...base.findings import INCOMPLETE, INNER, NO_INDEX, STALE_INDEX, Finding
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
@@ -45,7 +45,7 @@ from ..safetensors.sharding_info import common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
 
 #: Module folders of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
-_MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")
+_MODULE: Final = regex(r"\d{1,3}_[A-Z]\w*\Z")
 #: The first bytes of a file, enough to identify its format.
 _HEAD: Final = 1024
 

@@ -8,7 +8,6 @@ a tensor reaches as far as its pieces. Sources in torch/distributed/checkpoint: 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -18,6 +17,7 @@ from typing import Final
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.findings import UNCHECKED
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
@@ -31,7 +31,7 @@ from ..pieces.chunks import Chunk, joined
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
 
-_NAME: Final = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
+_NAME: Final = regex(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
 
 
 class TensorPiece(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from ...base.errors import TargetError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
@@ -25,7 +26,7 @@ from ..torch import zip_writer
 #: The usual stems of file names.
 _USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}
 _UNITS: Final = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
+_SIZE: Final = regex(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
 
 class Item(NamedTuple):

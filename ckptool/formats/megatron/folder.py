@@ -8,7 +8,6 @@ decides it. Each pipeline rank counts its layers from 0. Sources: Megatron-LM, `
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import OTHER_FILES, UNJOINED, Finding
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, shown, step_words
@@ -43,27 +43,25 @@ from .args import Arguments, arguments, number
 
 #: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
 #: (RowParallelLinear). Each pattern also has the names from before Megatron-core.
-_BY_ROWS: Final = re.compile(
+_BY_ROWS: Final = regex(
     r"(?:\A|\.)(?:word_embeddings|output_layer|lm_head|linear_qkv|linear_fc1|query_key_value|dense_h_to_4h)"
     r"\.(?:weight|bias)\Z"
 )
-_BY_COLUMNS: Final = re.compile(
-    r"(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\Z"
-)
+_BY_COLUMNS: Final = regex(r"(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\Z")
 #: Gated units: each rank holds a slice of the gate and a slice of the up projection.
-_GATED: Final = re.compile(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
+_GATED: Final = regex(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
 #: Tensors that every rank saves in full.
-_WHOLE: Final = re.compile(
+_WHOLE: Final = regex(
     r"(?:(?<!mixer\.)norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
     r"|(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.bias\Z"
 )
 #: The number of a layer. Layers for multi-token prediction (mtp) are not renumbered: they exist only in the last stage.
-_LAYER: Final = re.compile(r"((?:\A|(?<!\Amtp)(?<!\.mtp)\.)layers\.)(\d{1,6})(?=\.)")
+_LAYER: Final = regex(r"((?:\A|(?<!\Amtp)(?<!\.mtp)\.)layers\.)(\d{1,6})(?=\.)")
 #: Below this ``checkpoint_version``, the rows of queries, keys and values were in another order.
 _VERSION: Final = 2
-_QKV: Final = re.compile(r"(?:\A|\.)(?:linear_qkv|query_key_value)\.(?:weight|bias)\Z")
+_QKV: Final = regex(r"(?:\A|\.)(?:linear_qkv|query_key_value)\.(?:weight|bias)\Z")
 #: Tensors that exist only in the last pipeline stage.
-_END: Final = re.compile(r"(?:\A|\.)final_(?:layer_?)?norm\.")
+_END: Final = regex(r"(?:\A|\.)final_(?:layer_?)?norm\.")
 #: Layer state other than tensors, such as FP8 scales.
 _EXTRA: Final = "_extra_state"
 #: Arguments and values that are the same in all files of one save.

@@ -8,16 +8,17 @@ Sources: torch/distributed/checkpoint/filesystem.py; accelerate, ``utils/fsdp_ut
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from typing import Final
 
+from ...base.lazy import regex
+
 DATA: Final = ".distcp"
 #: The metadata of a rank that was saved without the others.
-OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
-DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
+OF_RANK: Final = regex(r"__(\d+)\.metadata\Z")
+DATA_OF_RANK: Final = regex(r"__(\d+)_\d+\.distcp\Z")
 #: accelerate's folders of models and optimizers, with their numbers.
-_OF_FSDP: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})\Z")
+_OF_FSDP: Final = regex(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})\Z")
 
 
 def are_files(names: Collection[str]) -> bool:

@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import NextStep, command, suggested_output
 from ...base.text import join_limited, pluralize
@@ -23,17 +24,17 @@ from .. import read_container
 from ..folders import listed, read_tag
 from .ranks import by_number
 
-OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
+OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3, each rank writes its own model file.
-RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
-MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+RANK_MODEL: Final = regex(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+MODEL: Final = regex(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 #: A pipeline layer; the name includes the rank if the layer is cut over several ranks.
-LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
+LAYER: Final = regex(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
 #: An expert: its layer, which early versions do not name, and its number there.
-EXPERT: Final = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
+EXPERT: Final = regex(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
 #: Without ZeRO, an expert-parallel rank's optimizer state.
-EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
-_TAG: Final = re.compile(r"global_step\d+\Z")
+EXPERT_OPTIMIZER: Final = regex(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
+_TAG: Final = regex(r"global_step\d+\Z")
 #: The most ranks that are checked for completeness.
 _MAX_RANKS: Final = 1 << 16
 _FIRST_MODEL: Final = "mp_rank_00_model_states.pt"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import Final
+
+from ...base.lazy import regex
 
 #: Keys that are looked at; every family shows within its first layers.
 _LOOKED_AT: Final = 4_000
@@ -40,7 +41,7 @@ _FAMILIES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("YOLO (ultralytics)", (".model.#.conv.weight", ".model.#.cv1.conv.")),
     ("HiFi-GAN", (".ups.#.", ".resblocks.#.convs1.")),
 )
-_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+_NUMBER: Final = regex(r"\.\d+(?=\.)")
 
 
 def family_of_model(names: Iterable[str]) -> str:

@@ -7,13 +7,13 @@ Sources: transformers (``modeling_utils``: which weights are loaded from a folde
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from itertools import islice
 from typing import Any, Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.suffixes import TORCH, WEIGHTS
@@ -30,12 +30,12 @@ _SINGLE: Final = (
     *((stem, "bin") for stem in ("pytorch_model", "adapter_model", "diffusion_pytorch_model")),
 )
 #: A name that from_pretrained builds for ``variant=``, such as ``model.fp16``.
-_VARIANT: Final = re.compile(rf"({'|'.join(_STEMS)})\.([\w-]+)\Z")
+_VARIANT: Final = regex(rf"({'|'.join(_STEMS)})\.([\w-]+)\Z")
 #: The variant precedes the number, or follows it in folders of older diffusers versions.
-_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?:\.([\w-]+))?\.(safetensors|bin)\Z")
+_SHARD: Final = regex(r"(.+)-(\d{5})-of-(\d{5})(?:\.([\w-]+))?\.(safetensors|bin)\Z")
 #: One rank's pieces, written by ``HuggingFaceStorageWriter``: see ``ranks``.
-_OF_RANK: Final = re.compile(r"shard-\d{5}-model-")
-_INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z")
+_OF_RANK: Final = regex(r"shard-\d{5}-model-")
+_INDEXED: Final = regex(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z")
 #: The most bytes of an index that are read: 100 for each of a million names.
 _MAX_INDEX: Final = 100_000_000
 

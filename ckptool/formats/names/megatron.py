@@ -6,13 +6,13 @@ Source: Megatron-LM, ``megatron/training/checkpointing.py`` (``get_checkpoint_na
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import Final, TypeAlias
 
 from ...base.errors import NotACheckpointError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
@@ -20,8 +20,8 @@ from ..folders import listed, read_tag
 from .ranks import by_number
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
-ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
-_RANK: Final = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
+ITERATION: Final = regex(r"(?:iter_\d+|release)\Z")
+_RANK: Final = regex(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
 #: Weight file names of a rank, in search order.
 _WEIGHTS: Final = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
 _WORDS: Final = ("tensor", "pipeline", "expert")

@@ -7,12 +7,13 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Final, TypeVar
 
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.suffixes import TORCH
 
-_RANK: Final = re.compile(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
-_WORLD: Final = re.compile(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
-_NUMBER: Final = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
+_RANK: Final = regex(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
+_WORLD: Final = regex(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
+_NUMBER: Final = regex(r"(?<!\d)\d{1,6}(?!\d)")
 _DIGITS: Final = 7
 #: Separators between the parts of a name.
 _BETWEEN: Final = "_.- "
@@ -84,7 +85,7 @@ def rank_sets(names: Collection[str]) -> list[RankSet]:
     return sets
 
 
-_RANK_WORD: Final = re.compile(r"(?<![a-z])rank[_.-]?\0", re.I)
+_RANK_WORD: Final = regex(r"(?<![a-z])rank[_.-]?\0", re.I)
 
 
 def numbered_sets(names: Collection[str]) -> list[RankSet]:

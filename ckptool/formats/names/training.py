@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
 from ...base.errors import Again, NotACheckpointError
+from ...base.lazy import regex
 from ...base.text import quoted
 from ..folders import listed, read_tag
 from . import deepspeed as deepspeed_files
 from . import megatron as megatron_files
 
-_TAG: Final = re.compile(r"global_step\d+\Z")
+_TAG: Final = regex(r"global_step\d+\Z")
 
 
 def training_folder(path: str) -> NotACheckpointError | None:

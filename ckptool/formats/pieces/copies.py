@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
 from ...base.findings import COPIES, Finding
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, quoted
 from ...files.sources import Source
@@ -25,7 +26,7 @@ _AT_ONCE: Final = 64 << 20
 _BLOCK: Final = 1 << 20
 
 
-_RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
+_RANDOM: Final = regex(r"rng|random|generator|seed|cuda|cpu", re.I)
 
 
 def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:

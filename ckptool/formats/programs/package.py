@@ -5,12 +5,12 @@ Source: ``torch/package/package_exporter.py`` (``_persistent_id``, ``save_pickle
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Final
 
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.programs import ProgramFacts
@@ -26,7 +26,7 @@ _STORAGE: Final = ".data/"
 _SUFFIX: Final = ".storage"
 #: The folder of TorchScript modules that a pickle refers to.
 _SCRIPTS: Final = ".data/ts_code/"
-_SCRIPT: Final = re.compile(r"\.data/ts_code/\d{1,9}/data\.pkl")
+_SCRIPT: Final = regex(r"\.data/ts_code/\d{1,9}/data\.pkl")
 #: The most bytes of the list of external modules.
 _MAX_LIST: Final = 4 << 20
 #: The most bytes of all pickles together, and the most pickles that are decoded.

@@ -7,7 +7,6 @@ file within the archive.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
+from ...base.lazy import regex
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice, ProgramFacts
@@ -31,17 +31,17 @@ SCALAR_TYPES: Final = {
     **{34: "uint32", 35: "uint64"},
 }
 _STRIDED: Final = 7
-_WEIGHTS: Final = re.compile(r"data/weights/(.+)_weights_config\.json\Z")
-_LEGACY: Final = re.compile(r"data/weights/(.+)\.pt\Z")
+_WEIGHTS: Final = regex(r"data/weights/(.+)_weights_config\.json\Z")
+_LEGACY: Final = regex(r"data/weights/(.+)\.pt\Z")
 #: Weights in archives before torch 2.8. Torch 2.1 used the suffix .json for the same content.
 _OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
-_TORCH: Final = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
-_DEVICE: Final = re.compile(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
-_CONSTANTS: Final = re.compile(r"data/constants/.*_constants_config\.json\Z")
+_TORCH: Final = regex(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
+_DEVICE: Final = regex(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
+_CONSTANTS: Final = regex(r"data/constants/.*_constants_config\.json\Z")
 #: The other torch.save files in archives before torch 2.8.
-_OTHER_OLD: Final = re.compile(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
+_OTHER_OLD: Final = regex(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
 #: Constants that are not tensors, pickled by C++ or Python.
-_OBJECT: Final = re.compile(r"data/constants/(?:custom|opaque)_obj_")
+_OBJECT: Final = regex(r"data/constants/(?:custom|opaque)_obj_")
 #: Bytes of the program that are searched for devices and the version.
 _MAX_PROGRAM: Final = 64 << 20
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...checkpoint.objects import callable_name, mapping
@@ -35,19 +36,19 @@ _MAX_CLASSES: Final = 200_000
 _MAX_NAMES: Final = 16 << 20
 
 #: The relevant lines: a class begins a line, and its declarations are indented by two spaces.
-_LINE: Final = re.compile(
+_LINE: Final = regex(
     r"^(?:class (?P<head>.*)|  (?P<kind>__parameters__|__buffers__) = \[(?P<names>.*)\]"
     r'|  (?:(?P<plain>[A-Za-z_]\w*) : |__annotations__\["(?P<odd>.*)"\] = )(?:Optional\[)?Tensor\]?'
     r"|  def (?P<restores>__setstate__)\(.*)$",
     re.MULTILINE,
 )
-_CLASS: Final = re.compile(r"([^\s(]+)\((\w+)\):")
+_CLASS: Final = regex(r"([^\s(]+)\((\w+)\):")
 #: Names are not escaped: python_print.cpp writes them unchanged.
-_QUOTED: Final = re.compile(r'"([^"]*)"')
+_QUOTED: Final = regex(r'"([^"]*)"')
 _DEVICE_TYPES: Final = "cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta"
 #: ``torch.device("cuda:0")``, or any other string that is a device. The string ``"cpu"`` alone may mean anything. Torch
 #: keeps the index in eight bits.
-_DEVICE: Final = re.compile(
+_DEVICE: Final = regex(
     rf'torch\.device\("((?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"|"((?!cpu)(?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"'
 )
 

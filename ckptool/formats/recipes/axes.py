@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -16,11 +15,12 @@ from math import prod
 from typing import Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import quoted
 from .names import MOST_DIGITS
 
-_TOKEN: Final = re.compile(r"\s*(?:([A-Za-z][A-Za-z_]*|_)(/p\b)?|(\d+)|([(|),]))")
+_TOKEN: Final = regex(r"\s*(?:([A-Za-z][A-Za-z_]*|_)(/p\b)?|(\d+)|([(|),]))")
 PADDING: Final = "_"
 #: The most factors of a tensor, and blocks that its sections make.
 _MOST: Final = 64

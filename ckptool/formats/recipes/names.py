@@ -12,14 +12,15 @@ from math import prod
 from typing import Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import quoted
 
-_HOLE: Final = re.compile(r"\{([^{}]*)\}")
-_TERM: Final = re.compile(r"([+-]?)(\d*)([A-Za-z][A-Za-z_]*)?")
-_DIGITS: Final = re.compile(r"\d+")
+_HOLE: Final = regex(r"\{([^{}]*)\}")
+_TERM: Final = regex(r"([+-]?)(\d*)([A-Za-z][A-Za-z_]*)?")
+_DIGITS: Final = regex(r"\d+")
 #: A number in a name: without leading zeros, and not longer than any layer needs.
-_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+_NUMBER: Final = regex(r"0|[1-9][0-9]{0,9}")
 #: The largest number in a name, and the most names that choices may stand for.
 _LARGEST: Final = 1 << 31
 _MOST_CHOICES: Final = 256

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.text import quoted
 from ...files.archives import read_object
 from .names import MOST_DIGITS
 
 #: Files beside the weights that describe a model, the most trusted first.
 CONFIGURATIONS: Final = ("config.json", "params.json")
-_TOKEN: Final = re.compile(r"\s*(?:(\d+)|([A-Za-z][A-Za-z_]*)|([-+*/()]))")
+_TOKEN: Final = regex(r"\s*(?:(\d+)|([A-Za-z][A-Za-z_]*)|([-+*/()]))")
 #: The largest number that is believed.
 _LARGEST: Final = 1 << 40
 #: Where a configuration may keep the numbers of a model, besides its top.

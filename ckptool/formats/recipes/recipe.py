@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ...base import toml
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, quoted
 from ...files.archives import read_bytes
@@ -35,7 +36,7 @@ _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
 #: The lines of a head.
-_HEAD: Final = re.compile(r'^(a|b|files) = "(.+)"$', re.M)
+_HEAD: Final = regex(r'^(a|b|files) = "(.+)"$', re.M)
 _EXAMPLE: Final = 'as in a = "blocks.{L}.qkv.weight : (e|e|e), i" and b = ["blocks.{L}.q.weight : e, i", ...]'
 _MORE: Final = frozenset(("parts", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}

@@ -10,7 +10,6 @@ once, while the library takes the last.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from math import isfinite, prod
@@ -18,6 +17,7 @@ from operator import mul
 from typing import Any, Final
 
 from ...base.errors import MalformedError
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.steps import as_step, salvage_step
@@ -73,9 +73,9 @@ _MAX_SIZE: Final = 1 << 64
 #: The deepest nesting of objects and lists that the library reads, including the header itself.
 _MAX_DEPTH: Final = 127
 #: "-0" as an integer: the library reads it as a float.
-_MINUS_ZERO: Final = re.compile(r"-0(?![0-9.eE])")
-_HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_MINUS_ZERO: Final = regex(r"-0(?![0-9.eE])")
+_HALF: Final = regex(r"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = regex("[\ud800-\udfff]")
 
 
 class TensorEntry(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Final
 
 from ...base.errors import CkptoolError
 from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
+from ...base.lazy import regex
 from ...base.nearest import nearest
 from ...base.patterns import escaped
 from ...base.steps import STDIN, AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
@@ -98,7 +99,7 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
 
 
 #: What known errors say of ``sanitize``, for a file that it cannot help.
-_SANITIZE: Final = re.compile(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
+_SANITIZE: Final = regex(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
 
 
 def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, details: Details) -> Answer:
@@ -489,7 +490,7 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
 
 
 #: A KeyError, as the last line of a text.
-_KEY_ERROR: Final = re.compile(r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]+)(?P=quote)\s*\Z")
+_KEY_ERROR: Final = regex(r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]+)(?P=quote)\s*\Z")
 
 
 def _misspelled(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

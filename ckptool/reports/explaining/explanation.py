@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal, TypedDict
 
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
 from ...base.text import cut
@@ -15,17 +16,17 @@ from .finders import UNKNOWN, Answer, Details, KnownError
 from .known_errors import KNOWN_ERRORS
 
 #: Colour codes, which torch and notebooks put into messages.
-_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+_COLOUR: Final = regex(r"\x1b\[[\d;]*m")
 #: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
-_WRAP: Final = re.compile(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
+_WRAP: Final = regex(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
 #: The first line of an exception, as Python, pytest and torchrun print it.
-_RAISED: Final = re.compile(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
+_RAISED: Final = regex(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
 #: The longest message that a report repeats, in characters.
 _LONGEST: Final = 240
 #: What to do without a file.
 _NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
 #: Names of checkpoints in a message.
-_NAMED: Final = re.compile(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
+_NAMED: Final = regex(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
 
 
 class Explanation(NamedTuple):

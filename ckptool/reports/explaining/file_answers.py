@@ -7,6 +7,7 @@ import re
 from typing import Final
 
 from ...base.findings import JOINED
+from ...base.lazy import regex
 from ...base.nearest import nearest
 from ...base.steps import NextStep, advice, command, suggested_output
 from ...base.text import join_limited, pluralize, shape_text
@@ -298,7 +299,7 @@ def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
 
 
 #: The state of a parameter that is known by its number.
-_BY_NUMBER: Final = re.compile(r"(\S*optim\w*(?:\.\S+)?\.state)\.\d+\.")
+_BY_NUMBER: Final = regex(r"(\S*optim\w*(?:\.\S+)?\.state)\.\d+\.")
 
 
 def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

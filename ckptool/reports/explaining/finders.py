@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ...base.findings import CODES, JOINED, NO_INDEX, PROGRAM, Effect
+from ...base.lazy import regex
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
@@ -329,7 +330,7 @@ def _prefix(error: StateDictError) -> str:
 
 #: Numbers in "Unsupported operand" that are not pickle opcodes.
 NOT_OPCODES: Final = rf"(?!(?:{'|'.join(map(str, sorted(opcodes.NAMES)))})\b)\d+"
-_GLOBAL: Final = re.compile(r"(?:Unsupported global: |unsupported )GLOBAL (?P<name>[\w.]+)(?P<blocked> whose module)?")
+_GLOBAL: Final = regex(r"(?:Unsupported global: |unsupported )GLOBAL (?P<name>[\w.]+)(?P<blocked> whose module)?")
 
 
 def acting_global(text: str) -> Details | None:
