@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -57,27 +57,29 @@ _REASONS: Final = 3
 )
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
-@click.option("-v", "--verbose", is_flag=True, help="List every skipped file, and every reason.")
+@click.option("-v", "--verbose", is_flag=True, help="List every file, and every reason.")
 @progress_option
 def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbose: bool, no_progress: bool) -> int:
     """Show what code a file could run when it is loaded.
 
     Looks at every file of a folder by its content: checkpoints, pickles of any kind, what is in archives and compressed
-    data. Nothing in a file is run. What is not looked into is named. Exit 0: every file is weights-only; 1: one is
-    not; 3: one cannot be read, or there is nothing to judge.
+    data. Nothing in a file is run. What is not looked into is named. For a folder, only the files that are not
+    weights-only are listed; -v lists all. Exit 0: every file is weights-only; 1: one is not; 3: one cannot be read, or
+    there is nothing to judge.
     """
     version = torch or NEWEST
     if version not in VERSIONS:
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
+    shown = None if verbose else frozenset(inputs.paths)
     each = FileCommand(
         "scan",
         WHOLE if style == "json" else style,
-        partial(_scanned, torch=version, style=style, verbose=verbose),
+        partial(_scanned, torch=version, style=style, shown=shown),
         partial(_not_scanned, style),
         aborts=True,
     )
     files: Iterator[FileItem] = (
-        Precomputed(_answer([skipped(item)], style, verbose)) if isinstance(item, SkippedFile) else item
+        Precomputed(_answer([skipped(item)], style, shown)) if isinstance(item, SkippedFile) else item
         for item in inputs.files(find_all)
     )
     return run(
@@ -92,22 +94,25 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
     )
 
 
-def _scanned(path: str, *, torch: str, style: str, verbose: bool) -> Answer:
-    return _answer(scan_path(path, torch), style, verbose)
+def _scanned(path: str, *, torch: str, style: str, shown: Collection[str] | None) -> Answer:
+    return _answer(scan_path(path, torch), style, shown)
 
 
 def _not_scanned(style: str, path: str, error: CkptoolError) -> Answer:
-    return _answer([unread(path, error)], style, False)
+    return _answer([unread(path, error)], style, ())
 
 
-def _answer(scans: list[FileScan], style: str, verbose: bool) -> Answer:
-    """Return the answer for a path from the scans of everything in it."""
+def _answer(scans: list[FileScan], style: str, shown: Collection[str] | None) -> Answer:
+    """Return the answer for a path from the scans of everything in it.
+
+    Only the files in ``shown`` get a line if they are weights-only or skipped; None stands for all files.
+    """
     lines: list[str] = []
     if style == "jsonl":
         described: list[ScanLine] = [{"schema": "ckptool.scan-file/1", **item} for item in scans]
         lines = [report_text(item, style) for item in described]
     elif style == "table":
-        lines = [line for item in scans for line in _lines(item, verbose)]
+        lines = [line for item in scans for line in _lines(item, shown)]
     return Answer(
         path_verdict(scans),
         "\n".join(lines),
@@ -128,13 +133,12 @@ def _end(inputs: Inputs, torch: str, style: str, verbose: bool, totals: Totals) 
         emit(report_text(scan_report(chain.from_iterable(totals.data), torch), style))
     elif style == "table":
         files = sum(words.values())
+        several = files > 1 or (files == 1 and inputs.several)
         counts = [f"{count:,} {judged(word)}" for word, count in words.items()]
         over = passed_over_words(dict(totals.skipped.most_common()))
         if over and not verbose:
             over += f": {join_limited(totals.named, totals.skipped.total(), most=NAMED)}"
-        emit_lines(
-            [*([f"{pluralize(files, 'file')}: {', '.join(counts)}"] if files > 1 else []), *filter(None, [over])]
-        )
+        emit_lines([*([f"{pluralize(files, 'file')}: {', '.join(counts)}"] if several else []), *filter(None, [over])])
     totals.errors.close()
     if totals.errors.count:
         return UnreadableError.exit_code
@@ -145,13 +149,15 @@ def _end(inputs: Inputs, torch: str, style: str, verbose: bool, totals: Totals) 
     return 0 if set(words) == {WEIGHTS_ONLY} else 1
 
 
-def _lines(item: FileScan, verbose: bool) -> list[str]:
+def _lines(item: FileScan, shown: Collection[str] | None) -> list[str]:
     """Return a line with the verdict on a file and the first reason, then a line per further reason."""
-    path = clean(item["path"])
+    path, verbose = clean(item["path"]), shown is None
     if item["verdict"] is None:
         return [f"{path}: skipped ({item['passed_over']})"] if verbose and item["passed_over"] else []
     reasons = [clean(reason) if verbose else cut(clean(reason)) for reason in item["reasons"]]
     if not reasons:
+        if shown is not None and item["path"] not in shown:
+            return []
         return [f"{path}: {judged(item['verdict'])}"]
     first, *rest = reasons
     lines = [f"{path}: {judged(item['verdict'])}: {first}"]

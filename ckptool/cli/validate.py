@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -59,7 +59,7 @@ from .policies import PolicySet, policy_set
 from .progress import BarUpdate, progress_bar
 from .render import clean, emit, say_error
 from .terminal import on_terminal, watched
-from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
+from .validation_formats import github_lines, github_summary, is_notable, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 #: Formats that need all reports at once.
@@ -134,7 +134,7 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @input_options
 @format_option(FORMATS)
-@click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
+@click.option("-v", "--verbose", is_flag=True, help="List every file, with every check and global.")
 @click.option("-q", "--quiet", is_flag=True, help="Print invalid files only.")
 @progress_option
 def validate(
@@ -154,8 +154,9 @@ def validate(
     Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run; torch is imported
     for --load and --finite only. A file that torch.load refuses by default is valid, with a warning: --weights-only or
     --strict demand more. A format without checksums also passes --strict. --include and --exclude choose the keys and
-    entries, with all that is in them, that --prefix, --dtype, --require, --forbid, --finite and --lock look at. JSON is
-    an object for one named file, otherwise a list.
+    entries, with all that is in them, that --prefix, --dtype, --require, --forbid, --finite and --lock look at. For a
+    folder, only the files that have a problem are listed; -v lists all. JSON is an object for one named file, otherwise
+    a list.
     Exit 0: all are valid; 1: one is not; 3: one is not a checkpoint or cannot be read.
     """
     inputs = inputs._replace(paths=as_one(inputs.paths))
@@ -174,7 +175,8 @@ def validate(
     given = inputs.files(_files)
     first = list(islice(given, 2))
     summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
-    how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary))
+    shown = frozenset(inputs.paths)
+    how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary), shown)
     every = chain(first, given)
     files: Iterator[FileItem] = _with_missing(every, policy, how) if locks else every
     label = "" if quick or quiet or no_progress or style == "github" or not watched() else "validating"
@@ -246,7 +248,8 @@ def _with_missing(files: Iterable[str | UnreadableError], policy: Policy, how: _
 class _How(NamedTuple):
     """How to print a report: its format, in full or short, with every detail, or only if the file is not valid.
 
-    ``keep``: the end of the command needs the report.
+    ``keep``: the end of the command needs the report. Other files than those in ``shown`` get no line if there is
+    nothing to say but that they are valid.
     """
 
     style: str
@@ -254,6 +257,14 @@ class _How(NamedTuple):
     verbose: bool
     quiet: bool
     keep: bool
+    shown: Collection[str]
+
+    def says(self, report: ValidateReport) -> bool:
+        """Return whether a report is printed."""
+        if report["valid"] and self.quiet:
+            return False
+        listed = self.full or report["path"] in self.shown
+        return listed or not report["valid"] or any(map(is_notable, report["checks"]))
 
 
 def _validated(
@@ -280,7 +291,7 @@ def _answer(report: ValidateReport, how: _How) -> Answer:
         text = f"{clean(path)}: skipped ({_kind(report)})" if how.style == "table" and how.verbose else text
     elif how.style == "github":
         text = "\n".join(github_lines(report))
-    elif how.style == "table" and not (how.quiet and report["valid"]):
+    elif how.style == "table" and how.says(report):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
     answer = Answer(_verdict(report), text, data=report if how.keep else None)
     if report["status"] != UNREADABLE:
@@ -327,7 +338,7 @@ def _end(inputs: Inputs, how: _How, summary: str, totals: Totals) -> int:
     several = (len(inputs.paths) != 1 or files != 1) and totals.words[UNREADABLE] != files
     if several and style == "table" and not how.quiet:
         coverage = f"PARTIAL for {totals.partial:,}" if totals.partial else "COMPLETE"
-        emit(f"\n{pluralize(files, 'file')}: {good:,} valid, {files - good:,} not; coverage {coverage}")
+        emit(f"{pluralize(files, 'file')}: {good:,} valid, {files - good:,} not; coverage {coverage}")
     over = passed_over_words(dict(totals.skipped))
     named = clean(join_limited(totals.named, totals.skipped.total()))
     if over and style == "github":

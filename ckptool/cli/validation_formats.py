@@ -38,7 +38,7 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
     lines = [_head(report), *_safety(report), "", table(("check", "result", "what"), rows, verdicts=1, prose=2)]
     # The "readable" check is left out: stderr already explains in full why a file is not a checkpoint.
     for check in (check for check in report["checks"] if check["name"] != "readable"):
-        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
+        if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and is_notable(check):
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
             marked = [(note["level"], shortened(f"{note['level']}: {clean(note['message'])}")) for note in notes]
@@ -65,7 +65,7 @@ def _safety(report: ValidateReport) -> list[str]:
     return [f"safety: {judged(verdict)}{words.removeprefix(verdict)}"]
 
 
-def _is_notable(check: CheckReport) -> bool:
+def is_notable(check: CheckReport) -> bool:
     """Return whether a check is bad, or was not possible and lists the reasons."""
     return check["status"] in _BAD or (check["status"] == "not possible" and bool(check["notes"]))
 
@@ -104,7 +104,7 @@ def short_lines(report: ValidateReport) -> list[str]:
     if report["status"] == "unreadable":
         return [_head(report)]
     lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
-    bad = (check for check in report["checks"] if _is_notable(check))
+    bad = (check for check in report["checks"] if is_notable(check))
     rows = [
         (check["status"], shortened(clean(f"{check['status']}: {check['name']}: {check['message']}"))) for check in bad
     ]
@@ -121,7 +121,7 @@ def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
         if check["status"] in _BAD and check["group"] == "expectations":
             # This one message says what was expected, and lists everything found instead.
             yield check["name"], "error", check["message"], -1
-        elif _is_notable(check):
+        elif is_notable(check):
             for note in check["notes"]:
                 yield check["name"], note["level"], note["message"], note["offset"]
         elif _fails(check, report):

@@ -20,7 +20,7 @@ FilePath: TypeAlias = str | os.PathLike[str]
 #: Bytes of a block, the unit that filesystems share between files; the page size on most systems.
 FILESYSTEM_BLOCK: Final = 4096
 #: The bytes at the start of a file that are read at once and kept.
-_START: Final = 4096
+_START: Final = FILESYSTEM_BLOCK
 
 
 class Source(Protocol):

@@ -431,17 +431,18 @@ def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
 
 @pytest.mark.parametrize("size", [0, 1, READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE + 17])
 def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
-    from ckptool.files.sources import BytesSource, Span, open_source
+    from ckptool.files.sources import FILESYSTEM_BLOCK, BytesSource, Span, open_source
 
-    data = os.urandom(size + 20)
+    begin = FILESYSTEM_BLOCK  # the bytes before it are kept once they are read
+    data = os.urandom(begin + size + 20)
     (tmp_path / "f").write_bytes(data)
     source = open_source(tmp_path / "f")
-    for span in (Span(source, 10, size), Span(BytesSource(data), 10, size)):
-        assert b"".join(map(bytes, read_blocks(span))) == data[10 : 10 + size]
+    for span in (Span(source, begin, size), Span(BytesSource(data), begin, size)):
+        assert b"".join(map(bytes, read_blocks(span))) == data[begin : begin + size]
     os.truncate(tmp_path / "f", 5)
     if size:
         with pytest.raises(errors.ChangedError):
-            list(read_blocks(Span(source, 10, size)))
+            list(read_blocks(Span(source, begin, size)))
     source.close()
 
 

@@ -169,7 +169,9 @@ def test_a_real_terminal(here: Path) -> None:
     child, screen = pty.fork()
     if child == 0:
         os.environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-        call = f"stty cols 60; {sys.executable} -m ckptool keys ddp4_training.pth; {sys.executable} -m ckptool scan ."
+        call = (
+            f"stty cols 60; {sys.executable} -m ckptool keys ddp4_training.pth; {sys.executable} -m ckptool scan -v ."
+        )
         os.execvp("sh", ["sh", "-c", call])
     text = "".join(_read(screen))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (1, 3)

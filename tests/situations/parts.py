@@ -199,7 +199,7 @@ def torchtune_shards() -> str:
     "SpeechBrain",
     "a folder CKPT+... of SpeechBrain: which file is the model?",
     "inspect CKPT+2024-03-01+12-00-00+00",
-    "validate CKPT+2024-03-01+12-00-00+00",
+    "validate -v CKPT+2024-03-01+12-00-00+00",
     cause=r"model\.ckpt",
     helps="model.ckpt",
 )
