@@ -59,14 +59,13 @@ _KNOWN: Final = frozenset(
         " exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights"
         " layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices"
         " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
-        " ensure_weight_tying feedforward_modules init_ia3_weights token_indices init_weights"
+        " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
 _REFUSED: Final = {
     "layer_replication": "it repeats layers of the base, which share their weights, and PEFT cannot save the merge",
     "alora_invocation_tokens": "an activated LoRA (aLoRA) acts only after its invocation tokens, so it has no merge",
-    "target_parameters": "it changes parameters of experts (target_parameters), which files store under other names",
 }
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -226,8 +225,7 @@ def check_settings(adapter: Adapter) -> None:
     config = adapter.config
     for name, reason in _REFUSED.items():
         if config.get(name):
-            step = BY_PEFT if name == "target_parameters" else ""
-            raise adapter.refusal(reason, step)
+            raise adapter.refusal(reason)
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
@@ -306,7 +304,7 @@ def _module_changes(
             wanted = base.get(target)
             _fit(adapter, key, adapter.tensors[key].shape, target, wanted, path)
             added = wanted is None and _is_saved(adapter, module)
-            yield WeightChange(target, AdapterStep("copy", (_stored(adapter, key),)), added)
+            yield WeightChange(target, AdapterStep("copy", (stored(adapter, key),)), added)
     a, b = (rest.pop(f"lora_{which}.weight", "") for which in "AB")
     c, d = (rest.pop(f"lora_embedding_{which}.weight", "") for which in "AB")
     for first, second in ((a, b), (c, d)):
@@ -323,7 +321,7 @@ def _module_changes(
         _fit(adapter, bias, adapter.tensors[bias].shape, target, base.get(target), path)
         rank = adapter.tensors[b].shape[-1] if b and adapter.tensors[b].shape else 0
         factor = scale(adapter, module, rank) * weight
-        yield WeightChange(target, AdapterStep("sum", (_stored(adapter, bias),), factor))
+        yield WeightChange(target, AdapterStep("sum", (stored(adapter, bias),), factor))
     if rows := rest.pop("trainable_tokens_delta.weight", ""):
         yield _token_rows(adapter, module, rows, base, path)
     if factor_key := rest.pop("ia3_l.weight", ""):
@@ -361,17 +359,17 @@ def _product(
         reason = ": it belongs to a convolution with groups, which cannot be merged" if len(one.shape) > 2 else ""
         raise adapter.refusal(message + reason)
     if module not in adapter.scales:
-        _check_rank(adapter, a, rank)
+        check_rank(adapter, a, rank)
     embedding = "lora_embedding_A" in a
     transposed = embedding or (len(one.shape) == 2 and _flag(adapter, "fan_in_fan_out"))
     change = (two.shape[0], *one.shape[1:])
     _fit(adapter, a, change[::-1] if transposed else change, target, wanted, path)
-    tensors = [_stored(adapter, b), _stored(adapter, a)]
+    tensors = [stored(adapter, b), stored(adapter, a)]
     if magnitude:
         size = adapter.tensors[magnitude].numel
         if size != two.shape[0]:
             raise adapter.refusal(f"{quoted(magnitude)} has {size:,} elements where {two.shape[0]:,} are needed")
-        tensors.append(_stored(adapter, magnitude))
+        tensors.append(stored(adapter, magnitude))
     elif _flag(adapter, "use_dora"):
         raise adapter.refusal(f"use_dora is set, and {quoted(module)} has no lora_magnitude_vector")
     step = AdapterStep("product", tuple(tensors), scale(adapter, module, rank) * weight, transposed, embedding)
@@ -395,7 +393,7 @@ def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tens
         if outside := [row for row in rows if not 0 <= row < wanted.shape[0]]:
             message = f"it was trained for token {max(outside):,}, and the base has {wanted.shape[0]:,}"
             raise adapter.refusal(message, "resize the vocabulary of the base first")
-    return WeightChange(f"{module}.weight", AdapterStep("rows", (_stored(adapter, key),), rows=tuple(rows)))
+    return WeightChange(f"{module}.weight", AdapterStep("rows", (stored(adapter, key),), rows=tuple(rows)))
 
 
 def _scaled(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> Iterator[WeightChange]:
@@ -410,7 +408,7 @@ def _scaled(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor],
         axis = 1 if forward else 0
         if len(sizes) != 2 or sizes[axis] != shape[axis]:
             _fit(adapter, key, shape[::-1] if transposed else shape, f"{module}.weight", wanted, path)
-    step = AdapterStep("scale", (_stored(adapter, key),), transposed=transposed)
+    step = AdapterStep("scale", (stored(adapter, key),), transposed=transposed)
     yield WeightChange(f"{module}.weight", step)
     if not forward and bias is not None:
         _fit(adapter, key, (shape[0],), f"{module}.bias", bias, path)
@@ -421,7 +419,7 @@ def _flag(adapter: Adapter, name: str) -> bool:
     return adapter.config.get(name) is True
 
 
-def _check_rank(adapter: Adapter, key: str, rank: int) -> None:
+def check_rank(adapter: Adapter, key: str, rank: int) -> None:
     """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has the rank of a matrix."""
     pattern = adapter.config.get("rank_pattern") or {}
     ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
@@ -470,7 +468,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _stored(adapter: Adapter, key: str) -> StoredTensor:
+def stored(adapter: Adapter, key: str) -> StoredTensor:
+    """Return a tensor of an adapter as plain data."""
     tensor = adapter.tensors[key]
     return StoredTensor(key, storage_reader(adapter.checkpoint, tensor.storage), vector(tensor))
 

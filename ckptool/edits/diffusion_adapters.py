@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import isfinite, prod
 from typing import Any, Final
 
@@ -23,12 +22,10 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object
-from ..formats.recipes.evaluation import Block, Output, View, apply, fits
-from ..formats.recipes.recipe import built_in, built_in_names
 from ..values.elements import elements, storage_reader
 from ..values.numeric import to_numbers
-from ..values.torch.adapters import StoredTensor
 from .adapters import Adapter, AdapterChanges, WeightChange, changes_of, check_settings, check_tensors, scale
+from .weight_places import Place, Weight, at_places, own_weights, renamed_weights
 
 #: The models of a pipeline, by what kohya and diffusers call them in the names of an adapter.
 _MODELS: Final = {
@@ -80,26 +77,6 @@ _LDM: Final = "model.diffusion_model."
 _SETTINGS: Final = "lora_adapter_metadata"
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
 _BASES: Final = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
-
-
-class Place(NamedTuple):
-    """Rows of a tensor in the base: its key, the first row, how many, and which row of the wanted weight comes first.
-
-    ``is_part`` is false if it is the whole tensor.
-    """
-
-    key: str
-    first: int
-    rows: int
-    begin: int
-    is_part: bool
-
-
-class Weight(NamedTuple):
-    """A weight that an adapter may mean: its shape, and the places that make it up in the base."""
-
-    shape: tuple[int, ...]
-    places: tuple[Place, ...]
 
 
 class Layout(NamedTuple):
@@ -327,7 +304,7 @@ def _placed(adapter: Adapter, model: Modules, match: _Match, path: str, weight: 
         name: Tensor("dense", "float32", tuple(shape), (), 0, "", "cpu", False) for name, shape in weights.items()
     }
     found = changes_of(own._replace(scales=scales), parts, wanted, path, weight)
-    return [item for change in found for item in _at_places(change, match.layout.weights[change.key])]
+    return [item for change in found for item in at_places(change, match.layout.weights[change.key])]
 
 
 def _check_magnitude(adapter: Adapter, parts: Mapping[str, str], change: Sequence[int] | None) -> None:
@@ -353,78 +330,15 @@ def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) 
     return float(value) / rank
 
 
-def _at_places(change: WeightChange, weight: Weight) -> Iterator[WeightChange]:
-    """Yield the change of each tensor in the base that has rows of the weight."""
-    for place in weight.places:
-        step = change.step
-        if len(weight.places) > 1 or place.is_part:
-            first, *others = step.tensors
-            tensors = (_rows(first, place), *others[:1], *(_rows(other, place) for other in others[1:]))
-            step = step._replace(tensors=tensors, first_row=place.first)
-        yield WeightChange(place.key, step)
-
-
-def _rows(part: StoredTensor, place: Place) -> StoredTensor:
-    """Return the rows of a tensor that a place takes."""
-    view = part.view
-    offset = view.offset + place.begin * view.stride[0]
-    return part._replace(view=view._replace(shape=(place.rows, *view.shape[1:]), offset=offset))
-
-
-# -- the layouts of a base
-
-
 def _layouts(base: Mapping[str, Tensor]) -> Iterator[Layout]:
     """Yield the names of the base itself, and those that built-in recipes give to its weights."""
-    own = {name: _whole(name, tensor) for name, tensor in base.items() if tensor.shape}
+    own = own_weights(base)
     yield Layout(frozenset(_MODELS.values()), own)
     inside = {name.removeprefix(_LDM): weight for name, weight in own.items() if name.startswith(_LDM)}
     if inside:
         yield Layout(frozenset(("unet",)), inside)
-    views = {name: View(tensor.shape, tensor.stride) for name, tensor in base.items()}
-    for each in built_in_names():
-        recipe = built_in(each)
-        library, _, model = recipe.b.partition(":")
-        if library != "diffusers" or model not in _MODELS:
-            continue
-        for turned in (recipe, recipe.reversed()):
-            if not fits(turned, views):
-                continue
-            with suppress(RefusedError):
-                outputs = apply(turned, views, []).outputs
-                weights = {output.name.removeprefix(_LDM): _found(output, base) for output in outputs}
-                known = {name: weight for name, weight in weights.items() if weight is not None}
-                yield Layout(frozenset((_MODELS[model],)), known)
-
-
-def _whole(name: str, tensor: Tensor) -> Weight:
-    return Weight(tensor.shape, (Place(name, 0, tensor.shape[0], 0, is_part=False),))
-
-
-def _found(output: Output, base: Mapping[str, Tensor]) -> Weight | None:
-    """Return a weight that a recipe makes of whole rows of the base; None for any other."""
-    if not output.shape:
-        return None
-    if not output.blocks:
-        (source,) = output.sources
-        return _whole(source, base[source])
-    places = [_place(output, block, base[block.source]) for block in output.blocks]
-    found = tuple(place for place in places if place is not None)
-    return Weight(output.shape, found) if len(found) == len(places) else None
-
-
-def _place(output: Output, block: Block, source: Tensor) -> Place | None:
-    """Return the rows that a block moves, or None if it does not move whole rows without changing their order."""
-    row = prod(output.shape[1:])
-    begins, extents = block.box
-    size = prod(extents)
-    outer = next((at for at, extent in enumerate(extents) if extent > 1), len(extents))
-    in_a_row = tuple(extents[outer + 1 :]) == tuple(output.grid[outer + 1 :])
-    begin = 0
-    for at, count in zip(begins, output.grid):
-        begin = begin * count + at
-    aligned = bool(row) and not (begin % row or block.begin % row or size % row)
-    if not (in_a_row and aligned and block.stride in ((), (1,)) and prod(source.shape[1:]) == row):
-        return None
-    is_part = size != source.numel
-    return Place(block.source, block.begin // row, size // row, begin // row, is_part)
+    for family, weights in renamed_weights(base, "diffusers", both_ways=True):
+        if family in _MODELS:
+            yield Layout(
+                frozenset((_MODELS[family],)), {name.removeprefix(_LDM): each for name, each in weights.items()}
+            )

@@ -29,6 +29,7 @@ from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, 
 from ..values.torch.loads import need_torch
 from .adapters import BY_PEFT, Adapter, WeightChange, base_name, description, open_adapter, vector
 from .diffusion_adapters import folders, has_pipeline_names, open_pipeline_adapter, pipeline_description
+from .expert_adapters import changes_with_parameters
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
 from .storages import refuse_bits
@@ -116,7 +117,10 @@ def adapter_description(checkpoint: Checkpoint) -> str:
 def _opened(source: CheckpointOrPath) -> Adapter:
     """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none."""
     checkpoint = as_checkpoint(source)
-    return open_pipeline_adapter(checkpoint) if _is_of_pipeline(checkpoint) else open_adapter(checkpoint)
+    if _is_of_pipeline(checkpoint):
+        return open_pipeline_adapter(checkpoint)
+    adapter = open_adapter(checkpoint)
+    return adapter._replace(changes=changes_with_parameters) if adapter.config.get("target_parameters") else adapter
 
 
 def _is_of_pipeline(checkpoint: Checkpoint) -> bool:
@@ -259,7 +263,11 @@ class _Merge:
         added = source in self.sources
         storage = steps[0].tensors[0].storage if added else storage_reader(work.checkpoint, tensor.storage)
         size = prod(tensor.shape) * dtype.itemsize
-        weight = StoredTensor(source, storage, tensor)
+        row = max((step.row for step in steps), default=0)
+        if row and not is_contiguous(tensor):
+            raise RefusedError(f"{quoted(source)} is not contiguous, and rows of it change", path=self.path)
+        view = tensor._replace(shape=(tensor.numel // row, row), stride=(row, 1)) if row else tensor
+        weight = StoredTensor(source, storage, view)
         parameters = weight, dtype, tuple(steps), work.width(dtype), 0, size
         divide = None if any(step.needs_whole for step in steps) else part_of_merged
         return Computed(size, merged_elements, parameters, divide), dtype

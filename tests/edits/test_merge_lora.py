@@ -32,7 +32,6 @@ REFUSED = {
     "boft": "BOFT are not supported",
     "layer-replication": "repeats layers",
     "loha": "LOHA are not supported",
-    "moe-one-parameter": "target_parameters",
     "pissa": "PEFT changes the base",
     "prompt-tuning": "has no merge",
 }
@@ -390,7 +389,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "an unknown start": (GOOD, {"init_lora_weights": "zeta"}, "'zeta' is not known"),
     "aLoRA": (GOOD, {"alora_invocation_tokens": [1]}, "aLoRA"),
     "replicated layers": (GOOD, {"layer_replication": [[0, 1]]}, "repeats layers"),
-    "parameters of experts": (GOOD, {"target_parameters": ["mlp.experts"]}, "target_parameters"),
+    "parameters that are not a list": (GOOD, {"target_parameters": "mlp.experts"}, "target_parameters are not a list"),
     "unknown settings": (GOOD, {"use_qalora": True}, "settings that are not known: use_qalora"),
     "another rank": (GOOD, {"r": 4}, "has the rank 2, and adapter_config.json says 4"),
     "no scale": (GOOD, {"lora_alpha": "much"}, 'lora_alpha "much" is not a number'),

@@ -11,16 +11,18 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, Final
 
-from ...base.dtypes import Dtype
+from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
-from ...checkpoint.tensors import Tensor
-from ..elements import StorageReader, elements, swapped
+from ...checkpoint.tensors import Tensor, extent, is_contiguous
+from ..elements import StorageReader, elements, gather, swapped
 from .loads import need_torch, torch_dtype
 
 #: Elements of a weight that are computed at once, and the fewest rows of a block.
 _BLOCK: Final = 1 << 20
 _FEWEST_ROWS: Final = 64
+#: The most bytes of matrices of all experts that are kept for the next expert.
+_CACHED: Final = 64 << 20
 
 
 class StoredTensor(NamedTuple):
@@ -39,7 +41,8 @@ class AdapterStep(NamedTuple):
     ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings.
     With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
     magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
-    have fewer rows than the weight: they belong to its rows from ``first_row`` on.
+    have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
+    has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
     """
 
     kind: str
@@ -49,6 +52,7 @@ class AdapterStep(NamedTuple):
     round_first: bool = False
     rows: tuple[int, ...] = ()
     first_row: int = 0
+    row: int = 0
 
     @property
     def by_rows(self) -> bool:
@@ -131,10 +135,24 @@ def _elements(torch: Any, part: StoredTensor, first: int = 0, last: int | None =
     view = part.view
     if last is not None:
         view = view._replace(shape=(last - first, *view.shape[1:]), offset=view.offset + first * view.stride[0])
-    data = bytearray().join(elements(part.storage, view))
+    data = bytearray().join(elements(part.storage, view)) if is_contiguous(view) else _strided(part)
     if not data:
         return torch.empty(view.shape, dtype=torch_dtype(torch, view.dtype))
     return torch.frombuffer(data, dtype=torch_dtype(torch, view.dtype)).reshape(view.shape)
+
+
+def _strided(part: StoredTensor) -> bytearray:
+    """Return the elements of a view with gaps. All bytes around them are cached, because neighbours follow."""
+    view, cache = part.view, part.storage.cache
+    size = extent(view.shape, view.stride)
+    whole = view._replace(shape=(size + view.offset,), stride=(1,), offset=0)
+    width = BY_NAME[view.dtype].itemsize
+    if whole.numel * width > _CACHED:
+        return bytearray().join(elements(part.storage, view))
+    if cache.last[0] != whole.storage or len(cache.last[1]) < whole.numel * width:
+        cache.last = whole.storage, b"".join(elements(part.storage, whole))
+    data = memoryview(cache.last[1])[view.offset * width : whole.numel * width]
+    return bytearray(gather(data, view.shape, view.stride, width))
 
 
 def _checked(torch: Any, part: StoredTensor, values: Any) -> Any:
