@@ -19,6 +19,7 @@ from ..base.steps import Line
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (
+    Candidate,
     SkippedFile,
     as_one,
     checkpoints_within,
@@ -217,7 +218,7 @@ def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
         if isinstance(item, UnreadableError):
             yield item
             continue
-        inside = [] if isinstance(item, SkippedFile) or item.named else checkpoints_within(item.path)
+        inside = checkpoints_within(item.path) if isinstance(item, Candidate) and item.archive else []
         yield from inside
         yield FolderFile(item.path) if inside or isinstance(item, SkippedFile) else item.path
 

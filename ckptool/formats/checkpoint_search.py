@@ -50,10 +50,14 @@ class SkippedFile(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A path to read. ``named`` tells whether the user typed it, or it was found in a folder."""
+    """A path to read. ``named`` tells whether the user typed it, or it was found in a folder.
+
+    ``archive``: it was found in a folder, and is no checkpoint itself, but an archive whose members may be.
+    """
 
     path: str
     named: bool
+    archive: bool = False
 
 
 def names_one_file(paths: Sequence[str]) -> bool:
@@ -203,8 +207,8 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
         yield from whole.values()
         for name in sorted(files):
             path = os.path.join(root, name)
-            why = why_skipped(path)
-            yield SkippedFile(path, why) if why else Candidate(path, False)
+            why, archive = _recognised(path)
+            yield SkippedFile(path, why) if why else Candidate(path, False, archive)
     yield from (Candidate(str(error.filename), False) for error in closed)
 
 
@@ -262,6 +266,11 @@ def why_skipped(path: str) -> str:
     Not skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
     checkpoint that are not a complete file of another kind.
     """
+    return _recognised(path)[0]
+
+
+def _recognised(path: str) -> tuple[str, bool]:
+    """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint."""
     # not needed for a checkpoint
     from .foreign.frameworks import FOREIGN_KINDS
     from .foreign.identification import explain, explain_zip
@@ -274,7 +283,7 @@ def why_skipped(path: str) -> str:
     except UnreadableError as error:
         # A dangling link or an unreadable file counts as a checkpoint that is missing.
         claims = named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
-        return "" if claims else error.what
+        return "" if claims else error.what, False
     try:
         head = source.read(0, 1024)
         known = next((item for item in FORMATS if item.sniff(head, source)), None)
@@ -282,37 +291,34 @@ def why_skipped(path: str) -> str:
             refusal = explain(head, source)
             kind = getattr(refusal, "kind", "")
             if kind == "text" and os.path.exists(os.path.join(os.path.dirname(path), _SPEECHBRAIN)):
-                return "text of SpeechBrain"
+                return "text of SpeechBrain", False
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in others or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
-                return ""
-            return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint"
+                return "", kind in _ARCHIVES
+            return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint", False
         if known.name == BARE_PICKLE:
-            return "" if named else "a bare pickle"
+            return "" if named else "a bare pickle", False
         archive = read_archive(source) if known.name == "torch-zip" else None
         other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
         claims = other is None or (named and other.kind not in others) or bool(checkpoints_in(source))
-        return "" if claims or other is None else other.what
+        if other is None:
+            return "", False
+        return "" if claims else other.what, other.kind in _ARCHIVES
     except MalformedError:
-        return ""
+        return "", False
     except UnreadableError as error:
-        return "" if named else error.what
+        return "" if named else error.what, False
     finally:
         source.close()
 
 
 def checkpoints_within(path: str) -> list[str]:
-    """Return the addresses of the checkpoints in an archive, at most ``_MEMBERS``; [] for any other file."""
+    """Return the addresses of the checkpoints in an archive, at most ``_MEMBERS``."""
     try:
         with closing(open_source(path)) as source:
-            try:
-                read_container(source)
-            except NotACheckpointError as error:
-                if error.kind in _ARCHIVES:
-                    return [f"{path}{SEPARATOR}{member.name}" for member in checkpoints_in(source)[:_MEMBERS]]
+            return [f"{path}{SEPARATOR}{member.name}" for member in checkpoints_in(source)[:_MEMBERS]]
     except UnreadableError:
-        pass
-    return []
+        return []
 
 
 def explain_directory(path: str) -> UnreadableError:
