@@ -240,3 +240,21 @@ def test_a_recipe_says_that_the_optimizer_no_longer_fits(axes: tuple[str, str], 
     found = ckptool.convert(tmp_path / "model.pth", "torch", recipe=str(recipe))
     notes = [note for change in found.changes for note in change.notes]
     assert any("optimizer" in note for note in notes) == bool(axes[0])
+
+
+@pytest.mark.parametrize(
+    "axes", [("v, i", "(v|_), i"), ("v, i", "(_|v), i"), ("v, i", "i, (v|_)"), ("(a|a), i", "(a|_|a), i")]
+)
+def test_padding_is_zeros(axes: tuple[str, str], tmp_path: Path) -> None:
+    """Also where nothing else lies between the rows and the next tensor of the file."""
+    (tmp_path / "recipe.toml").write_text(f'[numbers]\n_ = "=2"\n[[rule]]\na = "x : {axes[0]}"\nb = "y : {axes[1]}"\n')
+    whole = torch.arange(1, 31).reshape(10, 3)
+    torch.save({"x": whole[:4].clone()}, tmp_path / "one.pth")
+    torch.save({"x": whole[:4]}, tmp_path / "part.pth")  # the rows behind it are in the file
+    rows, zeros = whole[:4], torch.zeros(2, 3, dtype=torch.int64)
+    places = {"(v|_), i": (rows, zeros), "(_|v), i": (zeros, rows), "i, (v|_)": (rows, zeros)}
+    wanted = torch.cat(places.get(axes[1], (rows[:2], zeros, rows[2:])))
+    for name in ("one", "part"):
+        made = ckptool.convert(tmp_path / f"{name}.pth", "torch", recipe=str(tmp_path / "recipe.toml"))
+        ckptool.save(made, tmp_path / "made.pth", force=True)
+        assert torch.equal(torch.load(tmp_path / "made.pth")["y"], wanted.t() if axes[1][0] == "i" else wanted)

@@ -84,6 +84,13 @@ class Side(NamedTuple):
         lines = self.values.lines(self.label(name)) if self.values is not None and dtype is not None else []
         return cut_elements(lines[axis], dtype.itemsize) if dtype is not None and axis < len(lines) else []
 
+    def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> list[bytes]:
+        """Return elements along the last axis of a tensor, see ``Values.piece``; an empty list if not known."""
+        dtype = BY_NAME.get(self.specs[name].dtype)
+        if self.values is None or dtype is None:
+            return []
+        return cut_elements(self.values.piece(self.label(name), at, begin, count), dtype.itemsize)
+
 
 def fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
     """Return what is in one tensor in the file and in several in the model, and the other way round."""

@@ -1,7 +1,7 @@
 """Infer a recipe from two sides that hold the same model in two layouts.
 
-Only what is known for sure becomes a rule: equal names, an order of rows that one line of values from both sides shows,
-transposes that are not square, and dimensions of size 1.
+Only what is known for sure becomes a rule: equal names, an order of rows that values from both sides show, stacks and
+padding that they prove, transposes that are not square, and dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ...base.lazy import regex
 from ...base.records import NamedTuple
 from .fused import Fusion, Side, find_fusions, follow_each_other
 from .names import Comparison, Shape
+from .stacks import Stack, find_stacks, padded_rows, with_hole
 
 _NUMBER: Final = regex(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])|(?<=[A-Za-z_])\d+(?=\.)")
 #: The axes of both sides of a transposed matrix.
@@ -40,6 +41,11 @@ def inferred_recipe(own: Side, target: Side, rest: Comparison) -> str:
     """
     pairs: dict[str, tuple[str, str] | None] = dict.fromkeys(rest.loads, ("", ""))
     pairs |= {item.key: _same_elements(own.shape(item.key), target.shape(item.key)) for item in rest.sizes}
+    shared = {name: padded_rows(name, own, target) for name in pairs if pairs[name] is None}
+    added = {_rows(target, name) - rows for name, rows in shared.items() if rows < _rows(target, name)}
+    if len(added) > 1 or (added and any(_rows(own, name) > rows for name, rows in shared.items())):
+        return ""  # a recipe has one size of padding
+    pairs |= {name: _padded(rows, own, target, name) for name, rows in shared.items() if rows}
     if _TURNED in pairs.values():  # then squares may be transposed as well
         pairs |= {name: _square(name, own, target) for name in rest.loads if _is_square(own.shape(name))}
     rules = [_Rule(((own.label(name), axes[0]),), ((name, axes[1]),)) for name, axes in pairs.items() if axes]
@@ -61,13 +67,19 @@ def inferred_recipe(own: Side, target: Side, rest: Comparison) -> str:
             sides = _fused(fusion, wholes, parts)
             labelled = [tuple((own.label(name), axes) for name, axes in side) for side in sides]
             rules.append(_Rule(labelled[0], sides[1]) if wholes is own else _Rule(labelled[1], sides[0]))
+        left = [[name for name in names if name not in used] for names in (whole_names, part_names)]
+        for stack in find_stacks(wholes, parts, *left):
+            used.update((stack.whole, *(name for names in stack.parts for name in names)))
+            whole, split = _stacked(stack, own, parts)
+            rules.append(_Rule(whole, split) if wholes is own else _Rule(split, whole))
     if (all(axes == ("", "") for axes in pairs.values()) and len(rules) == len(pairs)) or not used.issuperset(
         (*rest.missing, *rest.unexpected)
     ):
         return ""
     changed = [rule for rule in rules if rule.a != rule.b]
     keep = ['rest = "keep"\n'] if len(changed) < len(rules) else []
-    return "\n".join([*keep, *map(_text, _folded(changed))])
+    sizes = [f'[numbers]\n_ = "={size}"\n' for size in added]
+    return "\n".join([*keep, *sizes, *map(_text, _folded(changed))])
 
 
 def _same_elements(have: Shape, wanted: Shape) -> tuple[str, str] | None:
@@ -82,6 +94,31 @@ def _same_elements(have: Shape, wanted: Shape) -> tuple[str, str] | None:
     letters = iter("abcdefgh")
     names = [next(letters, "z") for _ in sizes]
     return _with_ones(have, names), _with_ones(wanted, names)
+
+
+def _rows(side: Side, name: str) -> int:
+    return (side.shape(name) or (0,))[0]
+
+
+def _padded(rows: int, own: Side, target: Side, name: str) -> tuple[str, str]:
+    """Return the axes of both sides of a tensor of which they share the first rows."""
+    rest = [letter for letter, _ in zip("ijkl", (own.shape(name) or ())[1:])]
+    texts = (str(rows) if _rows(side, name) == rows else f"({rows}|_)" for side in (own, target))
+    a, b = (", ".join([text, *rest]) for text in texts)
+    return a, b
+
+
+def _stacked(stack: Stack, own: Side, parts: Side) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """Return names and axes of a stack and of its parts; ``own`` tells the names in the file."""
+    shapes = [parts.shape(names[0]) or () for names in stack.parts]
+    lengths = [shape[stack.axis] for shape in shapes]
+    sections = ["s"] * len(lengths) if len({*lengths}) == 1 else [str(length) for length in lengths]
+    others = [letter for letter, _ in zip("ijkl", shapes[0][1:])]
+    texts = [f"({'|'.join(sections)})" if len(sections) > 1 else sections[0], *sections]
+    whole, *each = (", ".join([*others[: stack.axis], text, *others[stack.axis :]]) for text in texts)
+    labelled = [[own.label(name) if parts is own else name for name in names] for names in stack.parts]
+    whole_name = stack.whole if parts is own else own.label(stack.whole)
+    return ((whole_name, f"e, {whole}"),), tuple(zip(map(with_hole, labelled), each))
 
 
 def _is_square(shape: Shape) -> bool:

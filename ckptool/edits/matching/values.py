@@ -133,6 +133,20 @@ class Values:
         except CkptoolError:
             return []  # damage is reported when the tensor is written
 
+    def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> bytes:
+        """Return ``count`` elements along the last axis from ``begin`` on, at an index of the other axes; b"" if they
+        cannot be read.
+        """
+        try:
+            tensor = self._tensor(name)
+            if tensor is None or not _is_cheap(reader := storage_reader(self._opened(), tensor.storage)):
+                return b""
+            offset = tensor.offset + sum(index * step for index, step in zip((*at, begin), tensor.stride))
+            view = tensor._replace(shape=(count,), stride=tensor.stride[-1:], offset=offset)
+            return b"".join(elements(reader, view))
+        except CkptoolError:
+            return b""  # damage is reported when the tensor is written
+
     def _line(self, tensor: Tensor, axis: int) -> bytes:
         size, step = tensor.shape[axis], tensor.stride[axis]
         reader = storage_reader(self._opened(), tensor.storage)

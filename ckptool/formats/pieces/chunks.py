@@ -179,9 +179,9 @@ def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> lis
 
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
-    """Return the bytes of a tensor: its only chunk, or a source that assembles the chunks."""
+    """Return the bytes of a tensor: its only chunk, or a source that assembles the chunks, with zeros in between."""
     size = prod(shape) * width
-    if len(chunks) == 1:
+    if len(chunks) == 1 and prod(chunks[0].box[1]) == prod(shape):
         return StorageLocation(Span(chunks[0].source, chunks[0].begin, size), size)
     return StorageLocation(Span(ChunkedSource(shape, width, chunks, name), 0, size), size)
 

@@ -81,6 +81,105 @@ def test_numbers_that_follow_from_others(tmp_path: Path) -> None:
     assert all("{L+1}" in text and text.count("[[rule]]") == 2 for text in texts)
 
 
+def stacked(state: State, experts: int = 3, layers: int = 2) -> tuple[State, State]:
+    """Experts one by one, with gate and up side by side, and as stacks."""
+    torch.manual_seed(experts)
+    one: State = dict(state)
+    two: State = dict(state)
+    for n in range(layers):
+        gates, ups, downs = torch.randn(experts, 4, 6), torch.randn(experts, 4, 6), torch.randn(experts, 6, 4)
+        biases = torch.randn(experts, 6)
+        for e in range(experts):
+            own = f"layers.{n}.moe.experts.{e}"
+            one |= {f"{own}.w1.weight": gates[e].clone(), f"{own}.w3.weight": ups[e].clone()}
+            one |= {f"{own}.w2.weight": downs[e].clone(), f"{own}.w2.bias": biases[e].clone()}
+        two |= {f"layers.{n}.mlp.experts.gate_up": torch.cat([ups, gates], dim=1)}
+        two |= {f"layers.{n}.mlp.experts.down": downs, f"layers.{n}.mlp.experts.down_bias": biases}
+    return one, two
+
+
+def by_recipe(a: Path, b: Path, folder: Path) -> str:
+    """The recipe that match infers, once it was tried; "" if there is none."""
+    fix = ckptool.match(a, b)["fix"]
+    texts = [str(step["value"]) for step in fix["steps"] if step["option"] == "recipe"] if fix else []
+    for text in texts:
+        (folder / "rules.toml").write_text(text)
+        ckptool.save(ckptool.convert(a, "torch", recipe=str(folder / "rules.toml")), folder / "made.pth", force=True)
+        made, wanted = torch.load(folder / "made.pth"), torch.load(b)
+        assert made.keys() == wanted.keys()
+        assert all(torch.equal(made[name], value) for name, value in wanted.items())
+    return "".join(texts)
+
+
+@pytest.mark.parametrize("experts", [2, 3, 11])
+@pytest.mark.parametrize("turned", [False, True])
+def test_stacks_of_experts(experts: int, turned: bool, tmp_path: Path) -> None:
+    sides = stacked({"embed.weight": torch.randn(9, 6)}, experts)
+    a, b = saved(tmp_path, a=sides[turned], b=sides[not turned])
+    text = by_recipe(a, b, tmp_path)
+    # The order of gate and up is that of the values.
+    assert text.count("[[rule]]") == 3 and "e, (s|s), i" in text and ".w3.weight" in text.partition(".w1.weight")[0]
+
+
+def swapped(state: State) -> State:
+    """Two experts in each other's place."""
+    names = {0: 1, 1: 0}
+    return {
+        name.replace(f"experts.{e}.", f"experts.{names.get(e, e)}.") if f"experts.{e}." in name else name: value
+        for name, value in state.items()
+        for e in [next((e for e in range(3) if f"experts.{e}." in name), 0)]
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swapped,
+        lambda state: {name: value for name, value in state.items() if "experts.2.w1" not in name},
+        lambda state: {name: value.flip(0) if ".w3." in name else value for name, value in state.items()},
+        lambda state: {name: torch.ones_like(value) if ".w3." in name else value for name, value in state.items()},
+        lambda state: {name: value.double() if ".w3." in name else value for name, value in state.items()},
+    ],
+)
+def test_no_stack_is_a_guess(change: Callable[[State], State], tmp_path: Path) -> None:
+    one, two = stacked({})
+    a, b = saved(tmp_path, a=change(one), b=two)
+    assert by_recipe(a, b, tmp_path) == ""
+    assert by_recipe(b, a, tmp_path) == ""
+    lock = tmp_path / "b.lock.json"
+    lock.write_text(json.dumps(ckptool.lock(b)))
+    a, _ = saved(tmp_path, a=one, b=two)
+    fix = ckptool.match(a, lock)["fix"]  # without values
+    assert fix is None or not any(step["option"] == "recipe" for step in fix["steps"])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_padding(turned: bool, tmp_path: Path) -> None:
+    table, head, bias = torch.randn(10, 6), torch.randn(10, 6), torch.randn(10)
+    plain = {"embed.weight": table, "head.weight": head, "head.bias": bias, "norm.weight": torch.ones(6)}
+    padded = {name: torch.cat([value, torch.zeros(6, *value.shape[1:])]) for name, value in plain.items()}
+    padded["norm.weight"] = plain["norm.weight"]
+    sides = padded, plain
+    a, b = saved(tmp_path, a=sides[turned], b=sides[not turned])
+    text = by_recipe(a, b, tmp_path)
+    assert text.count("(10|_)") == 3 and ('_ = "=6"' in text) is turned
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: torch.cat([torch.zeros(6, 6), value]),
+        lambda value: torch.cat([value, torch.ones(6, 6)]),
+        lambda value: torch.cat([value.flip(0), torch.zeros(6, 6)]),
+        lambda value: torch.cat([value.double(), torch.zeros(6, 6)]),
+    ],
+)
+def test_no_padding_is_a_guess(change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    plain = {"embed.weight": torch.randn(10, 6), "norm.weight": torch.ones(6)}
+    a, b = saved(tmp_path, a=plain, b=plain | {"embed.weight": change(plain["embed.weight"])})
+    assert by_recipe(a, b, tmp_path) == ""
+
+
 def interleaved(state: State) -> State:
     return {
         name: value.reshape(2, 3, 4, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
