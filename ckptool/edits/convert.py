@@ -146,7 +146,7 @@ def convert(
     )
     try:
         if not part:
-            refuse_part(checkpoint)
+            refuse_part(checkpoint, ranks=not {"shards", "all"} & {*allow_loss})
         return _converted(checkpoint, output, request)
     except (RefusedError, TargetError) as error:
         better = None if part else _elsewhere(checkpoint, output, request, error)
@@ -243,8 +243,6 @@ def _elsewhere(
         step = _step_at(part.folder, output, request, settings)
         again = None if checkpoint.edited else Again(tuple(settings), words=((checkpoint.path, part.folder),))
         return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
-    if part is not None and part.cut and isinstance(error, RefusedError):
-        return RefusedError(part.message, path=checkpoint.path, next=part.whole)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
             settings = _settings_at(problem.where, output, request)

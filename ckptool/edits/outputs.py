@@ -109,26 +109,29 @@ class Conversion(NamedTuple):
     def refuse_part(self, checkpoint: Checkpoint, output: str | None) -> None:
         """Call the function ``refuse_part``, unless the part was asked for or nothing is written."""
         if output is not None and not self.part:
-            refuse_part(checkpoint, output)
+            refuse_part(checkpoint, output, ranks=False)
 
 
-def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
+def refuse_part(checkpoint: Checkpoint, output: str = "", *, ranks: bool = True) -> None:
     """Raise RefusedError for a file that is one part of a checkpoint, if its output could be taken for the whole.
 
     An output whose name keeps the part's number is still a part. An output that also holds the other parts is the
-    whole. ``output`` is "" for a conversion, whose output is always taken for the whole.
+    whole. ``output`` is "" for a conversion, whose output is always taken for the whole. Without ``ranks``, files of
+    one rank are accepted, whose tensors or whose content show that they are parts.
     """
     if output and keeps_number(output, checkpoint.path):
         return
     # Edits may change the names and tensors by which files of one checkpoint are recognised: use the unedited file.
     part = part_of(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container))
-    if part is None or part.code != "part":
+    if part is None or (not ranks and part.code != "part"):
         return
     if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
         return  # all parts are merged
     step = advice(Setting("part"), " writes this part alone")
     if part.folder:
         step += "; the whole is here: " + command("inspect", part.folder)
+    elif part.cut:
+        step += f"; for the whole, {part.whole}"
     raise RefusedError(part.message, path=checkpoint.path, next=step)
 
 

@@ -45,6 +45,7 @@ class Part(NamedTuple):
     - ``cut``: the file alone makes no usable model, so outputs made from it alone are useless.
     - ``others``: real paths of the other parts, if no part is missing and together they have all tensors.
     - ``tensors_whole``: each tensor in the file is complete.
+    - ``alone``: other parts are missing, by the names in the folder, or the folder of the whole is unknown.
     """
 
     code: str
@@ -54,6 +55,7 @@ class Part(NamedTuple):
     cut: bool = True
     others: tuple[str, ...] = ()
     tensors_whole: bool = False
+    alone: bool = False
 
     @property
     def whole(self) -> str:
@@ -133,7 +135,7 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
         return None
     message = f"it holds the model part of one of {tensor * pipeline:,} ranks of Megatron-LM; {_FOLDER}"
     if not named:  # the file was moved or renamed
-        return Part("rank-part", "warning", message, "")
+        return Part("rank-part", "warning", message, "", alone=True)
     # Prefer the path as typed, if it contains the folders.
     above = folder_of(folder_of(checkpoint.path))
     if os.path.realpath(above) != os.path.dirname(folder):
@@ -228,7 +230,9 @@ def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
     joined = parts.is_shards and not missing
     level = "note" if joined else "warning"
     paths = tuple(os.path.realpath(os.path.join(folder, file)) for file in others) if joined else ()
-    return Part("part", level, message, folder if whole else "", cut=False, others=paths, tensors_whole=parts.is_shards)
+    folder = folder if whole else ""
+    alone = bool(missing)
+    return Part("part", level, message, folder, False, paths, tensors_whole=parts.is_shards, alone=alone)
 
 
 def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:

@@ -233,7 +233,8 @@ def _part(checkpoint: Checkpoint) -> list[Check]:
         return []
     if part.level == "note":
         return [Check("part", "container", PASS, part.message)]
-    return [judge("part", "container", [Finding.of(part.code, part.level, part.message)], "")]
+    level = "error" if part.alone else part.level
+    return [judge("part", "container", [Finding.of(part.code, level, part.message)], "")]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
@@ -362,6 +363,9 @@ def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
         return Check("weights-only", "safety", PASS, f"{call} takes it")
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     rules = rule_texts([b for b in verdict.blockers if b.rule], pickles[0].protocol if pickles else 2)
+    listed = {item.mapped for pickle in pickles for item in pickle.names if item.word != ALLOWED}
+    if len(names) > 1 and listed.issuperset(names):
+        names = ["see globals"]  # that check lists them
     message = f"{call} refuses it: {join_limited(names + rules)}"
     return Check("weights-only", "safety", WARNING, message, (Finding.of("weights-only", "warning", message),))
 

@@ -338,6 +338,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     part = part_of(checkpoint)
     if part is not None and part.cut and part.folder:
         return command("inspect", part.folder)  # an edit of the part alone would be useless
+    if bad.get("part") == FAIL and part is not None:
+        return part.whole if part.cut else "get the missing parts into this folder"
     if bad.get("shards") == FAIL:
         return part.whole if part is not None else WHOLE
     if bad.get("lock") == FAIL and relocked:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import say
+from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckptool
@@ -265,3 +266,38 @@ def test_every_command_that_writes_is_tried() -> None:
 def test_what_was_edited_in_place_stays_a_part(tmp_path: Path) -> None:
     path, _ = parts("Meta", tmp_path / "model")
     assert say("add-module", path, "--in-place").code == 0
+
+
+#: One file of a save by several ranks, in ``fixtures/files/ranks``.
+OF_ONE_RANK = (
+    "fsdp2_3/model.rank0.pth", "hsdp1/checkpoint_rank1.pt", "local_2/pytorch_model_fsdp_rank0.bin",
+    "tp_3/mp_rank_00.pt", "zero2_bf16/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "zero3_bf16/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "megatron_tp2/iter_0000002/mp_rank_01/model_optim_rng.pt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("name", OF_ONE_RANK)
+def test_the_file_of_one_rank_is_refused_like_a_shard(name: str, suffix: str, tmp_path: Path) -> None:
+    path, out = FIXTURES / "ranks" / name, tmp_path / f"out{suffix}"
+    said = say("convert", path, "-o", out)
+    assert (said.code, out.exists()) == (4, False), said.all
+    assert "rank" in said.err and "  -> ckptool" in said.err
+    assert str(path) not in said.err.partition("  -> ckptool")[2]
+    alone = say("convert", path, "-o", tmp_path / "out.pth", "--part")
+    assert alone.code == 0 and "still a part" in alone.out
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_parts/consolidated.00.pth", "ranks/megatron_tp2/iter_0000002/mp_rank_01/model_optim_rng.pt",
+             "ranks/fsdp2_3/model.rank0.pth", "sharded/tp.rank3.pth"]
+)  # fmt: skip
+def test_a_part_without_the_others_is_invalid(name: str, tmp_path: Path) -> None:
+    """One file alone fails, by itself and in its folder; with all others beside it, it does not."""
+    path = tmp_path / Path(name).name
+    path.write_bytes((FIXTURES / name).read_bytes())
+    for each in (path, tmp_path):
+        said = say("validate", each)
+        assert said.code == 1 and "INVALID" in said.out, said.all
+    assert "sharded" in name or say("validate", FIXTURES / name).code == 0
