@@ -52,7 +52,7 @@ class SkippedFile(NamedTuple):
 class Candidate(NamedTuple):
     """A path to read. ``named`` tells whether the user typed it, or it was found in a folder.
 
-    ``archive``: it was found in a folder, and is no checkpoint itself, but an archive whose members may be.
+    ``archive``: it was found in a folder, and is an archive of other files, which may be checkpoints.
     """
 
     path: str
