@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
 from ..base.records import NamedTuple
 from ..base.steps import OUTPUT, Setting, advice
+from ..base.text import words
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.nodes import Graph, Ref
 from .tensors import TensorReader
+
+#: The records about the archive itself, which torch.save writes in addition to the object and the storages.
+ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
 
 
 def is_complete(problems: Iterable[Finding]) -> bool:

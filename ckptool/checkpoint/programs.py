@@ -7,16 +7,12 @@ from typing import Final, TypedDict
 
 from ..base.records import NamedTuple
 from ..base.steps import NextStep, command, suggested_output
-from ..base.text import words
 from .checkpoint import Checkpoint
-from .container import Container
+from .container import ARCHIVE_RECORDS, Container
 from .survey import DeviceName
 
 #: The message for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
-
-#: The records about the archive itself, which torch.save writes in addition to the object and the storages.
-ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
 
 
 class NamedDevice(NamedTuple):

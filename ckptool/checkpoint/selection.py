@@ -338,3 +338,40 @@ def _undotted(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:
     if any(typed.matches(*name) for name in names) or not any(meant.matches(*name) for name in names):
         return pattern
     return meant.pattern
+
+
+def select_entries(
+    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs(), sort: str = "file"
+) -> list[TensorEntry]:
+    """Return the tensors in the state dicts found with high confidence, or in the one at ``key``.
+
+    ``everything`` returns all tensors in the file, or all below the path ``key``. Without any state dict, all are
+    returned. ``sort`` is "file", "name" or "bytes" (largest first). Raise TargetError if nothing is at ``key``.
+    """
+    entries = candidates(checkpoint, key, everything)
+    if globs:
+        globs = dotted(globs, checkpoint)
+        entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.path if everything else entry.key)
+    if sort == "bytes":
+        return sorted(entries, key=lambda entry: -entry.tensor.own_bytes)
+    return entries
+
+
+def candidates(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:
+    """Return the tensors among which the patterns of ``select_entries`` choose."""
+    survey = checkpoint.survey
+    if everything and key is not None:
+        top = resolve(checkpoint, key)
+        inside = survey.inside(top.ref)
+        below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
+        if not below:
+            step = command("keys", checkpoint.path, all=True)
+            raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
+        return below
+    chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()
+    if not chosen:
+        return survey.tensors
+    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
+    return [entry for entry in survey.tensors if entry.state_dict in numbers]

@@ -22,7 +22,7 @@ from ..pickles.nodes import Call, Global, Graph, Node, Ref
 from .container import Container
 from .objects import by_name, class_name, list_items, local_shards, named_attributes, state_items
 from .survey import TensorEntry
-from .tensors import Tensor, TensorReader, contiguous_strides, is_contiguous, rebuild_calls
+from .tensors import SHARDED_CLASSES, Tensor, TensorReader, contiguous_strides, is_contiguous, is_sharded, rebuild_calls
 
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
@@ -35,7 +35,6 @@ _MAX_NAME: Final = 40
 #: The most ranks of a mesh to read.
 _MAX_RANKS: Final = 1 << 20
 MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
-_CLASSES: Final = ("DTensor", "ShardedTensor")
 #: Names of mesh dimensions whose ranks hold different layers.
 _PIPELINE: Final = regex(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
@@ -281,15 +280,9 @@ class ShardingSummary(NamedTuple):
         return join_limited(list(dict.fromkeys(mesh.words for mesh in self.meshes)), most=3)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor or ShardedTensor."""
-    module, _, name = tensor.cls.rpartition(".")
-    return tensor.kind == "wrapper" and module.startswith("torch.distributed.") and name in _CLASSES
-
-
 def has_sharded(graph: Graph) -> bool:
     """Return whether a pickle names the class DTensor or ShardedTensor; without either, no tensor is sharded."""
-    return any(node.name.rpartition(".")[2] in _CLASSES for _, node in graph.of_type(Global))
+    return any(node.name.rpartition(".")[2] in SHARDED_CLASSES for _, node in graph.of_type(Global))
 
 
 def sharding_summary(reader: TensorReader, entries: Iterable[TensorEntry]) -> ShardingSummary | None:

@@ -31,6 +31,8 @@ from .objects import by_name, callable_name, device_text, mapped_name, mapping, 
 #: The number of elements in a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``).
 #: Legacy ids also have a view.
 ID_PARTS: Final = 5
+#: Classes of tensors that are spread over ranks.
+SHARDED_CLASSES: Final = ("DTensor", "ShardedTensor")
 
 
 class Storage(NamedTuple):
@@ -563,3 +565,9 @@ class TensorReader:
             return "unknown"
         known = BY_NAME.get(node.name)
         return known.name if known else node.name
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor or ShardedTensor."""
+    module, _, name = tensor.cls.rpartition(".")
+    return tensor.kind == "wrapper" and module.startswith("torch.distributed.") and name in SHARDED_CLASSES

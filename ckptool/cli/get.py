@@ -15,7 +15,7 @@ from ..formats.claims import claims_of
 from ..reports.entries import entry_lines, find_value, json_pieces
 from ..values.npy import array_of, npy_plan
 from .help import GroupedCommand
-from .options import complete_keys, force_option, format_option, one_path
+from .options import AnyPath, complete_keys, force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
 GET_EPILOG = """\b
@@ -39,7 +39,7 @@ widened to float32, which has all their values.
 @click.command(cls=GroupedCommand, epilog=GET_EPILOG)
 @one_path
 @click.argument("key", shell_complete=complete_keys)
-@click.option("--npy", metavar="OUT", type=click.Path(), help="Write the tensor to a file that numpy.load reads.")
+@click.option("--npy", metavar="OUT", type=AnyPath(), help="Write the tensor to a file that numpy.load reads.")
 @force_option
 @format_option()
 def get(path: str, key: str, npy: str | None, force: bool, style: str) -> int:

@@ -119,7 +119,35 @@ FORMER: Final[Mapping[str, Mapping[str, Spelling]]] = {
 }
 
 
-class GroupedCommand(click.Command):
+def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    """Print the help, and end."""
+    if given and not ctx.resilient_parsing:
+        from .render import emit  # start-up imports this module, and rendering takes longer
+
+        emit(ctx.get_help())
+        ctx.exit()
+
+
+#: click's own option looks for translations, which takes as long as importing ten modules.
+HELP: Final = click.Option(
+    ["-h", "--help"],
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_help,
+    help="Show this message and exit.",
+)
+
+
+class Helpful(click.Command):
+    """A command with the option ``HELP``."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return the option that shows the help."""
+        return HELP
+
+
+class GroupedCommand(Helpful):
     """A command whose help has its options under headings; ``headings`` are its own ones.
 
     It also takes the former spellings of its options.

@@ -24,6 +24,7 @@ from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, Answer, FileCommand, Totals, failed, run
 from .options import (
     REPORT_FORMATS,
+    AnyPath,
     Workers,
     choosing_keys,
     force_option,
@@ -51,7 +52,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=LOCK_EPILOG)
-@click.option("-o", "--output", type=click.Path(), metavar="OUT", help="The file to write.  [default: stdout]")
+@click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
 @force_option
 @input_options

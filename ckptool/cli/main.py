@@ -16,8 +16,8 @@ from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
 from ..base.text import BREVITY, Brevity
-from .help import HELP_ALL
-from .render import StdoutError, Typed, flush, say, say_error, tell
+from .help import HELP_ALL, Helpful
+from .render import StdoutError, Typed, emit, flush, say, say_error, tell
 
 
 def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
@@ -116,6 +116,24 @@ _NO_COLOR: Final = click.Option(
 )
 
 
+def _version(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    """Print the version, and end."""
+    if given and not ctx.resilient_parsing:
+        emit(f"ckptool {__version__}")
+        ctx.exit()
+
+
+#: click's own option looks for translations, which takes as long as importing ten modules.
+_VERSION: Final = click.Option(
+    ["-V", "--version"],
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_version,
+    help="Show the version and exit.",
+)
+
+
 def _verbose(_ctx: click.Context, _param: click.Parameter, given: bool) -> bool:
     """Shorten no message of this run."""
     if given:
@@ -134,7 +152,7 @@ _VERBOSE: Final = click.Option(
 )
 
 
-class _Commands(click.Group):
+class _Commands(Helpful, click.Group):
     """Imports the module of a command only when that command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -176,8 +194,7 @@ class _Commands(click.Group):
                 formatter.write_dl([(name.ljust(width), help_line(name)) for name in group])
 
 
-@click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="ckptool", message="%(prog)s %(version)s")
+@click.group(cls=_Commands, epilog=EPILOG)
 def cli() -> None:
     """Inspect and edit PyTorch checkpoints, without running them.
 
@@ -186,7 +203,7 @@ def cli() -> None:
     """
 
 
-cli.params += [_NO_COLOR, _VERBOSE]
+cli.params += [_VERSION, _NO_COLOR, _VERBOSE]
 
 
 class _Ended(BaseException):

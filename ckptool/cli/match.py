@@ -22,6 +22,7 @@ from .editing import EditRequest, WithFields, edit_all
 from .help import GroupedCommand
 from .messages import read_message
 from .options import (
+    AnyPath,
     InputPath,
     Mendable,
     Writing,
@@ -98,7 +99,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 )
 @click.option("--lenient", is_flag=True, help="Accept missing and unexpected keys, like load_state_dict(strict=False).")
 @click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
-@click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
+@click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="With --apply: the file to write.")
 @converting
 @force_option
 @format_option()

@@ -48,11 +48,29 @@ class Mendable(click.UsageError):
         self.less = list(less)
 
 
-class InputPath(click.Path):
-    """An input path: a file, a folder, or an address within an archive, ``outer.zip!policy.pth``.
+class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """A path that need not exist: ckptool opens it, and its errors say more.
 
-    Click does not check that it exists: ckptool opens it, and its errors say more.
+    It is like ``click.Path()``, which looks for a translation of its name and takes 0.3 ms per option.
     """
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail as ``click.Path()`` does."""
+        if os.path.exists(value) and not os.access(value, os.R_OK):
+            click.Path().convert(value, param, ctx)
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        """Let the shell complete paths."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
+class InputPath(AnyPath):
+    """An input path: a file, a folder, or an address within an archive, ``outer.zip!policy.pth``."""
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -392,8 +410,8 @@ _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     force_option,
 )
 _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--out-dir", type=click.Path(), metavar="DIR", help=_OUT_DIR),
-    click.option("-o", "--output", type=click.Path(), metavar="OUT", help=_OUTPUT),
+    click.option("--out-dir", type=AnyPath(), metavar="DIR", help=_OUT_DIR),
+    click.option("-o", "--output", type=AnyPath(), metavar="OUT", help=_OUTPUT),
 )
 
 

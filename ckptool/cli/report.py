@@ -11,6 +11,7 @@ import ckptool
 from ..base.globs import Globs
 from .help import GroupedCommand
 from .options import (
+    AnyPath,
     InputPath,
     choosing_keys,
     force_option,
@@ -42,7 +43,7 @@ The same input gives the same bytes.
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="[B]", type=InputPath(), required=False)
-@click.option("-o", "--output", type=click.Path(), metavar="OUT", required=True, help="The page to write.")
+@click.option("-o", "--output", type=AnyPath(), metavar="OUT", required=True, help="The page to write.")
 @ignore_option
 @choosing_keys
 @other_key_option

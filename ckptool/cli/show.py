@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-import ckptool
-
 from ..base.errors import CkptoolError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.records import NamedTuple
 from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize, shape_text, shortened
-from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
+from ..checkpoint.selection import select_entries
 from ..checkpoint.survey import Survey, TensorEntry
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, is_sharded
 from ..formats.checkpoint_search import as_one, names_one_file
+from ..formats.opening import open_checkpoint
 from ..reports.file_rows import FileVerdict
-from ..reports.keys import keys_report, select_entries
 from .help import GroupedCommand
 from .many.inputs import Inputs
 from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
@@ -46,6 +44,7 @@ from .render import clean, cleaned, column_table, emit, pairs, problem_lines, st
 from .terminal import bar, columns, elided, judged, on_terminal, painted, wrapped
 
 if TYPE_CHECKING:
+    from ..checkpoint.sharding import ShardingSummary
     from ..reports.entries import BranchReport
     from ..reports.inspection import FindingReport, InspectReport
 
@@ -127,7 +126,7 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_
     from ..reports.summary import overview_row
 
     code = 0
-    with ckptool.open(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         report = inspection(checkpoint, location)
         if depth:
             from ..reports.entries import tree_of
@@ -268,13 +267,15 @@ def _read(
     """Return the answer for a file, the tables still to be drawn, and the number of tensors that they leave out."""
     text, parts, rest = "", None, 0
     rows: list[tuple[str, ...]] = []
-    with ckptool.open(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         survey = checkpoint.survey
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
         if how["globs"] and not entries:
             remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"], "keys")
     if style in JSON:
+        from ..reports.keys import keys_report  # tables do not need it
+
         text = report_text(keys_report(checkpoint, entries), style)
     elif names:
         text = "\n".join(labels(entries))
@@ -319,7 +320,7 @@ def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) 
     tables = []
     for place, entries in groups.items():
         tensors = [entry.tensor for entry in entries]
-        inner = sharding_summary(survey.reader, entries)
+        inner = _sharding_summary(survey, entries)
         columns = (
             [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
             [_dtype(tensor) for tensor in tensors],
@@ -345,7 +346,17 @@ def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) 
 _PARTS = ("here", "indices", "placements")
 
 
+def _sharding_summary(survey: Survey, entries: Sequence[TensorEntry]) -> ShardingSummary | None:
+    if not any(is_sharded(entry.tensor) for entry in entries):
+        return None
+    from ..checkpoint.sharding import sharding_summary  # few checkpoints have such tensors
+
+    return sharding_summary(survey.reader, entries)
+
+
 def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], ...]:
+    from ..checkpoint.sharding import sharding  # few checkpoints have such tensors
+
     rows = []
     for entry in entries:
         cut = sharding(survey.reader, entry.ref, entry.tensor)

@@ -14,9 +14,9 @@ from ..base.errors import UnreadableError
 from ..base.lazy import regex
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
+from ..checkpoint.selection import select_entries
 from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
-from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
 from .many.inputs import Inputs

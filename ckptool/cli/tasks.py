@@ -17,7 +17,7 @@ from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
 from .help import GroupedCommand
-from .options import Workers, engine_options, format_option, quiet_options
+from .options import AnyPath, Workers, engine_options, format_option, quiet_options
 from .progress import progress_bar
 from .render import clean, emit, emit_json, say, tell_step
 
@@ -74,7 +74,7 @@ class RunReport(TypedDict):
 @click.option(
     "--tasks",
     "sheet",
-    type=click.Path(),
+    type=AnyPath(),
     metavar="TASKS",
     required=True,
     help="The file of tasks to make, in JSON lines.",
@@ -160,7 +160,7 @@ class _Share(click.ParamType[tuple[int, int]]):
 
 
 @click.command(cls=GroupedCommand, epilog=RUN_EPILOG)
-@click.argument("sheet", metavar="TASKS", type=click.Path())
+@click.argument("sheet", metavar="TASKS", type=AnyPath())
 @click.option("--task", "share", type=_Share(), metavar="I/N", help="Carry out the I-th of N shares.  [default: all]")
 @engine_options
 @format_option()
@@ -211,7 +211,7 @@ def run(sheet: str, share: tuple[int, int] | None, working: Workers, style: str,
 
 
 @click.command(cls=GroupedCommand, epilog=COMMIT_EPILOG)
-@click.argument("sheet", metavar="TASKS", type=click.Path())
+@click.argument("sheet", metavar="TASKS", type=AnyPath())
 @click.option("--abort", "aborting", is_flag=True, help="Remove the task file and the staged outputs.")
 @quiet_options
 @click.pass_context

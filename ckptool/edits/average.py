@@ -16,9 +16,8 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import dotted, selected
-from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, is_sharded
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.planning import blaming_damage
 from ..values.elements import storage_reader

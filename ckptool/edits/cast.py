@@ -15,8 +15,7 @@ from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.paths import within
 from ..checkpoint.selection import dotted
-from ..checkpoint.sharding import is_sharded
-from ..checkpoint.tensors import Tensor, rebuild_calls
+from ..checkpoint.tensors import Tensor, is_sharded, rebuild_calls
 from ..files.sources import Deferred
 from ..formats.opening import former_arguments, takes_path
 from ..pickles.nodes import Graph, Ref

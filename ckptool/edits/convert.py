@@ -17,8 +17,8 @@ from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_ste
 from ..checkpoint.paths import within
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
-from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import is_sharded
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
 from ..formats.opening import former_arguments, open_checkpoint, takes_path

@@ -22,9 +22,8 @@ from ..checkpoint.graph_builder import contiguous
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
-from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Storage, Tensor, view_id
+from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
 from ..files.sources import Computed, Piece, size_of
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks

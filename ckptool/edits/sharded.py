@@ -9,8 +9,8 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import class_name, list_items, mapping, named_attributes
-from ..checkpoint.sharding import MESH_CLASS, Sharding, is_sharded, sharding, sharding_summary
-from ..checkpoint.tensors import rebuild_calls
+from ..checkpoint.sharding import MESH_CLASS, Sharding, sharding, sharding_summary
+from ..checkpoint.tensors import is_sharded, rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Ref
 from .storages import copied_call
 

@@ -7,7 +7,6 @@ larger one must be unpacked first. A path that contains ``!`` and exists is an o
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import zlib
@@ -133,6 +132,8 @@ def read_object(path: str, limit: int = _LONGEST_JSON) -> dict[str, Any] | None:
 
 def parsed_object(text: str | bytes) -> dict[str, Any] | None:
     """Return the object that a JSON text describes, or None for any other text."""
+    import json  # few commands read a file of JSON
+
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

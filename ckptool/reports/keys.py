@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from ..base.errors import TargetError
 from ..base.globs import Globs, Patterns, split_globs
 from ..base.steps import NextStep, as_step, command
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.selection import dotted, resolve, selected
+from ..checkpoint.selection import candidates, dotted, select_entries
 from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
@@ -133,28 +132,9 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
     }
 
 
-def select_entries(
-    checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs(), sort: str = "file"
-) -> list[TensorEntry]:
-    """Return the tensors in the state dicts found with high confidence, or in the one at ``key``.
-
-    ``everything`` returns all tensors in the file, or all below the path ``key``. Without any state dict, all are
-    returned. ``sort`` is "file", "name" or "bytes" (largest first). Raise TargetError if nothing is at ``key``.
-    """
-    entries = _selected(checkpoint, key, everything)
-    if globs:
-        globs = dotted(globs, checkpoint)
-        entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
-    if sort == "name":
-        return sorted(entries, key=lambda entry: entry.path if everything else entry.key)
-    if sort == "bytes":
-        return sorted(entries, key=lambda entry: -entry.tensor.own_bytes)
-    return entries
-
-
 def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool, name: str) -> NextStep:
     """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
-    near = near_patterns(checkpoint, globs, _selected(checkpoint, key, everything))
+    near = near_patterns(checkpoint, globs, candidates(checkpoint, key, everything))
     chosen = dotted(globs, checkpoint)
     if not everything and any(chosen.match(entry.key, entry.path) for entry in checkpoint.survey.tensors):
         return "no key matches in the state dicts; in the whole file: " + command(
@@ -179,23 +159,6 @@ def near_patterns(checkpoint: Checkpoint, globs: Globs, entries: Sequence[Tensor
         inside = [f"{tops[name]}.*" for name in nearest(part, tops, 1)] if not near else []
         patterns |= dict.fromkeys(pattern for pattern in [near, *inside] if pattern)
     return [*patterns]
-
-
-def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:
-    survey = checkpoint.survey
-    if everything and key is not None:
-        top = resolve(checkpoint, key)
-        inside = survey.inside(top.ref)
-        below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
-        if not below:
-            step = command("keys", checkpoint.path, all=True)
-            raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
-        return below
-    chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()
-    if not chosen:
-        return survey.tensors
-    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
-    return [entry for entry in survey.tensors if entry.state_dict in numbers]
 
 
 def keys(

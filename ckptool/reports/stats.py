@@ -14,6 +14,7 @@ from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import is_contiguous, view_id
@@ -28,7 +29,7 @@ from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
 from .html import ShownStats
-from .keys import TensorReport, select_entries, tensor_report
+from .keys import TensorReport, tensor_report
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress

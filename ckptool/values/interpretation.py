@@ -14,8 +14,7 @@ from ..base.errors import MalformedError
 from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import mapping
-from ..checkpoint.sharding import is_sharded
-from ..checkpoint.tensors import Tensor, extent, rebuild_calls
+from ..checkpoint.tensors import Tensor, extent, is_sharded, rebuild_calls
 from ..pickles.nodes import Graph, Ref
 from .elements import StorageReader, elements, storage_reader
 from .numeric import Number, to_numbers

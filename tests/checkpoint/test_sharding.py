@@ -31,13 +31,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.selection import select_entries
 from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, sharding, sharding_summary
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
 from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
-from ckptool.reports.keys import keys_report, select_entries
+from ckptool.reports.keys import keys_report
 from ckptool.safety.calls import suspicious_calls
 from ckptool.values.elements import elements, storage_reader
 

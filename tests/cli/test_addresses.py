@@ -16,7 +16,7 @@ from conftest import FIXTURES
 import ckptool
 from ckptool.base.errors import RefusedError
 from ckptool.cli.main import COMMANDS, cli
-from ckptool.cli.options import InputPath
+from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
 
 #: What commands need besides their inputs.
@@ -138,7 +138,7 @@ def test_every_path_that_is_read_has_the_type_of_one() -> None:
         (name, parameter.opts[0])
         for name in COMMANDS
         for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
-        if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
+        if isinstance(parameter.type, AnyPath) and not isinstance(parameter.type, InputPath)
     }
     outputs = {"-o", "--out-dir", "--npy", "--tasks", "sheet", "--files-from", "--since"}
     assert {option for _, option in others} == outputs
@@ -234,7 +234,7 @@ _OUTPUTS = [
     (name, parameter)
     for name in COMMANDS
     for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
-    if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
+    if isinstance(parameter.type, AnyPath) and not isinstance(parameter.type, InputPath)
     and parameter.opts[0] in ("-o", "--out-dir", "--npy")
 ]  # fmt: skip
 

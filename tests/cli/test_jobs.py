@@ -94,7 +94,7 @@ def test_a_report_is_told_before_the_next_file_is_opened(
         told[0] += 1
         return real(path)
 
-    monkeypatch.setattr("ckptool.open", slow)
+    monkeypatch.setattr("ckptool.cli.show.open_checkpoint", slow)
     run([command, "runs", "--format", "jsonl"])
     assert told[0] == len(NAMES) * 3
 
@@ -189,7 +189,7 @@ def test_a_file_that_goes_meanwhile_is_one_that_is_not_there(
         second.unlink(missing_ok=True)
         return real(path)
 
-    monkeypatch.setattr("ckptool.open", opened)
+    monkeypatch.setattr("ckptool.cli.show.open_checkpoint", opened)
     assert run(["inspect", "runs/0", "-v"]) == 3
     told = capsys.readouterr()
     assert f"{second.relative_to(runs.parent)}: no such file" in told.err

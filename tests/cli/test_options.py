@@ -18,6 +18,7 @@ from docs_modules import docs_module
 import ckptool
 from ckptool.cli.help import EDITS, FORMER, RARE, SHARED, GroupedCommand
 from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
+from ckptool.cli.options import AnyPath
 from ckptool.edits.pipeline import calls
 from ckptool.edits.table import FORMER_STEPS, MODIFIERS, STEPS
 
@@ -110,7 +111,7 @@ def test_a_placeholder_means_one_thing() -> None:
             words = re.findall(r"[A-Z]+", param.make_metavar(ctx))
             for word in words:
                 alone = len({*words}) == 1
-                kinds.setdefault(word, set()).update([isinstance(param.type, click.Path)] * alone)
+                kinds.setdefault(word, set()).update([isinstance(param.type, AnyPath)] * alone)
     assert kinds.keys() == docs_module("generate").PLACEHOLDERS.keys()
     assert {word for word, found in kinds.items() if len(found) > 1} == set()
     assert (kinds["PATH"], kinds["KEY"], kinds["GLOB"]) == ({True}, {False}, {False})

@@ -307,7 +307,7 @@ def test_a_bug_is_named_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def broken(*_: object) -> None:
         raise ZeroDivisionError("out of \x1b[31mrange")
 
-    monkeypatch.setattr("ckptool.open", broken)
+    monkeypatch.setattr("ckptool.cli.show.open_checkpoint", broken)
     monkeypatch.delenv("CKPTOOL_DEBUG", raising=False)
     assert main.run(["keys", str(FIXTURES / "bare.pth")]) == 70
     told = capsys.readouterr()

@@ -4,6 +4,8 @@ the file, and files beyond 4 GiB, with storages beyond 4 GiB, are like any other
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
 from process_probe import HEAVY, command, probe
 
 import ckptool
@@ -71,6 +73,39 @@ def test_no_command_needs_torch_or_numpy(arguments: list[str], out: Path) -> Non
 def test_tabulate_is_imported_for_markdown_only() -> None:
     for style, expected in {"table": False, "plain": False, "json": False, "csv": False, "markdown": True}.items():
         assert ("tabulate" in command("keys", DEMO, "--format", style).modules) is expected
+
+
+#: What ``keys`` of a local file imports, in addition to click. Every module takes a quarter of a millisecond.
+KEYS_IMPORTS = {
+    "base": "dtypes engines errors findings globs lazy limits map_location records steps suffixes text",
+    "checkpoint": "backends checkpoint container objects paths selection survey tensors unsupported",
+    "cli": "help main many many.inputs many.output many.runner options progress render show terminal",
+    "files": "archives sources tars threads zips zips.reader zips.versions",
+    "formats": "checkpoint_search opening torch torch.zip_reader zip_kinds",
+    "pickles": "batches decode fast_decode machine nodes opcodes uncommon_opcodes",
+    "reports": "file_rows",
+}
+#: Modules of the standard library that these import, and click does not.
+STANDARD_IMPORTS = {"array", "contextvars", "gc", "heapq", "shlex", "signal", "struct", "zlib"}
+#: Prints the modules that a command imports, in addition to click.
+IMPORTED = """
+import sys, click
+before = set(sys.modules)
+from ckptool.cli.main import run
+run(sys.argv[1:])
+print(*sorted(set(sys.modules) - before), file=sys.stderr)
+"""
+
+
+def test_keys_imports_what_one_file_needs() -> None:
+    call = [sys.executable, "-c", IMPORTED, "keys", DEMO]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    rooms = {f"ckptool.{room}" for room in KEYS_IMPORTS}
+    ours = {f"ckptool.{room}.{name}" for room, names in KEYS_IMPORTS.items() for name in names.split()}
+    imported = {name for name in done.stderr.split() if not name.startswith("_")}
+    assert imported - rooms - ours - STANDARD_IMPORTS - {"ckptool"} == set()
+    assert ours <= imported, "shorten the list"
 
 
 def test_a_real_load_without_torch_says_what_is_missing() -> None:

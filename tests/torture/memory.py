@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.selection import select_entries
 from ckptool.cli.show import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of
 from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
-from ckptool.reports.keys import keys_report, select_entries
+from ckptool.reports.keys import keys_report
 
 __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 

@@ -13,7 +13,7 @@ import click
 
 from ...base.errors import UnreadableError
 from ...base.records import NamedTuple
-from ..options import Command, InputPath, engine_options, refuse_keys
+from ..options import AnyPath, Command, InputPath, engine_options, refuse_keys
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched
 
@@ -112,7 +112,7 @@ def input_options(command: Command) -> Command:
     null = "Paths are NUL-separated, as from find -print0."
     since = "Skip files that are unchanged since they were added to this journal; add those that are read."
     option: Any = engine_options(with_inputs)
-    option = click.option("--since", type=click.Path(), metavar="JOURNAL", help=since)(option)
+    option = click.option("--since", type=AnyPath(), metavar="JOURNAL", help=since)(option)
     option = click.option("-0", "--null", is_flag=True, help=null)(option)
-    option = click.option("--files-from", type=click.Path(), metavar="FILE", help=lists)(option)
+    option = click.option("--files-from", type=AnyPath(), metavar="FILE", help=lists)(option)
     return cast(Command, click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath())(option))

@@ -15,7 +15,8 @@ from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import convert_step, program_of
-from ...checkpoint.sharding import is_sharded, sharding_summary
+from ...checkpoint.sharding import sharding_summary
+from ...checkpoint.tensors import is_sharded
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, former_arguments, opened

@@ -24,7 +24,7 @@ from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
-from ...checkpoint.sharding import is_sharded
+from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource
 from ...formats.opening import former_arguments, takes_path
 from ...pickles import opcodes as op

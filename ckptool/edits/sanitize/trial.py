@@ -8,7 +8,7 @@ from typing import Any, Final
 from ...base.errors import CkptoolError
 from ...base.steps import AnyStep, Setting, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.sharding import is_sharded
+from ...checkpoint.tensors import is_sharded
 from ...safety.storages import storage_flaws
 from ...safety.weights_only import weights_only
 from .sanitizer import sanitize

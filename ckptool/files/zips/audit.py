@@ -16,16 +16,24 @@ from ...base.findings import Finding
 from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
 from ..sources import FileSource, SliceSource, Source
-from .reader import FULL32, LOCAL, PADDING_ID, Archive, Record, Window, extra_fields, fills_block, read_archive
+from .reader import (
+    FULL32,
+    LOCAL,
+    PADDING_ID,
+    Archive,
+    Record,
+    Window,
+    end_record_oddities,
+    extra_fields,
+    fills_block,
+    read_archive,
+)
 from .versions import versions
 
 #: Called with (code, message, level) for an oddity of one record.
 _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
-_END: Final = Struct("<4s4H2IH").unpack
-#: A zip64 end record: its size, entries on this disk and in total, bytes and offset of the directory.
-_END64: Final = Struct("<4xQ12x4Q").unpack
 _WINDOW: Final = 1 << 20
 #: Directories of former versions are read until their total exceeds the file size plus this many bytes. The end records
 #: of each version count 4 KiB.
@@ -319,34 +327,6 @@ def _check_descriptor(near: Window, record: Record, at: int, note: _Note) -> int
         return at
     note("descriptor", "its descriptor has another checksum or size than the directory")
     return at + (24 if record.header >= FULL32 or record.size >= FULL32 else 16)
-
-
-def end_record_oddities(archive: Archive) -> Iterator[Finding]:
-    """Yield contradictions between the end records. Torch refuses most such files; others pick one record."""
-    source, end = archive.source, archive.end
-    _, _, _, here, total, size, offset, _ = _END(source.read(end.plain, 22))
-    if here != total:
-        what = f"the end record counts {here:,} entries here and {total:,} in all"
-        yield Finding.of("end-count", "error", what, offset=end.plain)
-    if end.zip64 < 0:
-        return
-    wide_size, wide_here, wide_total, wide_bytes, wide_offset = _END64(source.read(end.zip64, 56))
-    if wide_size != 44:
-        what = "the zip64 end record declares another size than its fields have"
-        yield Finding.of("end-records", "error", what, offset=end.zip64)
-    if wide_here != wide_total:
-        what = f"the zip64 end record counts {wide_here:,} entries here and {wide_total:,} in all"
-        yield Finding.of("end-count", "error", what, offset=end.zip64)
-    for what, plain, wide, full in (
-        ("entries", total, wide_total, 0xFFFF),
-        ("bytes of directory", size, wide_bytes, FULL32),
-        ("as its offset", offset, wide_offset, FULL32),
-    ):
-        if plain not in (full, wide):
-            text = f"the end record says {plain:,} {what}, the zip64 end record {wide:,}"
-            yield Finding.of("end-records", "error", text, offset=end.plain)
-    if source.read(end.plain - 4, 4) != b"\1\0\0\0":  # the locator's number of disks
-        yield Finding.of("end-records", "error", "the archive is declared to have several parts", offset=end.plain - 20)
 
 
 def _check_end(archive: Archive, result: Audit) -> None:

@@ -370,6 +370,36 @@ def ends_in_directory(source: Source) -> bool:
     return size == 0xFFFFFFFF or source.read(begin + place - size, 4) == b"PK\x01\x02"
 
 
+def end_record_oddities(archive: Archive) -> Iterator[Finding]:
+    """Yield contradictions between the end records. Torch refuses most such files; others pick one record."""
+    source, end = archive.source, archive.end
+    _, _, _, here, total, size, offset, _ = _END.unpack(source.read(end.plain, _END.size))
+    if here != total:
+        what = f"the end record counts {here:,} entries here and {total:,} in all"
+        yield Finding.of("end-count", "error", what, offset=end.plain)
+    if end.zip64 < 0:
+        return
+    _, wide_size, _, _, _, _, wide_here, wide_total, wide_bytes, wide_offset = _END64.unpack(
+        source.read(end.zip64, _END64.size)
+    )
+    if wide_size != 44:
+        what = "the zip64 end record declares another size than its fields have"
+        yield Finding.of("end-records", "error", what, offset=end.zip64)
+    if wide_here != wide_total:
+        what = f"the zip64 end record counts {wide_here:,} entries here and {wide_total:,} in all"
+        yield Finding.of("end-count", "error", what, offset=end.zip64)
+    for what, plain, wide, full in (
+        ("entries", total, wide_total, 0xFFFF),
+        ("bytes of directory", size, wide_bytes, FULL32),
+        ("as its offset", offset, wide_offset, FULL32),
+    ):
+        if plain not in (full, wide):
+            text = f"the end record says {plain:,} {what}, the zip64 end record {wide:,}"
+            yield Finding.of("end-records", "error", text, offset=end.plain)
+    if source.read(end.plain - 4, 4) != b"\1\0\0\0":  # the locator's number of disks
+        yield Finding.of("end-records", "error", "the archive is declared to have several parts", offset=end.plain - 20)
+
+
 def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Finding]]:
     """Return the records of a directory at ``base``, and the oddities of its entries."""
     records: list[Record] = []

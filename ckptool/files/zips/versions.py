@@ -7,7 +7,6 @@ records, the edit and its time. So the former version is found without a search,
 
 from __future__ import annotations
 
-import json
 import zlib
 from struct import Struct
 from typing import Final
@@ -66,6 +65,8 @@ class Version(NamedTuple):
 
 def encode_note(note: EditNote) -> bytes:
     """Encode a note with its trailer; a description that does not fit is shortened."""
+    import json  # few archives have a note
+
     edit = note.edit
     while len(text := json.dumps([note.former_size, note.end, edit, note.time]).encode("ascii")) > _MAX_NOTE:
         edit = edit[: len(edit) * 3 // 4] + "..."
@@ -80,6 +81,8 @@ def read_note(source: Source, size: int) -> EditNote | None:
     length, magic = _TRAILER.unpack(source.read(at, _TRAILER.size).ljust(_TRAILER.size))
     if magic != _NOTE_MAGIC or not 0 < length <= min(_MAX_NOTE, at):
         return None
+    import json  # few archives have a note
+
     try:
         former_size, end, edit, time = json.loads(source.read(at - length, length))
     except (ValueError, TypeError, RecursionError):

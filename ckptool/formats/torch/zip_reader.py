@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
-from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord
-from ...checkpoint.programs import ARCHIVE_RECORDS
+from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source
-from ...files.zips.audit import Audit, audit, check_locations, end_record_oddities
-from ...files.zips.layout import offsets_are_computed, plan_append, plan_rewrite
-from ...files.zips.reader import Archive, Record, fold_case, read_archive
+from ...files.zips.reader import Archive, Record, end_record_oddities, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
 from ..zip_kinds import kind_of
+
+if TYPE_CHECKING:
+    from ...files.zips.audit import Audit
 
 #: The records that torch.save writes besides the storages.
 _OWN: Final = ("data.pkl", ".data/version", *ARCHIVE_RECORDS)
@@ -108,12 +108,16 @@ class TorchZip(Container):
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         if checked:
+            from ...files.zips.audit import check_locations  # an edit reads its output back
+
             check_locations(self.archive)
         manifest = {name: (size, crc, method) for name, _, method, crc, _, size, _, _, _ in self.archive.records}
         manifest.pop(self.record.name, None)
         return manifest
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
+        from ...files.zips.layout import offsets_are_computed  # not needed to read a file
+
         archive = self.archive
         known = {problem.code for problem in self.problems}
         found = [oddity for oddity in self._audit().oddities if oddity.code not in known]
@@ -153,13 +157,19 @@ class TorchZip(Container):
 
     def _audit(self) -> Audit:
         if self._audited is None:
+            from ...files.zips.audit import audit  # a thorough look
+
             self._audited = audit(self.archive)
         return self._audited
 
     def plan(self, pickle: bytes | None) -> Plan:
+        from ...files.zips.layout import plan_rewrite  # not needed to read a file
+
         return plan_rewrite(self.archive, {} if pickle is None else {self.record.name: pickle})
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
+        from ...files.zips.layout import offsets_are_computed, plan_append  # not needed to read a file
+
         archive = self.archive
         dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
         contract = archive.find(".format_version")

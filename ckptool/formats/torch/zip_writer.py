@@ -9,9 +9,8 @@ from typing import Final
 from ...base.errors import RefusedError
 from ...base.steps import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
-from ...checkpoint.container import StorageData
+from ...checkpoint.container import ARCHIVE_RECORDS, StorageData
 from ...checkpoint.graph_editor import used_storages, without_views
-from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
 from ...files.sources import Computed, Plan, size_of
 from ...files.zips.reader import MAX_NAME

@@ -10,6 +10,7 @@ from ...base.errors import UnreadableError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.selection import select_entries
 from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id
 from ...edits.matching.names import pair_names
@@ -22,7 +23,7 @@ from ..comparing.places import Side, side_of
 from ..comparing.values import figures_of
 from ..entries import BranchReport, tree_of
 from ..inspection import InspectReport, inspection
-from ..keys import select_entries, tensor_report
+from ..keys import tensor_report
 from ..stats import measure_pairs, statistics_of
 from ..validate import ValidateReport, report_on
 
