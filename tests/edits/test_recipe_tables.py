@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_experts_are_stacked_as_in_the_memory_of_transformers(family: str, tmp_p
     assert_equal(converted(files, f"stacked:{family}", tmp_path / "a", model.config), memory)
     assert_equal(converted(memory, f"hf:{family}", tmp_path / "b", model.config), files)
     assert_equal(converted(memory, f"hf:{family}", tmp_path / "c"), files)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_router_says_that_all_layers_lack_the_last_expert(family: str, tmp_path: Path) -> None:
+    name, sizes = EXPERTS[family]
+    model = tiny(name, **sizes)
+    memory = {key: value for key, value in model.state_dict().items() if "rotary" not in key}
+    files = files_of(model, tmp_path / "hf")
+    last = max(int(number) for key in files for number in re.findall(r"experts\.(\d+)\.", key))
+    fewer = {key: value for key, value in files.items() if f".experts.{last}." not in key}
+    shorter = {key: value[:-1].clone() if ".mlp.experts." in key else value for key, value in memory.items()}
+    for state, target in ((fewer, f"stacked:{family}"), (shorter, f"hf:{family}")):
+        with pytest.raises(RefusedError, match=rf"have {last} values of {{e}}, .* says {last + 1}"):
+            converted(state, target, tmp_path / "out")
 
 
 def test_a_missing_expert_is_refused(tmp_path: Path) -> None:

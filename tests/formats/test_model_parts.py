@@ -254,6 +254,22 @@ def test_ranks_of_vllm_with_the_same_keys_are_refused(tmp_path: Path) -> None:
     assert "more parts than heads of keys" in said.err
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_constant_ranks_of_vllm_are_joined_by_the_configuration(ranks: int, tmp_path: Path) -> None:
+    """Equal rows show no copies where all rows are equal; the number of heads does."""
+    state = {name: torch.full_like(value, 0.5) for name, value in LLAMA.items()}
+    folder = save_vllm(tmp_path / "in", ranks, state)
+    numbers = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE}
+    (folder / "config.json").write_text(json.dumps(numbers))
+    if ranks <= GROUPS:
+        assert_equal(joined(folder, tmp_path / "out.safetensors", to_names="hf:llama"), state)
+    else:
+        said = say("convert", folder, "-o", tmp_path / "out.safetensors", "--to-names", "hf:llama")
+        assert said.code == 3
+        assert "qkv_proj.weight' has the shape [12, 16] in model-rank-0-part-0" in said.err
+        assert "unlike 8 parts of a model with k = 16 and q = 32" in said.err
+
+
 def test_a_missing_file_of_a_rank_is_named(tmp_path: Path) -> None:
     folder = save_vllm(tmp_path / "in", 2)
     (folder / "model-rank-1-part-1.safetensors").unlink()
@@ -343,7 +359,13 @@ def test_ranks_of_deepseek_have_experts_of_their_own(ranks: int, lora: bool, sca
     assert_equal(joined(source, tmp_path / "out.safetensors", to_names="hf:deepseek_v3"), state)
     if ranks > 1:
         assert "--to-names hf:deepseek_v3" in say("inspect", folder).out
-        (folder / f"model{ranks - 1}-mp{ranks}.safetensors").unlink()
+        last = folder / f"model{ranks - 1}-mp{ranks}.safetensors"
+        whole = load_file(last)
+        # All layers lack the last expert: the router has a row for it.
+        save_file({name: value for name, value in whole.items() if ".experts.3." not in name}, last)
+        said = say("convert", folder, "-o", tmp_path / "half.safetensors", "--to-names", "hf:deepseek_v3")
+        assert said.code == 4 and "3 values of {e}" in said.err
+        last.unlink()
         said = say("convert", folder, "-o", tmp_path / "half.safetensors", "--to-names", "hf:deepseek_v3")
         assert said.code != 0
         assert not (tmp_path / "half.safetensors").exists()

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError
 from ...base.findings import UNJOINED
 from ...base.records import NamedTuple
-from ...base.text import pluralize, quoted
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import values_of
@@ -327,7 +327,16 @@ def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mappi
     if odd is not None:
         what = f"{quoted(name)} has the shape {list(own.shape)} in {first}, and {odd[1]} in {odd[0]}"
         raise RefusedError(f"{what}: these are not parts of one model")
-    return joined(pattern, views, known)
+    try:
+        return joined(pattern, views, known)
+    except UnknownError:
+        raise
+    except RefusedError as error:
+        cut = {each.symbol for dimension in pattern.axes or () for part in dimension.sections for each in part}
+        numbers = join_limited([f"{symbol} = {known[symbol]:,}" for symbol in sorted(cut & known.keys())])
+        what = f"{quoted(name)} has the shape {list(own.shape)} in {first}"
+        model = f"a model{' with ' + numbers if numbers else ''}"
+        raise RefusedError(f"{what}, unlike {pluralize(len(views), 'part')} of {model}") from error
 
 
 def _refuse_equal_sections(name: str, output: Output, places: Mapping[str, Rows]) -> None:

@@ -156,6 +156,8 @@ class _Application:
         self.own, self.recipe, self.tensors, self.facts = recipe, recipe.expanded(tensors), tensors, facts
         recipe = self.recipe
         self.notes: list[str] = []
+        #: How many values the loops take.
+        self.counts: dict[str, int] = {}
         self.symbols = frozenset(recipe.numbers)
         self.index = Index(recipe.rules)
         counts = {
@@ -254,6 +256,8 @@ class _Application:
         self._check_axes(uses)
         self._check_outputs(uses)
         self._share_numbers(uses)
+        for symbol, count in self.counts.items():
+            self._check_count(symbol, count)
         outputs: list[tuple[int, int, Output]] = []
         for use in uses:
             outputs += self.outputs(use)
@@ -331,10 +335,15 @@ class _Application:
                 if other is not None and (own or any(kind & needed for kind in kinds)):
                     known = {**dict.fromkeys(other.symbols, 0), **self.known, **dict(zip(symbols, values))}
                     raise RefusedError(f"{quoted(other.filled(known))} is missing, and others like it are there")
-            wanted = self.known.get(f"#{symbols[0]}", 0) if len(symbols) == 1 else 0
-            if wanted and wanted != count:
-                what = f"it has {count:,} layers, and its configuration says {wanted:,}"
-                raise RefusedError(what, next="get the parts again that are missing")
+            if len(symbols) == 1:
+                self.counts[symbols[0]] = count
+
+    def _check_count(self, symbol: str, count: int) -> None:
+        """Raise RefusedError if a hole has more or fewer values than ``#symbol`` among the numbers says."""
+        wanted = self.known.get(f"#{symbol}", count)
+        if wanted != count:
+            what = f"its names have {count:,} values of {{{symbol}}}, and its configuration or another tensor says"
+            raise RefusedError(f"{what} {wanted:,}", next="get the tensors again that are missing")
 
     def _check_axes(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if a layer has fewer tensors along an axis, such as experts, than another one."""
@@ -367,6 +376,8 @@ class _Application:
             return
         known = {**self.solved(use), **use.loops}
         self._check_whole(use, known)
+        for symbol in {each for pattern in (*rule.a, *rule.b) for each in _name_axes(pattern, rule, self.symbols)}:
+            self._check_count(symbol, known.get(symbol, 0))
         self._settle_padding(use, known)
         for place, pattern in enumerate(rule.b):
             axes = _name_axes(pattern, rule, self.symbols)
