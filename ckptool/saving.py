@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .base.errors import Again, CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.records import NamedTuple
+from .base.records import NamedTuple, TypedDict
 from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, suggested_output
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode

@@ -14,10 +14,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, cast
 
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
-from .base.records import NamedTuple
+from .base.records import NamedTuple, TypedDict
 from .base.steps import NextStep, Setting, advice, as_step, command
 from .base.text import pluralize
 from .edits.vocabulary import VOCABULARY

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from typing_extensions import NotRequired, is_typeddict
+from typing_extensions import NotRequired
 
+from ckptool.base.records import is_typed_dict
 from ckptool.cli.edit_report import EditReport, RenameReport, SanitizeReport
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
@@ -222,7 +223,7 @@ def _of_type(kind: Any, defined: dict[str, Any]) -> dict[str, Any]:
         return {}
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
-    if is_typeddict(kind):
+    if is_typed_dict(kind):
         return _reference(kind, defined)
     if origin is Literal:
         return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias, TypedDict
+from typing import Final, TypeAlias
+
+from .records import TypedDict
 
 #: The syntax of patterns, for the help of each option that takes one.
 SYNTAX: Final = "*, ?, [45], [a-c], [!x], {a,b} or re:REGEX"

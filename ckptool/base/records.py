@@ -1,8 +1,8 @@
-"""Named tuples that are cheap to define.
+"""Named tuples and typed dicts that are cheap to define.
 
 ``typing.NamedTuple`` compiles a constructor and every annotation when a class is defined, which takes 0.15 ms, and a
-short command imports a hundred such classes. Here a definition takes 0.02 ms, because all classes have one constructor.
-Otherwise the classes are the same.
+short command imports a hundred such classes. Here a definition takes 0.02 ms, because all classes have one constructor,
+and annotations stay strings. Otherwise the classes are the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing import NamedTuple as NamedTuple
+    from typing import TypedDict as TypedDict
 else:
+    import sys
+
     # The descriptors of fields that ``collections.namedtuple`` uses.
     from collections import _tuplegetter
 
@@ -99,3 +102,28 @@ else:
             return type(name, bases, {**namespace, **getters, **facts})
 
     NamedTuple = type.__new__(_Definition, "NamedTuple", (), {})
+
+    class _TypedDictDefinition(type):
+        """The class of typed dicts. ``__optional_keys__`` has the fields of classes with ``total=False``."""
+
+        def __new__(cls, name, bases, namespace, total=True):
+            optional = [getattr(base, "__optional_keys__", ()) for base in bases]
+            own = () if total else namespace.get("__annotations__", ())
+            # ``typing.get_type_hints`` begins with the last base; fields are listed from the first one on.
+            made = type.__new__(cls, name, bases[::-1], namespace)
+            made.__optional_keys__ = frozenset().union(*optional, own)
+            return made
+
+        def __call__(cls, *arguments, total=True, **fields):
+            if cls is not TypedDict:
+                return dict(*arguments, **fields)
+            name, fields = arguments
+            namespace = {"__annotations__": fields, "__module__": sys._getframe(1).f_globals["__name__"]}
+            return _TypedDictDefinition(name, (TypedDict,), namespace, total=total)
+
+    TypedDict = type.__new__(_TypedDictDefinition, "TypedDict", (dict,), {})
+
+
+def is_typed_dict(kind: object) -> bool:
+    """Return whether a type is a typed dict of this module."""
+    return hasattr(kind, "__optional_keys__")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final, TypedDict
+from typing import Final
 
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.steps import NextStep, command, suggested_output
 from .checkpoint import Checkpoint
 from .container import ARCHIVE_RECORDS, Container

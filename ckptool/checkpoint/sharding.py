@@ -12,11 +12,11 @@ import struct
 from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
-from typing import Final, TypeAlias, TypedDict
+from typing import Final, TypeAlias
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.text import cut, join_limited, pluralize
 from ..pickles.nodes import Call, Global, Graph, Node, Ref
 from .container import Container

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final
 
+from ..base.records import TypedDict
 from ..base.steps import undo_step
 from ..base.text import human_bytes, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import Change

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Literal
 
 import click
 
 import ckptool
 
 from ..base.globs import Globs
+from ..base.records import TypedDict
 from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, pairwise, zip_longest
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError, UnreadableError
 from ..base.lazy import regex
+from ..base.records import TypedDict
 from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
 from ..base.text import shortened, visible
 from . import terminal

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import click
 
+from ..base.records import TypedDict
 from ..base.text import join_limited, pluralize, shown
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.optimizers import drop_step

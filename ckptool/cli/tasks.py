@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypedDict
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -13,6 +13,7 @@ from .. import __version__
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
+from ..base.records import TypedDict
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks

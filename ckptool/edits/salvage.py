@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
-from typing import TypedDict
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.steps import command
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint, rescue_step

@@ -19,13 +19,13 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Final, get_args, get_origin, get_type_hints
 from urllib.parse import unquote_to_bytes
 
 from ..base import lazy
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import ChangedError, MalformedError, RefusedError
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict, is_typed_dict
 from ..base.steps import STDIN
 from .pool import open_pooled
 from .sources import BytesSource, Deferred, FileSource, MemberSource, Piece, SliceSource, Source, Span
@@ -37,7 +37,7 @@ _MOST: Final = 1 << 64
 
 def has_shape(value: object, kind: Any) -> bool:
     """Return whether a JSON value has a type: a TypedDict, a list of a type, a string, a number, or Any."""
-    if is_typeddict(kind):
+    if is_typed_dict(kind):
         fields = _fields(kind)
         return isinstance(value, dict) and all(
             name in value and has_shape(value[name], field) for name, field in fields.items()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from ..base.errors import MalformedError
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from .codec import Decoder, Encoder, InputFile, Vocabulary, has_shape, open_input
 from .sources import (
     UNKNOWN_CRC,

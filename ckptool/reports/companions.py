@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
-from typing import Final, TypedDict
+from typing import Final
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.findings import CARRIED, CONFIGURATION, Finding
 from ..base.limits import LIMITS
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, Source, open_source

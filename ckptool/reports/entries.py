@@ -26,10 +26,10 @@ from base64 import b64encode
 from collections.abc import Iterator
 from itertools import chain, islice
 from math import isfinite, prod
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from ..base.errors import MalformedError, RefusedError
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.text import huge_text, is_huge, pluralize, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping, plain_parts

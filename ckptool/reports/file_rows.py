@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..files.archives import file_of
 from ..formats.opening import in_several_files
 

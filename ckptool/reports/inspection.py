@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.map_location import MapLocation, as_map_location, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
+from ..base.records import TypedDict
 from ..base.steps import as_step
 from ..base.text import json_value
 from ..checkpoint.accounting import Account, account

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal
 
 from ..base.globs import Globs, Patterns, split_globs
+from ..base.records import TypedDict
 from ..base.steps import NextStep, as_step, command
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import candidates, dotted, select_entries

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import UnreadableError
 from ..base.findings import Finding
 from ..base.map_location import MapLocation
+from ..base.records import TypedDict
 from ..base.steps import command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of

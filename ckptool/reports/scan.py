@@ -6,9 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal
 
 from ..base.errors import CkptoolError, NotACheckpointError, UnreadableError
+from ..base.records import TypedDict
 from ..base.steps import advised
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize

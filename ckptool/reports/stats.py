@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from ..base.dtypes import is_complex
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs, Patterns
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, TypedDict
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import select_entries

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.dtypes import is_complex
 from ..base.errors import (
@@ -21,6 +21,7 @@ from ..base.findings import DEFLATED, EMPTY_WEIGHTS, FLAT_PARAMETERS, NO_INDEX, 
 from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
+from ..base.records import TypedDict
 from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step

@@ -1,4 +1,4 @@
-"""Named tuples of ckptool are those of ``typing``, and are cheap to define."""
+"""Named tuples and typed dicts of ckptool are like those of ``typing``."""
 
 from __future__ import annotations
 
@@ -113,3 +113,47 @@ def test_a_class_may_have_subclasses_and_parameters() -> None:
     assert Ours(1, 1) == (1, 1, "x", ())
     assert Below(3).next == Ours(4, -3) and type(Below(3)) is Below
     assert Box[int](1) == Box(inner=1) == (1,)
+
+
+class OurPart(records.TypedDict, total=False):
+    """A part."""
+
+    size: int
+
+
+class OurOther(records.TypedDict):
+    name: str
+
+
+class OurWhole(OurOther, OurPart):
+    last: list[int]
+
+
+class TheirPart(typing.TypedDict, total=False):
+    """A part."""
+
+    size: int
+
+
+class TheirOther(typing.TypedDict):
+    name: str
+
+
+class TheirWhole(TheirOther, TheirPart):
+    last: list[int]
+
+
+OurNamed = records.TypedDict("OurNamed", {"with": "str", "at": int}, total=False)
+TheirNamed = typing.TypedDict("TheirNamed", {"with": "str", "at": int}, total=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(OurPart, TheirPart), (OurOther, TheirOther), (OurWhole, TheirWhole), (OurNamed, TheirNamed)],
+)
+def test_it_is_a_typed_dict(ours: Any, theirs: Any) -> None:
+    assert records.is_typed_dict(ours) and not records.is_typed_dict(dict)
+    assert list(typing.get_type_hints(ours).items()) == list(typing.get_type_hints(theirs).items())
+    assert (ours.__optional_keys__, ours.__doc__) == (theirs.__optional_keys__, theirs.__doc__)
+    assert ours.__name__.removeprefix("Our") == theirs.__name__.removeprefix("Their")
+    assert type(ours(name="x")) is dict and ours(name="x") == {"name": "x"}

@@ -314,12 +314,12 @@ def test_errors_travel_between_processes(error: CkptoolError) -> None:
 STUCK = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-import ckptool
+import ckptool.cli.show
 def stuck(path):
     os.write(1, b"begun\\n")
     while True:
         time.sleep(60)
-ckptool.open = stuck
+ckptool.cli.show.open_checkpoint = stuck
 from ckptool.cli.main import main
 main(["inspect", "runs", "--jobs", "2", "--format", "jsonl"])
 """

@@ -323,7 +323,9 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
 
 
 #: Definitions that take longer than those of ``base.records`` and ``base.lazy``, and are often not used in a run.
-_EXPENSIVE = re.compile(r"^from typing import .*\bNamedTuple\b|^[A-Za-z_]\w*(?:: Final)? = re\.compile\(.*", re.M)
+_EXPENSIVE = re.compile(
+    r"^from typing import .*\b(?:NamedTuple|TypedDict)\b|^[A-Za-z_]\w*(?:: Final)? = re\.compile\(.*", re.MULTILINE
+)
 #: Modules that are not converted yet.
 _LATER = ("ckptool/formats/search/", "ckptool/formats/foreign/", "ckptool/files/zips/audit.py")
 

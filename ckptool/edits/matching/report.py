@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias, TypedDict
+from typing import Final, Literal, TypeAlias
 
+from ...base.records import TypedDict
 from ...base.text import pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import list_items

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...base.steps import Setting, spaced
 from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint

@@ -25,10 +25,11 @@ import json
 import threading
 from collections.abc import Iterable
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Final, Literal
 
 from ...base.errors import Again, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
+from ...base.records import TypedDict
 from ...base.steps import Line, argument, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of

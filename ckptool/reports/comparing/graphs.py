@@ -11,14 +11,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final, TypeAlias, TypedDict
+from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.map_location import is_device
 from ...base.prefixes import unwrapper
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.objects import mapping, plain_parts
 from ...checkpoint.paths import spell_key
 from ...checkpoint.tensors import Tensor

@@ -15,12 +15,12 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, Literal, TypedDict, cast
+from typing import Any, Final, Literal, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
 from ...base.findings import Finding
 from ...base.globs import MATCH_ALL, Globs
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...base.steps import Line, argument, command
 from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of

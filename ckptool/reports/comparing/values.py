@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import TargetError, UnreadableError
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
 from ...checkpoint.tensors import Tensor, view_id

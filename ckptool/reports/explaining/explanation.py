@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal
 
 from ...base.lazy import regex
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
 from ...base.text import cut
 from ...edits.matching.state_dict_errors import read_error
