@@ -26,8 +26,8 @@ from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.blocks import layout_of, row_major, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
-from ..values.torch.loads import need_torch
-from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
+from ..values.torch.loads import need_torch, one_thread
+from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure
 from .html import ShownStats
 from .keys import TensorReport, tensor_report
 

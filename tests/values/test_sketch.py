@@ -18,7 +18,8 @@ from ckptool.cli.main import run
 from ckptool.files import threads
 from ckptool.values.torch import measure as measure_module
 from ckptool.values.torch.blocks import STEP, ElementRule, Layout, parts
-from ckptool.values.torch.measure import ERROR, Moments, Sketch, group_size, groups_of, measure, one_thread
+from ckptool.values.torch.loads import one_thread
+from ckptool.values.torch.measure import ERROR, Moments, Sketch, group_size, groups_of, measure
 
 PERCENT = (1, 5, 25, 50, 75, 95, 99)
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")

@@ -19,8 +19,8 @@ from ...pickles.nodes import Ref
 from ...values.elements import BitDifference, dtype_of, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.distance import Compared, Distance, distance
-from ...values.torch.loads import need_torch
-from ...values.torch.measure import Measured, one_thread
+from ...values.torch.loads import need_torch, one_thread
+from ...values.torch.measure import Measured
 from .graphs import TensorPair
 from .tensors import BitComparison, has_values
 

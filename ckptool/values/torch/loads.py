@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 
+#: The numbers of threads that ``one_thread`` has to restore.
+_changing = threading.Lock()
+_threads: list[int] = []
+
+
 def need_torch(purpose: str, path: str = "") -> Any:
     """Return the module torch; raise UnreadableError if it is not installed."""
     try:
@@ -25,6 +31,25 @@ def need_torch(purpose: str, path: str = "") -> Any:
         hint = "pip install torch (a CPU build is enough)"
         raise UnreadableError(f"{purpose} needs torch, which is not installed", path=path, next=hint) from error
     return torch
+
+
+@contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Make torch compute with one thread, so that sums do not depend on the machine or the number of threads.
+
+    Several may be active at the same time; the last one to end restores the number of threads.
+    """
+    with _changing:
+        _threads.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _changing:
+            before = _threads[0]
+            _threads.pop()
+            if not _threads:
+                torch.set_num_threads(before)
 
 
 def torch_dtype(torch: Any, name: str) -> Any:

@@ -7,10 +7,8 @@ first 8 significant bits. Sketches of parts add up to the sketch of the whole, i
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final
@@ -359,29 +357,6 @@ def _edges(low: float, high: float, bins: int) -> tuple[float, ...]:
     start, end = float(low), float(high)
     inner = (start * (1 - step / bins) + end * (step / bins) for step in range(1, bins))
     return (start, *inner, end)
-
-
-_measuring = threading.Lock()
-_threads: list[int] = []
-
-
-@contextmanager
-def one_thread(torch: Any) -> Iterator[None]:
-    """Make torch compute with one thread, so that sums do not depend on the machine or the number of threads.
-
-    Several may be active at the same time; the last one to end restores the number of threads.
-    """
-    with _measuring:
-        _threads.append(torch.get_num_threads())
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _measuring:
-            before = _threads[0]
-            _threads.pop()
-            if not _threads:
-                torch.set_num_threads(before)
 
 
 #: Maximum relative error of a number with 8 known significant bits.
