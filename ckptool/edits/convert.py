@@ -11,7 +11,18 @@ from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, Setting, advice, as_step, command, spaced, suggested_output, tree_step
+from ..base.steps import (
+    NextStep,
+    Setting,
+    advice,
+    argument,
+    as_step,
+    command,
+    folder_of,
+    spaced,
+    suggested_output,
+    tree_step,
+)
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
 from ..checkpoint.paths import within
@@ -19,6 +30,8 @@ from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import is_sharded
+from ..files.archives import is_address
+from ..formats import folder_format
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
 from ..formats.opening import former_arguments, open_checkpoint, takes_path
@@ -350,13 +363,32 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
         notes += _prefix_notes(checkpoint, chosen)
     elif not output.plain and (part := part_of(checkpoint)) is not None:
         notes.append(f"still a part: {part.message}")
-    if request.shard_size and not os.path.isdir(checkpoint.path):
-        notes.append(_WITHOUT_CONFIG)
+    if request.shard_size:
+        inside = checkpoint.survey.tensors_in([chosen.path]) if chosen is not None else []
+        large = [entry.key for entry in inside if entry.tensor.own_bytes > request.shard_size]
+        if large and fit.size > request.shard_size:
+            size = human_bytes(request.shard_size)
+            notes.append(f"larger than {size}, so each has a shard of its own: {join_limited(large, most=3)}")
+        notes += _without_config(checkpoint)
     change = Change(
         "convert", key, 1, 0, f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}", tuple(notes)
     )
     graph = fit.graph() if fit.graph is not None else checkpoint.graph
     return checkpoint.changed(graph, [change], needs_relayout=fit.relayout, target=fit.target)
+
+
+def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the note on a folder of shards that gets no config.json, or ()."""
+    from .model_config import CONFIG, config_of
+
+    if config_of(checkpoint) is not None:
+        return ()
+    folder = folder_of(checkpoint.path)
+    if is_address(checkpoint.path) or not os.path.isfile(os.path.join(folder, CONFIG)):
+        return (_WITHOUT_CONFIG,)
+    if folder_format(folder) is None:
+        return (f"{CONFIG} is not copied: transformers needs it beside the weights; it is in {folder}",)
+    return (f"{CONFIG} is not copied: give the folder, {argument(folder)}, in place of the file, and it is",)
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:

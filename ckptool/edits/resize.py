@@ -42,6 +42,8 @@ _BIAS: Final = regex(
 )
 #: Bytes of rows that are summed at once.
 _STEP: Final = 4 << 20
+#: A number of tokens to add, of less than 12 digits.
+_MORE: Final = regex(r"\+0{0,9}[1-9][0-9]{0,10}")
 _INCLUDE: Final = advice("name its tensors with ", Setting("include", "GLOB"))
 
 
@@ -65,7 +67,7 @@ class _Table(NamedTuple):
 @takes_path
 def resize(
     checkpoint: Checkpoint,
-    vocab: int,
+    vocab: int | str,
     *,
     multiple: int = 1,
     fill: Fill = "mean",
@@ -75,6 +77,7 @@ def resize(
 ) -> Checkpoint:
     """Give the token embedding, the head and its bias ``vocab`` rows, rounded up to a ``multiple``.
 
+    The text "+64" means 64 rows more than there are.
     The first rows are kept. New rows are the mean of all old rows, or zeros if ``fill`` is "zero", and in the bias of a
     tied head. The rows are summed in float64, in their order, and the mean is rounded once. Tied tensors stay tied. The
     ``config.json`` of a folder is updated. ``include`` names the tensors instead, for a model with other names. Raise
@@ -83,14 +86,17 @@ def resize(
     >>> ckptool.resize("model.pth", 10, multiple=8, fill="zero", include="fc.*").changes[0].words
     'fc.weight and fc.bias: 2 -> 16 rows; new rows are zeros'
     """
-    if vocab < 1 or multiple < 1:
+    added = int(vocab) if isinstance(vocab, str) and _MORE.fullmatch(vocab) else 0
+    if isinstance(vocab, str) and not added:
+        raise _not_a_count(vocab)
+    if multiple < 1 or (not isinstance(vocab, str) and vocab < 1):
         raise TargetError("a vocabulary has one token or more", next=advice(Setting("vocab", "32000")))
     if fill not in ("mean", "zero"):
         raise TargetError(f"{fill!r} is not a way to fill rows", next=advice(Setting("fill", "mean")))
-    rows = -(-vocab // multiple) * multiple
     work = Recomputation(checkpoint, key, Globs(include, exclude))
     tables = _tables(work, bool(include))
     old = tables[0].rows
+    rows = -(-(old + added if isinstance(vocab, str) else vocab) // multiple) * multiple
     if rows == old:
         return work.done([Change("resize", key or "", 0, len(tables), f"there are {old:,} rows already")])
     if rows > old and fill == "mean":
@@ -238,5 +244,15 @@ def resized(reader: StorageReader, kept: Tensor, tensor: Tensor, rows: int, numb
 def parse_count(text: str) -> int:
     """Parse a number of tokens; raise TargetError for other texts."""
     if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text)):
-        raise TargetError(f"{text!r} is not a number of tokens", next=advice(Setting("vocab", "32000")))
+        raise _not_a_count(text)
     return int(text)
+
+
+def parse_rows(text: str) -> int | str:
+    """Parse a number of tokens, or a text such as "+64" for that many more; raise TargetError for other texts."""
+    return text if _MORE.fullmatch(text) else parse_count(text)
+
+
+def _not_a_count(text: str) -> TargetError:
+    step = advice(Setting("vocab", "32000"))
+    return TargetError(f"{text!r} is not a number of tokens", next=step + ", or +64 for 64 more")

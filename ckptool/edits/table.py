@@ -357,7 +357,7 @@ _EDITS: Final = (
         "resize.resize",
         "Give the token embedding and the head another number of rows.",
         (
-            Parameter("vocab", "The number of tokens.", "N", step="vocab", parse="resize.parse_count"),
+            Parameter("vocab", "The number of tokens; +N adds N.", "N", step="vocab", parse="resize.parse_rows"),
             Parameter("multiple", "Round it up to a multiple of this.", "N", default="1", parse="resize.parse_count"),
             Parameter("fill", "Values of new rows.", "WORD", default="mean", choices=("mean", "zero")),
         ),

@@ -18,7 +18,7 @@ from output_checks import saved
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.base.errors import RefusedError
+from ckptool.base.errors import RefusedError, TargetError
 from ckptool.files.sources import Span
 from ckptool.formats.pieces.chunks import ChunkedSource
 
@@ -209,3 +209,24 @@ def test_a_tensor_of_as_many_rows_is_named(tmp_path: Path) -> None:
     save_file({NAME: torch.ones(4, 2), "other.table": torch.ones(4, 3)}, path)
     assert "also has 4 rows, and stays: other.table" in ckptool.resize(path, 5).changes[-1].words
     assert ckptool.resize(path, 4).changes[-1].words == "there are 4 rows already"
+
+
+@pytest.mark.parametrize(("typed", "multiple", "rows"), [("+64", 1, 164), ("+5", 64, 128), ("+028", 64, 128)])
+def test_a_number_with_plus_is_added(typed: str, multiple: int, rows: int, tmp_path: Path) -> None:
+    state = {"embed_tokens.weight": torch.randn(100, 8), "lm_head.weight": torch.randn(100, 8)}
+    torch.save(state, tmp_path / "in.pth")
+    words = ["--multiple", str(multiple), "-o", tmp_path / "out.pth"]
+    assert say("resize", tmp_path / "in.pth", "--vocab", typed, *words).code == 0
+    found = torch.load(tmp_path / "out.pth")
+    assert {tensor.shape for tensor in found.values()} == {(rows, 8)}
+    assert all(torch.equal(found[name][:100], state[name]) for name in state)
+    assert ckptool.resize(tmp_path / "in.pth", typed, multiple=multiple).changes[0].words.startswith("embed_tokens")
+
+
+@pytest.mark.parametrize("typed", ["64k", "+", "+0", "++1", "-64", "+1.5", "+123456789012"])
+def test_other_texts_say_both_forms(typed: str, tmp_path: Path) -> None:
+    torch.save({"embed_tokens.weight": torch.randn(100, 8)}, tmp_path / "in.pth")
+    said = say("resize", tmp_path / "in.pth", f"--vocab={typed}", "-o", tmp_path / "out.pth")
+    assert said.code == 2 and "--vocab 32000, or +64 for 64 more" in said.err
+    with pytest.raises(TargetError, match="is not a number of tokens"):
+        ckptool.resize(tmp_path / "in.pth", typed)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 
@@ -176,3 +177,33 @@ def test_force_replaces_a_dcp_folder_but_no_stray_file_in_it(folder: Path, tmp_p
     assert run(how) == 0 and run([*how, "--force"]) == 0
     (tmp_path / "out" / "__7_0.distcp").write_bytes(b"of another save")
     assert run([*how, "--force"]) == 4
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_config_beside_the_file_is_not_called_missing(to: str, tmp_path: Path) -> None:
+    """It is named if it stays behind; without one, the note says that the folder needs one."""
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model" / "model.safetensors")
+
+    def notes(path: Path) -> str:
+        words = ["convert", path, "--to-format", to, "--max-shard-size", "50", "-o", tmp_path / "out", "--force"]
+        said = say(*words)
+        assert said.code == 0, said.all
+        return said.out
+
+    for path in (tmp_path / "model" / "model.safetensors", tmp_path / "model"):
+        assert "the folder has no config.json" in notes(path)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert f"config.json is not copied: give the folder, {tmp_path / 'model'}, in place of the file" in notes(
+        tmp_path / "model" / "model.safetensors"
+    )
+    assert "copied as they are: config.json" in (said := notes(tmp_path / "model")) and "not copied" not in said
+
+
+def test_tensors_larger_than_a_shard_are_named(tmp_path: Path) -> None:
+    save_file({"large": torch.ones(99), "small": torch.ones(9)}, tmp_path / "model.safetensors")
+    words = ["convert", tmp_path / "model.safetensors", "--to-format", "safetensors", "-o", tmp_path / "out"]
+    assert (
+        "larger than 100 bytes, so each has a shard of its own: large\n" in say(*words, "--max-shard-size", "100").out
+    )
+    assert "shard of its own" not in say(*words, "--max-shard-size", "400", "--force").out
