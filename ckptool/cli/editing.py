@@ -28,6 +28,7 @@ from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
+from ..formats.opening import open_checkpoint
 from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, Saved, Tasks, WriteRequest, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
@@ -62,7 +63,7 @@ class EditRequest(NamedTuple):
 
     command: str
     edit: Callable[[Checkpoint], Checkpoint | WithFields]
-    opener: Callable[[str], Checkpoint | WithFields] = ckptool.open
+    opener: Callable[[str], Checkpoint | WithFields] = open_checkpoint
     lines: Callable[[Any], list[str]] | None = None
     code: Callable[[Any], int] | None = None
     inputs: tuple[str, ...] = ()

@@ -157,7 +157,17 @@ class GroupedCommand(Helpful):
 
     def make_parser(self, ctx: click.Context) -> Any:
         """Return click's parser, which also knows the former spellings."""
-        parser = super().make_parser(ctx)
+        parser: Any = super().make_parser(ctx)
+        as_long_option = parser._match_long_opt
+
+        def match(name: str, *rest: Any) -> None:
+            # Click first takes ``-o`` for a long option, fails, and only then for a short one. Without a message of our
+            # own, that failure looks for similar options and for translations, which takes longer than all parsing.
+            if name in parser._short_opt:
+                raise click.NoSuchOption(name, "a short option")
+            as_long_option(name, *rest)
+
+        parser._match_long_opt = match
         named = {name: param for param in self.get_params(ctx) for name in param.opts}
         for former, spelling in FORMER.get(self.name or "", {}).items():
             option = named[spelling.option]
