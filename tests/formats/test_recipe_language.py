@@ -13,14 +13,14 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, TargetError
 
 PARTS = """
-part = ["model.unet.", "unet.", ""]
+prefixes = ["model.unet.", "unet.", ""]
 [[rule]]
 a = "layers.{L}.w"
 b = "blocks.{L}.weight"
 [[rule]]
 a = "layers.{L}.skip"
 b = "blocks.{L}.shortcut"
-uneven = true
+optional = "layer"
 """
 
 
@@ -47,10 +47,10 @@ def test_the_inverse_writes_the_first_prefix(tmp_path: Path) -> None:
     assert names(PARTS, ["blocks.0.weight"], tmp_path) == ["model.unet.layers.0.w"]
 
 
-def test_some_layers_may_lack_uneven_tensors_only(tmp_path: Path) -> None:
+def test_some_layers_may_lack_what_is_optional_by_layer(tmp_path: Path) -> None:
     assert len(names(PARTS, ["layers.0.w", "layers.1.w", "layers.1.skip"], tmp_path)) == 3
     with pytest.raises(RefusedError, match=r"'layers.1.skip' is missing"):
-        names(PARTS.replace("uneven", "optional"), ["layers.0.w", "layers.0.skip", "layers.1.w"], tmp_path)
+        names(PARTS.replace('"layer"', "true"), ["layers.0.w", "layers.0.skip", "layers.1.w"], tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["layers.1.0.a", "layers.0.1.b"])
@@ -66,17 +66,17 @@ SAMPLER = """
 [[rule]]
 a = "layers.{L}.1.attn"
 b = "blocks.{L}.attention"
-uneven = true
+optional = "layer"
 [[rule]]
 a = "layers.{L}.1.conv"
 b = "blocks.{L}.sampler"
-without = { b = "blocks.{L}.attention" }
-uneven = true
+where = { b = "not blocks.{L}.attention" }
+optional = "layer"
 [[rule]]
 a = "layers.{L}.2.conv"
 b = "blocks.{L}.sampler"
-beside = { b = "blocks.{L}.attention" }
-uneven = true
+where = { b = "blocks.{L}.attention" }
+optional = "layer"
 """
 
 
@@ -88,21 +88,21 @@ def test_the_inverse_looks_at_the_neighbours_of_a_tensor(tmp_path: Path) -> None
 
 
 LAST = """
-part = ["model."]
+prefixes = ["model."]
 [[rule]]
 a = "layers.{L}.scale"
 b = "blocks.{L}.first"
-beside = { a = "layers.{L}.mlp", b = "blocks.{L}.ff" }
-uneven = true
+where = { a = "layers.{L}.mlp", b = "blocks.{L}.ff" }
+optional = "layer"
 [[rule]]
 a = "layers.{L}.scale"
 b = "blocks.{L}.last"
-without = { a = "layers.{L}.mlp" }
-uneven = true
+where = { a = "not layers.{L}.mlp" }
+optional = "layer"
 [[rule]]
 a = "layers.{L}.mlp"
 b = "blocks.{L}.ff"
-uneven = true
+optional = "layer"
 """
 
 
@@ -115,8 +115,8 @@ def test_a_tensor_with_one_name_becomes_another_in_the_last_layer(tmp_path: Path
 
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_a_neighbour_has_the_holes_of_its_side(side: str, tmp_path: Path) -> None:
-    recipe = f'[[rule]]\na = "x.{{L}}"\nb = "y.{{L}}"\nbeside = {{ {side} = "z.{{M}}" }}\n'
-    with pytest.raises(MalformedError, match="rule 1: the names in beside and without have no other holes"):
+    recipe = f'[[rule]]\na = "x.{{L}}"\nb = "y.{{L}}"\nwhere = {{ {side} = "z.{{M}}" }}\n'
+    with pytest.raises(MalformedError, match="rule 1: the names in where have no other holes"):
         names(recipe, ["x.0"], tmp_path)
 
 

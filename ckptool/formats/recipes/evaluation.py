@@ -141,12 +141,12 @@ def named(recipe: Recipe, tensors: Collection[str]) -> tuple[int, bool]:
     recipe = recipe.expanded(tensors)
     index = Index(recipe.rules)
     left = [name for name in tensors if next(index.matches(name), None) is None]
-    whole = recipe.rest or all(_is_ignored(recipe, name) for name in left if name.startswith(recipe.part[0]))
+    whole = recipe.rest or all(_is_ignored(recipe, name) for name in left if name.startswith(recipe.prefixes[0]))
     return len(tensors) - len(left), whole and len(left) < len(tensors)
 
 
 def _is_ignored(recipe: Recipe, name: str) -> bool:
-    return any(fnmatchcase(name.removeprefix(recipe.part[0]), pattern) for pattern in recipe.ignored)
+    return any(fnmatchcase(name.removeprefix(recipe.prefixes[0]), pattern) for pattern in recipe.ignored)
 
 
 class _Application:
@@ -245,8 +245,8 @@ class _Application:
     def result(self) -> Result:
         self._check_facts()
         uses, ignored, rest = self.uses()
-        apart = [name for name in rest if not name.startswith(self.recipe.part[0])]
-        rest = [name for name in rest if name.startswith(self.recipe.part[0])]
+        apart = [name for name in rest if not name.startswith(self.recipe.prefixes[0])]
+        rest = [name for name in rest if name.startswith(self.recipe.prefixes[0])]
         self._check_rest(rest)
         if rest and not self.recipe.rest:
             what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
@@ -321,7 +321,7 @@ class _Application:
             for symbols in dict.fromkeys([*((symbol,) for symbol in use.loops), tuple(use.loops)] if use.loops else ()):
                 values = tuple(use.loops[symbol] for symbol in symbols)
                 own = layers.setdefault(symbols, {}).setdefault(values, set())
-                own |= set() if use.rule.uneven else {use.rule.a[0].name}
+                own |= set() if use.rule.by_layer else {use.rule.a[0].name}
         for symbols, names in layers.items():
             kinds = dict.fromkeys(map(frozenset, names.values()))
             count = max(names)[0] + 1
@@ -349,7 +349,7 @@ class _Application:
         """Raise RefusedError if a layer has fewer tensors along an axis, such as experts, than another one."""
         highest: dict[tuple[NamePattern, str], dict[int, _Use]] = {}
         for use in uses:
-            for place, pattern in enumerate(() if use.rule.uneven else use.rule.a):
+            for place, pattern in enumerate(() if use.rule.by_layer else use.rule.a):
                 for at, symbol in enumerate(_name_axes(pattern, use.rule, self.symbols)):
                     last = max((values[at] for own, values in use.tensors if own == place), default=-1)
                     highest.setdefault((pattern.name, symbol), {}).setdefault(last, use)

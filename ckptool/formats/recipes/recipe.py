@@ -33,12 +33,26 @@ _MAX_BYTES: Final = 1 << 20
 _MAX_RULES: Final = 10_000
 _MAX_PAIRS: Final = 100_000
 _KEYS: Final = frozenset(
-    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
+    (
+        "a",
+        "b",
+        "base",
+        "source",
+        "ignored",
+        "rest",
+        "numbers",
+        "rule",
+        "refuse",
+        "files",
+        "stacked",
+        "prefixes",
+        "config",
+    )
 )
 #: The lines of a head.
 _HEAD: Final = regex(r'^(a|b|files) = "(.+)"$', re.M)
 _EXAMPLE: Final = 'as in a = "blocks.{L}.qkv.weight : (e|e|e), i" and b = ["blocks.{L}.q.weight : e, i", ...]'
-_MORE: Final = frozenset(("parts", "optional", "uneven", "one_way", "beside", "without"))
+_MORE: Final = frozenset(("parts", "optional", "one_way", "where"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
 #: How the tensors of several parts are one tensor, other than by their axes.
 PARTS: Final = {
@@ -75,15 +89,29 @@ class Pair(NamedTuple):
     of: Leaf
 
 
+class Condition(NamedTuple):
+    """A tensor that a model has, or lacks, where a rule applies."""
+
+    name: NamePattern
+    there: bool
+
+    def with_prefix(self, prefix: str) -> Condition:
+        """Return the condition with a prefix before the name."""
+        return self._replace(name=names.parsed(prefix + self.name.text))
+
+    def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
+        """Return whether the condition holds among tensors with these names."""
+        return (self.name.filled(known) in tensors) is self.there
+
+
 class Rule(NamedTuple):
     """Tensors on side a, and the tensors on side b that they become. ``number`` is the place in the file, from 1.
 
     ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
-    names of one side only are axes of tensors on the other side. ``optional``:
-    a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
-    ``uneven``: some layers have these tensors, others do not. ``beside`` and ``without`` have a name for side a and one
-    for side b: the rule applies where its own side has the one tensor, and lacks the other. ``parts`` is a key of
-    ``PARTS``, or "".
+    names of one side only are axes of tensors on the other side. ``optional``: a model may lack these tensors;
+    ``by_layer``: so may some of its layers. ``one_way``: the inverse leaves the rule out, because another one does it.
+    ``where`` has a condition for side a and one for side b: the rule applies where the one for its own side holds.
+    ``parts`` is a key of ``PARTS``, or "".
     """
 
     number: int
@@ -93,30 +121,23 @@ class Rule(NamedTuple):
     one_way: bool
     loops: frozenset[str]
     pairs: tuple[Pair, ...]
-    uneven: bool = False
-    beside: tuple[NamePattern | None, ...] = (None, None)
-    without: tuple[NamePattern | None, ...] = (None, None)
+    by_layer: bool = False
+    where: tuple[Condition | None, ...] = (None, None)
     parts: str = ""
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
-        turned = self._replace(a=self.b, b=self.a, beside=self.beside[::-1], without=self.without[::-1])
-        return with_pairs(turned, numbers)
+        return with_pairs(self._replace(a=self.b, b=self.a, where=self.where[::-1]), numbers)
 
     def with_prefix(self, prefix: str) -> Rule:
         """Return the rule with a prefix before all names on side a."""
+        own, other = self.where
         patterns = tuple(each.with_prefix(prefix) for each in self.a)
-        needs, lacks = (
-            (side[0] and names.parsed(prefix + side[0].text), side[1]) for side in (self.beside, self.without)
-        )
-        return self._replace(a=patterns, beside=needs, without=lacks)
+        return self._replace(a=patterns, where=(own and own.with_prefix(prefix), other))
 
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
-        """Return whether the conditions of the rule hold among tensors with these names."""
-        needs, lacks = self.beside[0], self.without[0]
-        return (needs is None or needs.filled(known) in tensors) and (
-            lacks is None or lacks.filled(known) not in tensors
-        )
+        """Return whether the rule applies among tensors with these names."""
+        return self.where[0] is None or self.where[0].holds(tensors, known)
 
 
 class Refusal(NamedTuple):
@@ -155,18 +176,18 @@ class Recipe(NamedTuple):
     config: Mapping[str, Any]
     files: str
     path: str
-    part: tuple[str, ...] = ("",)
+    prefixes: tuple[str, ...] = ("",)
 
     def expanded(self, tensors: Iterable[str]) -> Recipe:
         """Return the recipe for tensors with these names.
 
         It has a rule of its own for each text that ``{*}`` stands for, and only one prefix, which its rules have.
         """
-        if self.part != ("",):
+        if self.prefixes != ("",):
             tensors = list(tensors)
-            prefix = next((each for each in self.part if any(name.startswith(each) for name in tensors)), "")
-            prefixed = self._replace(rules=tuple(rule.with_prefix(prefix) for rule in self.rules), part=("",))
-            return prefixed.expanded(tensors)._replace(part=(prefix,))
+            prefix = next((each for each in self.prefixes if any(name.startswith(each) for name in tensors)), "")
+            prefixed = self._replace(rules=tuple(rule.with_prefix(prefix) for rule in self.rules), prefixes=("",))
+            return prefixed.expanded(tensors)._replace(prefixes=(prefix,))
         if not any(_ANY in rule.a[0].name.text for rule in self.rules):
             return self
         tensors, symbols = list(tensors), frozenset(self.numbers)
@@ -185,8 +206,8 @@ class Recipe(NamedTuple):
         """Return the recipe from side b to side a."""
         symbols = frozenset(self.numbers)
         rules = (rule.reversed(symbols) for rule in self.rules if not rule.one_way)
-        named = (rule._replace(b=tuple(each.with_prefix(self.part[0]) for each in rule.b)) for rule in rules)
-        return self._replace(a=self.b, b=self.a, rules=tuple(named), config={}, part=("",))
+        named = (rule._replace(b=tuple(each.with_prefix(self.prefixes[0]) for each in rule.b)) for rule in rules)
+        return self._replace(a=self.b, b=self.a, rules=tuple(named), config={}, prefixes=("",))
 
 
 class Index:
@@ -311,7 +332,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         {**(base.config if base else {}), **_config(_table(content, "config"))},
         _text(content, "files"),
         path,
-        _texts(content.get("part", []), "part") or (base.part if base else ("",)),
+        _texts(content.get("prefixes", []), "prefixes") or (base.prefixes if base else ("",)),
     )
 
 
@@ -344,24 +365,28 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
     a, b = (_texts(item[side], side) for side in ("a", "b"))
     if not a or not b:
         raise MalformedError("it needs a tensor on each side")
-    optional, uneven, one_way = (item.get(key, False) is True for key in ("optional", "uneven", "one_way"))
-    optional = optional or uneven
-    beside, without = (
-        tuple(names.parsed(_text(table, side)) if side in table else None for side in "ab")
-        for table in (_table(item, "beside"), _table(item, "without"))
-    )
+    optional, one_way = item.get("optional", False), item.get("one_way", False) is True
+    if optional not in (True, False, "layer"):
+        raise MalformedError('optional is true, or "layer" for tensors that some layers have')
+    where = tuple(map(_condition, (_text(_table(item, "where"), side) for side in "ab")))
     for texts in names.choices([*a, *b]):
         patterns = tuple(map(_pattern, texts))
         own, others = patterns[: len(a)], patterns[len(a) :]
         for side, place in ((own, 0), (others, 1)):
             known = frozenset[str].intersection(*(each.name.symbols for each in side))
-            if any(each is not None and each.symbols - known for each in (beside[place], without[place])):
-                raise MalformedError("the names in beside and without have no other holes than those on their side")
-        rule = Rule(number, own, others, optional, one_way, frozenset(), (), uneven, beside, without, parts)
+            condition = where[place]
+            if condition is not None and condition.name.symbols - known:
+                raise MalformedError("the names in where have no other holes than those on their side")
+        rule = Rule(number, own, others, bool(optional), one_way, frozenset(), (), optional == "layer", where, parts)
         yield with_pairs(rule, numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
             yield with_pairs(rule._replace(a=own, one_way=True), numbers)
+
+
+def _condition(text: str) -> Condition | None:
+    """Return the condition that a tensor is there, or with "not" before its name is not; None for ""."""
+    return Condition(names.parsed(text.removeprefix("not ")), not text.startswith("not ")) if text else None
 
 
 def _stacked(text: str, stacked: str) -> Pattern:
