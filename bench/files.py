@@ -308,6 +308,42 @@ def _write_meta(folder: Path, parts: int, width: int, layers: int) -> None:
     (folder / "params.json").write_text(json.dumps({**numbers, "vocab_size": vocab}))
 
 
+def _write_lora(folder: Path, width: int, layers: int) -> None:
+    """Write a Llama in bfloat16 with an untied head, and a LoRA of rank 16 for its linear layers in float32."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    inner, vocab = 11 * width // 4, 125 * width // 4
+    shapes = {f"self_attn.{name}_proj": (width // (1 + (name in "kv")), width) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    base = {f"{name}.weight": torch.randn(vocab, width) / 50 for name in ("model.embed_tokens", "lm_head")}
+    base["model.norm.weight"] = torch.ones(width)
+    adapter = {}
+    for layer in range(layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            base[f"model.layers.{layer}.{name}.weight"] = torch.ones(width)
+        for name, (rows, columns) in shapes.items():
+            module = f"model.layers.{layer}.{name}"
+            base[f"{module}.weight"] = torch.randn(rows, columns) / 50
+            adapter[f"base_model.model.{module}.lora_A.weight"] = torch.randn(16, columns) / 50
+            adapter[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, 16) / 50
+    for name in ("base", "adapter"):
+        (folder / name).mkdir(parents=True)
+    whole = {name: tensor.bfloat16() for name, tensor in base.items()}
+    save_file(whole, folder / "base" / "model.safetensors", {"format": "pt"})
+    save_file(adapter, folder / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": layers}
+    sizes = {"hidden_size": width, "intermediate_size": inner, "vocab_size": vocab, "tie_word_embeddings": False}
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **heads, **sizes}
+    (folder / "base" / "config.json").write_text(json.dumps(model))
+    targets = [name.partition(".")[2] for name in shapes]
+    lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": targets}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
+
+
 def _write_dcp(folder: Path, source: str) -> None:
     """Save the tensors of a checkpoint to a DCP folder, as a single process does."""
     import torch
@@ -376,6 +412,8 @@ def _main(kind: str, path: str, *words: str) -> None:
         _write_ranks(target, *words)
     elif kind == "meta":
         _write_meta(target, *map(int, words))
+    elif kind == "lora":
+        _write_lora(target, *map(int, words))
     elif kind == "dcp":
         _write_dcp(target, words[0])
     elif kind == "pieces":

@@ -63,9 +63,21 @@ PEERS = (
         "`zero_to_fp32.py`, which DeepSpeed puts into each of its checkpoints, makes a state dict of the partitions of "
         "ZeRO: compared with `convert`. It loads them with torch, and leaves the moments of the optimizer out.",
     ),
+    Peer(
+        "peft", ("peft",), "python", True,
+        "`PeftModel.merge_and_unload()` adds an adapter to its base: compared with `merge-lora`, whose output has the "
+        "same bytes. It loads the whole model into memory, with transformers.",
+    ),
 )  # fmt: skip
 
 EVIL = "hostile.pth"
+_PEFT = (
+    "import sys, os, peft, transformers\n"
+    "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='auto')\n"
+    "model = peft.PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload()\n"
+    "model.save_pretrained(sys.argv[3])\n"
+    "os.sync()\n"
+)
 _FICKLING = (
     "import sys, fickling; found = fickling.scan_zip_archive(sys.argv[1]); "
     "print(*(result.severity.name for result in found.values())); "
@@ -187,6 +199,13 @@ def zero_to_fp32(work: Path, folder: Path, stage: int) -> Job:
     job = Job("zero_to_fp32.py", words, files.zero_parts(folder), output, check, most=references.SLOW)
     peer = next(peer for peer in PEERS if peer.package == "deepspeed")
     return _installed(peer, work / "peers", job, job.proof)
+
+
+def merge_and_unload(work: Path, base: Path, adapter: Path, output: Path) -> Job:
+    """Return the job of PEFT for an adapter and its base, both folders."""
+    python = str(work / "peers" / "peft" / "bin" / "python")
+    job = Job("PEFT", (python, "-c", _PEFT, str(base), str(adapter), str(output)), most=references.SLOW)
+    return _installed(next(peer for peer in PEERS if peer.package == "peft"), work / "peers", job, job.proof)
 
 
 def over_folder(work: Path, folder: Path) -> Job:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
+from bench import adapters, dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
 from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
@@ -94,7 +94,7 @@ def chosen(options: Options) -> list[Group]:
     for tensors in (320, 10):
         ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))
     ready += [groups.in_tasks(tool, big, work), ranks.group(tool, big, work), ranks.named(tool, big, work)]
-    ready.append(peaks.group(tool, big, work))
+    ready += [adapters.group(tool, big, work), peaks.group(tool, big, work)]
     counts = (50, 64) if options.quick else (1000, 1024)
     ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
     ready += dcp.conversions(tool, big, many, work)

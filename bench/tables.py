@@ -27,6 +27,7 @@ _HEADINGS = {
     "convert": "Other formats",
     "dcp": "Other formats",
     "join": "The files of many ranks as one",
+    "adapters": "Adapters",
     "cast": "Checking, computing, comparing",
     "edit": "Checking, computing, comparing",
     "compare": "Checking, computing, comparing",

@@ -37,7 +37,7 @@ CONFIG: Final = "adapter_config.json"
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
@@ -45,13 +45,11 @@ _KEY: Final = regex(
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
-_MERGEABLE: Final = frozenset(
-    words("ADALORA BOFT BONE C3A FOURIERFT HRA LN_TUNING LOHA LOKR OFT RANDLORA SHIRA VBLORA VERA")
-)
+_MERGEABLE: Final = frozenset(words("BOFT BONE C3A FOURIERFT HRA LN_TUNING LOKR OFT RANDLORA SHIRA VBLORA VERA"))
 _NO_WEIGHTS: Final = frozenset(
     words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
 )
-_TAKEN: Final = ("LORA", "IA3", "TRAINABLE_TOKENS")
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "TRAINABLE_TOKENS")
 #: Settings that do not change the result, or that are read here.
 _KNOWN: Final = frozenset(
     words(
@@ -60,6 +58,7 @@ _KNOWN: Final = frozenset(
         " layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices"
         " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
         " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
+        " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
@@ -77,7 +76,7 @@ _MOST_PATTERNS: Final = 5000
 _MOST_STEPS: Final = 2e10
 #: A scale that no adapter has.
 _LARGEST: Final = 1e30
-_ORDER: Final = ("copy", "product", "scale", "sum", "rows")
+_ORDER: Final = ("copy", "product", "adalora", "hadamard", "scale", "sum", "rows")
 
 
 class Adapter(NamedTuple):
@@ -262,7 +261,7 @@ def changes_of(
         changes += found
     if missing or not matched:
         raise _wrong_base(adapter, missing or list(modules), len(modules), base, path)
-    if weight != 1 and (other := next((item for item in changes if item.step.kind not in ("product", "sum")), None)):
+    if weight != 1 and (other := next((item for item in changes if item.step.kind in ("copy", "rows", "scale")), None)):
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: _ORDER.index(change.step.kind))
@@ -312,8 +311,11 @@ def _module_changes(
             if not (first and second):
                 other = "B" if first else "A"
                 raise adapter.refusal(f"{quoted(first or second)} has no partner lora_{other}: the file is incomplete")
-            magnitude = rest.pop("lora_magnitude_vector.weight", "")
-            yield _product(adapter, module, first, second, magnitude, base, path, weight)
+            third = rest.pop("lora_E.weight", "") or rest.pop("lora_magnitude_vector.weight", "")
+            yield _product(adapter, module, first, second, third, base, path, weight)
+    hadamard = [rest.pop(f"hada_w{number}.weight", "") for number in ("1_a", "1_b", "2_a", "2_b")]
+    if any(hadamard):
+        yield _hadamard(adapter, module, hadamard, base, path, weight)
     if bias := rest.pop("lora_B.bias", ""):
         target = f"{module}.bias"
         if f"{module}.weight" in base and target not in base:
@@ -342,12 +344,15 @@ def _product(
     module: str,
     a: str,
     b: str,
-    magnitude: str,
+    third: str,
     base: Mapping[str, Tensor],
     path: str,
     weight: float,
 ) -> WeightChange:
-    """Return the change by the product of two matrices, checked against the weight."""
+    """Return the change by the product of two matrices, checked against the weight.
+
+    ``third`` is the key of the magnitudes of DoRA, or the singular values of AdaLoRA.
+    """
     one, two = adapter.tensors[a], adapter.tensors[b]
     target = f"{module}.weight"
     wanted = base.get(target)
@@ -358,22 +363,57 @@ def _product(
         message = f"{quoted(a)} has {pluralize(rank, 'row')} and {quoted(b)} {pluralize(two.shape[1], 'column')}"
         reason = ": it belongs to a convolution with groups, which cannot be merged" if len(one.shape) > 2 else ""
         raise adapter.refusal(message + reason)
-    if module not in adapter.scales:
+    values = rank if third.endswith("lora_E") else two.shape[0]
+    is_adaptive = adapter.config.get("peft_type") == "ADALORA"
+    if is_adaptive is not third.endswith("lora_E"):
+        raise adapter.refusal(f"{quoted(module)} needs lora_E with AdaLoRA, and cannot have it otherwise")
+    if module not in adapter.scales and not is_adaptive:
         check_rank(adapter, a, rank)
     embedding = "lora_embedding_A" in a
     transposed = embedding or (len(one.shape) == 2 and _flag(adapter, "fan_in_fan_out"))
     change = (two.shape[0], *one.shape[1:])
     _fit(adapter, a, change[::-1] if transposed else change, target, wanted, path)
     tensors = [stored(adapter, b), stored(adapter, a)]
-    if magnitude:
-        size = adapter.tensors[magnitude].numel
-        if size != two.shape[0]:
-            raise adapter.refusal(f"{quoted(magnitude)} has {size:,} elements where {two.shape[0]:,} are needed")
-        tensors.append(stored(adapter, magnitude))
+    if third:
+        size = adapter.tensors[third].numel
+        if size != values:
+            raise adapter.refusal(f"{quoted(third)} has {size:,} elements where {values:,} are needed")
+        tensors.append(stored(adapter, third))
     elif _flag(adapter, "use_dora"):
         raise adapter.refusal(f"use_dora is set, and {quoted(module)} has no lora_magnitude_vector")
+    if is_adaptive:
+        first = _number(adapter, "init_r", 12)
+        alpha = _number(adapter, "lora_alpha", 8)
+        factor = (alpha if alpha > 0 else first) * weight
+        return WeightChange(target, AdapterStep("adalora", tuple(tensors), factor, transposed, rank=int(first)))
     step = AdapterStep("product", tuple(tensors), scale(adapter, module, rank) * weight, transposed, embedding)
     return WeightChange(target, step)
+
+
+def _hadamard(
+    adapter: Adapter, module: str, keys: Sequence[str], base: Mapping[str, Tensor], path: str, weight: float
+) -> WeightChange:
+    """Return the change of LoHa: the product, element by element, of two products of matrices."""
+    if not all(keys):
+        raise adapter.refusal(f"{quoted(next(filter(None, keys)))} has no partners: the file is incomplete")
+    shapes = [adapter.tensors[key].shape for key in keys]
+    rank = shapes[1][0] if shapes[1] else 0
+    (out, *_), (*_, inner) = shapes[0] or (0,), shapes[1] or (0,)
+    if shapes != [(out, rank), (rank, inner)] * 2:
+        raise adapter.refusal(f"{quoted(keys[0])} and its partners are not matrices of one rank", BY_PEFT)
+    check_rank(adapter, keys[1], rank)
+    _fit(adapter, keys[0], (out, inner), f"{module}.weight", base.get(f"{module}.weight"), path)
+    own = adapter._replace(config={**adapter.config, "lora_alpha": adapter.config.get("alpha", 8)})
+    step = AdapterStep("hadamard", tuple(stored(adapter, key) for key in keys), scale(own, module, rank) * weight)
+    return WeightChange(f"{module}.weight", step)
+
+
+def _number(adapter: Adapter, name: str, default: float) -> float:
+    """Return a number of the settings; raise RefusedError if it is something else."""
+    value = adapter.config.get(name, default)
+    if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
+        raise adapter.refusal(f"its {name} {json.dumps(value)[:80]} is not a number")
+    return float(value)
 
 
 def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:

@@ -58,6 +58,8 @@ class AdapterStep(NamedTuple):
     magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
     have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
+
+    ``adalora`` adds B @ (A * E), divided by ``rank``; ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
     """
 
     kind: str
@@ -68,6 +70,7 @@ class AdapterStep(NamedTuple):
     rows: tuple[int, ...] = ()
     first_row: int = 0
     row: int = 0
+    rank: int = 0
 
     @property
     def by_rows(self) -> bool:
@@ -221,6 +224,19 @@ def _product(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: in
     return (magnitude / norm).view(-1, *(1,) * (values.dim() - 1)) * total
 
 
+def _adalora(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
+    b, a = tensors[0], tensors[1] * tensors[2].view(-1, 1)
+    delta = (b @ a[:, first:last].contiguous()).T if step.transposed else b[first:last] @ a
+    return values + delta * step.factor / (torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
+
+
+def _hadamard(
+    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
+) -> Any:
+    delta = (tensors[0][first:last] @ tensors[1]) * (tensors[2][first:last] @ tensors[3])
+    return values + delta * step.factor
+
+
 def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
     return values + tensors[0].to(torch.promote_types(values.dtype, torch.float32)) * step.factor
 
@@ -245,7 +261,15 @@ def _scale(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int,
     return values * (factor[first:last] if factor.shape[0] > 1 else factor)
 
 
-_STEPS: Final = {"product": _product, "sum": _sum, "copy": _copy, "rows": _replace_rows, "scale": _scale}
+_STEPS: Final = {
+    "product": _product,
+    "adalora": _adalora,
+    "hadamard": _hadamard,
+    "sum": _sum,
+    "copy": _copy,
+    "rows": _replace_rows,
+    "scale": _scale,
+}
 
 
 def _bytes(torch: Any, values: Any) -> bytes:
