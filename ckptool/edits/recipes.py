@@ -28,7 +28,7 @@ from ..files.sources import FolderSource, Span
 from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
-from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, fits, named
+from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
@@ -125,6 +125,17 @@ def leading_to(
                 if shapes.keys() == wanted.keys() and all(same):
                     return recipe.b, [*result.ignored, *result.apart]
     return "", []
+
+
+def family_between(names: Sequence[str], wanted: Sequence[str], model: str) -> str:
+    """Return the family that a built-in recipe leads to from all of these names to all wanted ones, or "".
+
+    If several do, it is the one whose name is in ``model``, the name of a class, or the first.
+    """
+    turned = (each for name in built_in_names() for each in (built_in(name), built_in(name).reversed()))
+    found = [each.b for each in turned if covers(each, names) and covers(each.reversed(), wanted)]
+    said = (family for family in found if family.rpartition(":")[2].replace("_", "") in model.lower())
+    return next(said, found[0] if found else "")
 
 
 def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:

@@ -55,6 +55,48 @@ def fill(path: str = PATH, model: nn.Module | None = None, strict: bool = True) 
     return (model or net()).load_state_dict(torch.load(path, weights_only=True), strict=strict)
 
 
+#: The names of Meta and of transformers, with the shape of each.
+LLAMA = {
+    "tok_embeddings": ("model.embed_tokens", (6, 8)),
+    "norm": ("model.norm", (8,)),
+    "output": ("lm_head", (6, 8)),
+    **{f"layers.0.attention.w{name}": (f"model.layers.0.self_attn.{name}_proj", (8, 8)) for name in "qkvo"},
+    "layers.0.feed_forward.w1": ("model.layers.0.mlp.gate_proj", (12, 8)),
+    "layers.0.feed_forward.w2": ("model.layers.0.mlp.down_proj", (8, 12)),
+    "layers.0.feed_forward.w3": ("model.layers.0.mlp.up_proj", (12, 8)),
+    "layers.0.attention_norm": ("model.layers.0.input_layernorm", (8,)),
+    "layers.0.ffn_norm": ("model.layers.0.post_attention_layernorm", (8,)),
+}
+
+
+def llama() -> nn.Module:
+    """A module with the keys of transformers."""
+    root = nn.Module()
+    for name, shape in LLAMA.values():
+        module = root
+        for part in name.split("."):
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter("weight", nn.Parameter(torch.zeros(shape)))
+    return root
+
+
+def as_meta() -> None:
+    numbers = torch.arange(64.0)
+    torch.save(
+        {f"{name}.weight": numbers[: shape[-1]].expand(shape).clone() for name, (_, shape) in LLAMA.items()}, PATH
+    )
+    numbers_of_model = {"dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 6, "norm_eps": 1e-5}
+    Path("params.json").write_text(json.dumps(numbers_of_model), encoding="utf-8")
+
+
+def in_layout(path: str) -> None:
+    from safetensors.torch import load_file
+
+    llama().load_state_dict(load_file(path) if path.endswith(".safetensors") else torch.load(path))
+
+
 class Case(NamedTuple):
     """``make`` writes the file, ``fails`` loads it, and ``loads`` loads what the command wrote, or the one that it
     prints; None where the bytes cannot be had from the file, and the command prints ``cause``. ``model`` is the one
@@ -354,6 +396,7 @@ CASES = {
         saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False), model=lambda: net(5)
     ),
     "other-keys": Case(with_others, fill, fill),
+    "other-layout": Case(as_meta, lambda: fill(model=llama()), in_layout, model=llama),
     "no-such-entry": Case(
         saved, lambda: torch.load(PATH)["state_dict"], lambda path: torch.load(path)["state_dict"]["fc.weight"]
     ),
@@ -557,6 +600,8 @@ REPORTED = {
     "zero-world-size": "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world "
     "size of 4 but the current world size is 6. Automatic adjustment of ZeRO's optimizer state",
     "dcp-size": "ValueError: Size mismatch between saved torch.Size([32, 16]) and current: torch.Size([32, 8]) for w",
+    "model-parallel": '  File "llama/generation.py", line 88\nAssertionError: Loading a checkpoint for MP=8 but '
+    "world size is 1",
     "dcp-no-metadata": "FileNotFoundError: [Errno 2] No such file or directory: '/ckpt/step-100/.metadata'",
 }
 

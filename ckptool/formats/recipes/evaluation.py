@@ -145,6 +145,11 @@ def named(recipe: Recipe, tensors: Collection[str]) -> tuple[int, bool]:
     return len(tensors) - len(left), whole and len(left) < len(tensors)
 
 
+def covers(recipe: Recipe, tensors: Collection[str]) -> bool:
+    """Return whether the recipe has a rule for each of the names that it does not ignore, and for at least one."""
+    return fits(recipe._replace(rest=False), tensors)
+
+
 def _is_ignored(recipe: Recipe, name: str) -> bool:
     return any(fnmatchcase(name.removeprefix(recipe.prefixes[0]), pattern) for pattern in recipe.ignored)
 

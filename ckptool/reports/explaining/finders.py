@@ -311,6 +311,15 @@ def transferred(text: str) -> Details | None:
     return {"left": str(int(match[2]) - int(match[1])), "all": match[2]}
 
 
+def other_layout(error: StateDictError) -> Details | None:
+    """Find the family of names that a built-in recipe leads to from the file's keys to those of the model."""
+    from ...edits.recipes import family_between  # imported late: it reads all recipes
+
+    both = error.unexpected and error.missing
+    family = family_between(error.unexpected, error.missing, error.model) if both else ""
+    return {"family": family} if family else None
+
+
 def any_keys(error: StateDictError) -> Details | None:
     """Accept every other message."""
     return {}

@@ -23,6 +23,7 @@ from .finders import (
     module_prefix,
     nested,
     of_keys,
+    other_layout,
     raised,
     searched,
     shown,
@@ -142,6 +143,22 @@ model.load_state_dict(state, strict=False)""",
         answer=key_answer,
     ),
     KnownError(
+        "other-layout",
+        "Error(s) in loading state_dict for LlamaForCausalLM: Missing key(s) in state_dict: "
+        '"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", ... Unexpected key(s) in state_dict: '
+        '"tok_embeddings.weight", "layers.0.attention.wq.weight", ...',
+        "The file has the same model in the layout of another library, and the model expects that of {family}. Other "
+        "names are not enough: rows stand in another order, or several tensors are one. A recipe moves them; the "
+        "numbers that it needs, such as the number of heads, are in params.json or config.json.",
+        of_keys(other_layout),
+        lambda path, details: command(
+            "convert", path, output=suggested_output(path, "converted", ".safetensors"), to_names=details["family"]
+        ),
+        example="consolidated.00.pth",
+        topic=KEYS,
+        answer=key_answer,
+    ),
+    KnownError(
         "other-keys",
         'Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "head.weight", ... Unexpected key(s) in '
         'state_dict: "fc.weight", "fc.bias", ...',
@@ -160,6 +177,16 @@ model.load_state_dict(state, strict=False)""",
         ),
         topic=KEYS,
         answer=key_answer,
+    ),
+    KnownError(
+        "model-parallel",
+        "AssertionError: Loading a checkpoint for MP=2 but world size is 1",
+        "The model is cut into {parts} files, and Meta's code wants a process for each; torchrun can start {parts}. "
+        "convert joins the files of the folder into one, for a single process.",
+        searched(r"Loading a checkpoint for MP=(?P<parts>\d+) but world size is \d+"),
+        lambda path, details: command("convert", path, output=suggested_output(path, "joined", ".pth")),
+        example="llama-2-13b",
+        topic=KEYS,
     ),
     KnownError(
         "keys-not-in-message",
