@@ -90,6 +90,8 @@ _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
 #: Commands that also answer for files that are no checkpoints.
 _ANY_FILE: Final = ("validate", "scan", "explain")
+#: Commands that make one output of several inputs.
+_OF_SEVERAL: Final = ("average", "merge-lora")
 #: The most errors corrected in one command line, one after the other.
 _ERRORS: Final = 6
 #: How similar an option must be to one that was typed, from 0 to 1.
@@ -516,9 +518,10 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
     if isinstance(last, tuple) and len(last) > 1:
         name = last[-1]
         named = not os.path.lexists(name) if last is several else name.lower().endswith((*CHECKPOINTS, ".dcp", "/"))
-        if (named and not set("*?[!") & set(name)) or (last is several and os.path.isdir(name)):
+        made_of_folders = last is several and ctx.command.name not in _OF_SEVERAL
+        if (named and not set("*?[!") & set(name)) or (made_of_folders and os.path.isdir(name)):
             return _moved(words, name)
-    if (len(several) > 1 or ctx.params.get("out_dir")) and ctx.command.name != "average":
+    if (len(several) > 1 or ctx.params.get("out_dir")) and ctx.command.name not in _OF_SEVERAL:
         return _in_folder(words, ctx)
     path = several[0] if several else ctx.params.get("path") or ""
     return [*words, "-o", suggested_output(path, *_suffix(ctx))] if path else None

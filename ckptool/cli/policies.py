@@ -161,7 +161,8 @@ def _content(path: str) -> bytes:
     try:
         return read_bytes(path, _MAX_BYTES)
     except UnreadableError as error:
-        raise TargetError(f"the policy cannot be read: {error.what}", path=path, next=error.step) from error
+        step = error.step or "a policy is a TOML file of expectations, such as: weights-only = true"
+        raise TargetError(f"the policy cannot be read: {error.what}", path=path, next=step) from error
 
 
 def _absolute(path: str) -> str:

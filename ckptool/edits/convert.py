@@ -12,6 +12,7 @@ from ..base.patterns import escaped
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
 from ..base.steps import (
+    AnyStep,
     NextStep,
     Setting,
     advice,
@@ -217,7 +218,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
             plain_name = suggested_output(checkpoint.path, "plain")
             error.step = as_step("make plain tensors of the arrays first: ")
             error.step += command("sanitize", checkpoint.path, output=plain_name)
-        if error.again and not holds_one:
+        if error.again and not holds_one and program is None:
             from .sanitize.trial import loadable, loadable_step, sanitized  # imported only after a refusal
 
             if not loadable(checkpoint):
@@ -337,11 +338,11 @@ def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) ->
 
 def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
     """Return the checkpoint with a format as its target; raise RefusedError for losses that are not allowed."""
-    chosen = _only_dict(checkpoint, request.key) if output.holds_one(request.shard_size) else None
+    chosen = _only_dict(checkpoint, request.key, output) if output.holds_one(request.shard_size) else None
     parts: list[Loss] = []
     if output.plain:
         checkpoint, parts = _with_parts(checkpoint, chosen)
-        chosen = chosen and _only_dict(checkpoint, request.key)
+        chosen = chosen and _only_dict(checkpoint, request.key, output)
     key = chosen.path if chosen is not None else ""
     target = Target(output.name, key, request.tied, request.metadata, request.shard_size)
     fit = output.writer(request.shard_size).fit(checkpoint, target)
@@ -430,12 +431,18 @@ def _bytes_of(size: str) -> int:
     return parse_size(size)
 
 
-def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
+def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) -> StateDict:
     """Return the state dict at ``key``, or the first; raise RefusedError if none exists."""
     chosen = selected(checkpoint, key)
     if not chosen:
-        step = tree_step(checkpoint.path)
-        raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
+        step: AnyStep = tree_step(checkpoint.path)
+        what = "there is no state dict in it"
+        if checkpoint.survey.modules:
+            from .sanitize.trial import loadable_step  # imported only after a refusal
+
+            what += ", but a pickled module, whose state dict the command takes"
+            step = loadable_step(checkpoint, (Setting("to_format", output.name),), output.extension) or step
+        raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
 
 

@@ -146,7 +146,13 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
 
 def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
     """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
-    found = [_opened(path).checkpoint for path in adapters]
+    try:
+        found = [_opened(path).checkpoint for path in adapters]
+    except RefusedError as error:
+        step = merge_step(adapters[0], checkpoint) if len(adapters) == 1 else NextStep()
+        if not step:
+            raise
+        raise RefusedError("it is an adapter, and the base comes first", path=checkpoint.path, next=step) from error
     with blaming_damage(*found):
         return merge_lora(checkpoint, *found, **how)
 

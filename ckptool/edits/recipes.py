@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
@@ -29,6 +29,7 @@ from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
+from ..formats.rank_part import part_of
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
@@ -75,7 +76,9 @@ def named_as(
         like = possible or [each for each in known if model in each or each.partition(":")[0] == library] or known
         what = f"{family!r} is not a family of names"
         lead = "from the names of this model, recipes lead to" if possible else "one of"
-        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}")
+        meant = [each for each in like if family and family in each.split(":")]
+        again = Again(words=((family, meant[0]),)) if len(meant) == 1 else None
+        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}", again=again)
     recipes = [built_in(name) for name, head in built_in_heads().items() if family in (head.a, head.b)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
     return _applied(checkpoint, turned, family, key, config)
@@ -157,7 +160,15 @@ def _applied(
     config: str | Mapping[str, Any] | None,
 ) -> Checkpoint:
     facts = [*_given(config), *_facts(checkpoint)]
-    choice = _chosen(checkpoint, recipes, family, key, facts)
+    try:
+        choice = _chosen(checkpoint, recipes, family, key, facts)
+    except RefusedError as error:
+        part = part_of(checkpoint)
+        if part is None or part.tensors_whole:
+            raise
+        again = Again(words=((checkpoint.path, part.folder),)) if part.folder else None
+        step = command("inspect", part.folder) if part.folder else part.whole
+        raise RefusedError(part.message, path=checkpoint.path, next=step, again=again) from error
     recipe, state_dict, result = choice
     graph, work = checkpoint.graph, Recomputation(checkpoint)
     refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}

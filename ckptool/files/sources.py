@@ -321,6 +321,8 @@ def is_remote(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
+#: The most files of a pattern that a command lists.
+_LISTED: Final = 50
 #: The most names to compare with the name of a missing file.
 _COMPARED: Final = 10_000
 
@@ -328,11 +330,25 @@ _COMPARED: Final = 10_000
 def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     """Return the error for a file that cannot be opened; a missing one may be meant for another in its folder."""
     reason, hint = open_error(error, name)
-    near = _file_like(name) if isinstance(error, FileNotFoundError) and not hint else ""
+    missing = isinstance(error, FileNotFoundError) and not hint
+    if missing and (found := _files_of(name)):
+        quotes = "the shell expands a pattern without quotes"
+        return UnreadableError(reason, path=name, next=quotes, again=Again((), f"{quotes}: ", ((name, found),)))
+    near = _file_like(name) if missing else ""
     if near:
         what, step = f"{reason}; is it {near!r}?", command("inspect", near)
         return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
     return UnreadableError(reason, path=name, next=hint)
+
+
+def _files_of(pattern: str) -> tuple[str, ...]:
+    """Return the files that a glob stands for, if they are a few."""
+    if not set("*?[") & {*os.path.basename(pattern)} or set("*?[") & {*os.path.dirname(pattern)}:
+        return ()  # many folders would have to be searched
+    from glob import iglob
+
+    found = sorted(islice(iglob(pattern), _LISTED + 1))
+    return tuple(found) if len(found) <= _LISTED else ()
 
 
 def _file_like(name: str) -> str:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import click
@@ -127,6 +128,7 @@ TYPED = {
         "cast training.pth --to-dtype bf16 -o z.pth --key model_ema"
     ),
     "keys training.pth epoch": "get training.pth epoch",
+    "redact bare.pth -o z.pth": "redact bare.pth -o z.pth --redact all",
     "inspect training.pth optimizer": "get training.pth optimizer",
     "validate training.pth optimizer": "get training.pth optimizer",
     "scan training.pth exp_avg": "keys training.pth --include exp_avg --all",
@@ -214,11 +216,21 @@ def test_a_missing_file_is_named_in_the_form_of_the_command(folder: Path) -> Non
         ("rename bare.pth --rename fc=head", "'fc.*'", "--rename 'fc.*=head.*' -o bare.new.pth"),
         ("rename bare.pth fc head -o z.pth", "'fc.*'", "rename bare.pth -o z.pth --rename 'fc.*=head.*'"),
         ("rename bare.pth --rename x.fc.*=x.head.*", "'fc.*'", "--rename 'fc.*=head.*' -o bare.new.pth"),
+        ("strip-module '*e.pth' --out-dir z", "expands a pattern", "strip-module bare.pth whole.pth --out-dir z"),
+        ("average '*e.pth' -o z.pth", "expands a pattern", "average bare.pth whole.pth -o z.pth"),
+        ("convert module.pt -o z.safetensors", "a pickled module", "--as-state-dict --to cpu --to-format safetensors"),
+        ("convert script.pt -o z.pth", "the program", "convert script.pt -o z.pth --allow-loss entries"),
+        ("convert outer.zip -o z.safetensors", "that holds", "convert 'outer.zip!policy.pth' -o z.safetensors"),
         ("rename bare.pth fc.wieght=head.weight", "did you mean 'fc.weight'?", "-o bare.new.pth"),
     ],
 )
 def test_a_refusal_leads_to_the_command_that_was_meant(typed: str, says: str, meant: str, folder: Path) -> None:
     shutil.copy("bare.pth", "checkpoint.pth.tar")
+    shutil.copy(FIXTURES / "whole_model.pth", "module.pt")
+    shutil.copy(FIXTURES / "torchscript.pt", "script.pt")
+    with zipfile.ZipFile("outer.zip", "w") as archive:
+        archive.write("bare.pth", "policy.pth")
+        archive.writestr("version.txt", "1")
     said = say(*shlex.split(typed))
     step = said.err.rpartition("  -> ckptool ")[2].rstrip("\n")
     assert said.code > 1 and says in said.err and meant in step, said.err

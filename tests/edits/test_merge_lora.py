@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -600,3 +601,12 @@ def test_match_prints_the_merge_if_the_base_fits(base: Path, tmp_path: Path, mon
     assert said.code == 1 and "-> ckptool merge-lora base adapter -o base.merged" in said.out
     write_adapter(tmp_path / "adapter", factors("other", 8, 8))
     assert "merge-lora base" not in say("match", "adapter", "base").out
+
+
+def test_the_base_comes_first(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
+    said = say("merge-lora", adapter, base, "-o", tmp_path / "out")
+    assert said.code == 4 and "it is an adapter, and the base comes first" in said.err
+    assert say(*shlex.split(said.err.rpartition("  -> ckptool ")[2])).code == 0
+    said = say("merge-lora", base, adapter)
+    assert said.code == 2 and f"  -> ckptool merge-lora {base} {adapter} -o " in said.err

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Final, cast
 
-from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
+from ...base.errors import (
+    Again,
+    MalformedError,
+    NotACheckpointError,
+    PickleError,
+    TruncatedPickleError,
+    UnreadableError,
+)
 from ...base.limits import LIMITS
 from ...base.steps import AnyStep, NextStep, as_step, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
@@ -219,7 +226,9 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     step = command("inspect", f"{source.name}!{first.name}")
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
         step = as_step(unpack)  # it may need inflating, which is not done in memory
-    return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
+    error = _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
+    error.again = Again(words=((source.name, f"{source.name}!{first.name}"),)) if as_step(step).commands else None
+    return error
 
 
 #: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.
