@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
@@ -19,6 +20,11 @@ from .suffixes import WEIGHTS
 _COMPARED: Final = 500
 #: The most names that a suggested pattern is tried on.
 _TRIED: Final = 50_000
+#: The most names to compare with the name of a missing file, and the most files of a pattern that a command lists.
+_BESIDE: Final = 10_000
+_LISTED: Final = 50
+#: Characters of globs.
+_MAGIC: Final = frozenset("*?[")
 #: A word in a name; dots, underscores and brackets are between words.
 _WORD: Final = regex(r"[^\W_]+")
 #: The longest name to compare, in characters; nobody typed a longer one.
@@ -82,6 +88,29 @@ def nearest_file(wanted: str, names: Sequence[str]) -> str:
         if longer:
             return longer[0] if len(longer) == 1 else next(iter(get_close_matches(wanted, longer, 1, 0)), "")
     return next(iter(get_close_matches(wanted, names, 1, 0.8)), "")
+
+
+def files_of(pattern: str) -> tuple[str, ...]:
+    """Return the files of one folder that a glob stands for; () if there are none, or many."""
+    folder, name = os.path.split(pattern)
+    if not _MAGIC & {*name} or _MAGIC & {*folder}:
+        return ()  # many folders would have to be searched
+    from glob import iglob
+
+    found = sorted(islice(iglob(pattern), _LISTED + 1))
+    return tuple(found) if len(found) <= _LISTED else ()
+
+
+def file_near(name: str) -> str:
+    """Return the path of the file beside a missing one that has a similar name, or ""."""
+    folder, wanted = os.path.split(name)
+    try:
+        with os.scandir(folder or os.curdir) as listing:
+            names = sorted(entry.name for entry in islice(listing, _BESIDE))
+    except OSError:
+        return ""
+    near = nearest_file(wanted, names)
+    return os.path.join(folder, near) if near else ""
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:

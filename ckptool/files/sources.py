@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.errors import Again, ChangedError, UnreadableError
@@ -321,48 +320,20 @@ def is_remote(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
-#: The most files of a pattern that a command lists.
-_LISTED: Final = 50
-#: The most names to compare with the name of a missing file.
-_COMPARED: Final = 10_000
-
-
 def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     """Return the error for a file that cannot be opened; a missing one may be meant for another in its folder."""
     reason, hint = open_error(error, name)
-    missing = isinstance(error, FileNotFoundError) and not hint
-    if missing and (found := _files_of(name)):
+    if not isinstance(error, FileNotFoundError) or hint:
+        return UnreadableError(reason, path=name, next=hint)
+    from ..base.nearest import file_near, files_of  # only for missing files
+
+    if found := files_of(name):
         quotes = "the shell expands a pattern without quotes"
         return UnreadableError(reason, path=name, next=quotes, again=Again((), f"{quotes}: ", ((name, found),)))
-    near = _file_like(name) if missing else ""
-    if near:
+    if near := file_near(name):
         what, step = f"{reason}; is it {near!r}?", command("inspect", near)
         return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
     return UnreadableError(reason, path=name, next=hint)
-
-
-def _files_of(pattern: str) -> tuple[str, ...]:
-    """Return the files that a glob stands for, if they are a few."""
-    if not set("*?[") & {*os.path.basename(pattern)} or set("*?[") & {*os.path.dirname(pattern)}:
-        return ()  # many folders would have to be searched
-    from glob import iglob
-
-    found = sorted(islice(iglob(pattern), _LISTED + 1))
-    return tuple(found) if len(found) <= _LISTED else ()
-
-
-def _file_like(name: str) -> str:
-    """Return the path of the file beside a missing one that has a similar name, or ""."""
-    folder, wanted = os.path.split(name)
-    try:
-        with os.scandir(folder or os.curdir) as listing:
-            names = sorted(entry.name for entry in islice(listing, _COMPARED))
-    except OSError:
-        return ""
-    from ..base.nearest import nearest_file  # only for missing files
-
-    near = nearest_file(wanted, names)
-    return os.path.join(folder, near) if near else ""
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
