@@ -28,8 +28,8 @@ from ..files.sources import FolderSource, Span
 from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
-from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
 from ..formats.rank_part import part_of
+from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
