@@ -93,7 +93,7 @@ site: $(VENV)/.site ## Make the site of the documentation in build/site; broken 
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)
-	$(BIN)/python -m bench.pages
+	$(if $(filter --stale --list --clean,$(BENCH)),,$(BIN)/python -m bench.pages)
 
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bench.jobs import Group, Row, Target
 from bench.measure import Result
+from bench.stale import commit
 
 SCHEMA = "ckptool.bench/2"
 Figures = dict[str, Any]
 
 
+def published() -> Figures:
+    """Return the figures of the last published run."""
+    found: Figures = json.loads(Path(__file__).with_name("figures.json").read_text(encoding="utf-8"))
+    return found
+
+
 def figures_of(group: Group, filesystem: str, results: Mapping[str, Result], floor: int) -> list[Figures]:
     """Return the rows of a group as JSON. A row of a failed job has a reason instead of figures."""
-    return [_row(group, filesystem, row, results, floor) for row in group.rows]
+    now = commit()
+    return [{**_row(group, filesystem, row, results, floor), "commit": now} for row in group.rows]
 
 
 def put_into(measured: Mapping[str, Any], known: Mapping[str, Any]) -> Figures:
@@ -59,6 +69,7 @@ def _row(group: Group, filesystem: str, row: Row, results: Mapping[str, Result],
         "met": _met(row.target, mine, ratio, each) if row.target and not mine.fails else None,
         "reader": row.reader,
         "torch": row.torch,
+        "modules": " ".join(mine.modules),
     }
 
 

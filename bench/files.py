@@ -56,12 +56,13 @@ class Spec(NamedTuple):
 BIG = Spec("2 GB, 400 tensors", 400, 1000, 1250)
 MANY = Spec("20,000 tensors", 20_000, 1, 220)
 LARGE = Spec("200,000 tensors", 200_000, 1, 220)
+SMALL = Spec("a small file, 10 tensors", 10, 16, 16)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
 SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
 #: A transformer of 25 billion parameters has this many tensors.
 SPARSE_100 = Spec("100 GB (sparse), 700 tensors", 700, 5000, 7143, sparse=True)
-EVERY_SPEC = (BIG, MANY, LARGE, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
+EVERY_SPEC = (BIG, MANY, LARGE, SMALL, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
 
 
 def run_torch(kind: str, path: Path, *words: object) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ _PROBE = Path(__file__).resolve().with_name("probe.py")
 _BLOCK = 1 << 22
 _LARGE = 1 << 28  # from this many input bytes on, an output may need memory that the host must first provide
 _REASON = 80  # characters of a failure's reason that go into a table
+#: Makes Python write the modules that it imports to stderr.
+_TRACED = {"PYTHONPROFILEIMPORTTIME": "1"}
+#: A line about a module of ckptool.
+_IMPORTED = re.compile(r"^import time:.*\| +(ckptool[\w.]*)$", re.M)
 
 
 class JobError(Exception):
@@ -37,7 +42,7 @@ class Result(NamedTuple):
     """All timed runs of one job in order, or `fails` with the reason why there are none.
 
     `disk` counts the bytes that the first run took from the free space. `shared` is the share (0 to 1) of the output's
-    blocks that belong to the input too. Both are None if they were not measured.
+    blocks that belong to the input too. Both are None if they were not measured. `modules` of ckptool were imported.
     """
 
     job: str
@@ -45,6 +50,7 @@ class Result(NamedTuple):
     fails: str = ""
     disk: int | None = None
     shared: float | None = None
+    modules: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -63,18 +69,25 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name in kept}
 
 
-def run_once(command: Sequence[str], log: Path, expected: int = 0) -> Sample:
+def run_once(command: Sequence[str], log: Path, expected: int = 0, settings: Mapping[str, str] = {}) -> Sample:
     """Run one command in the root of the repository, so that `-m ckptool` is this checkout.
 
-    Raises JobError if its exit code is not the expected one.
+    `settings` are further environment variables. Raises JobError if its exit code is not the expected one.
     """
     probe = [sys.executable, "-I", "-S", str(_PROBE), str(log), *command]
-    answer = subprocess.run(probe, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    answer = subprocess.run(
+        probe, env={**child_environment(), **settings}, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     seconds, cpu_seconds, kibibytes, code = answer.stdout.split()
     if int(code) != expected:
         tail = log.read_text(errors="replace")[-2000:].strip()
         raise JobError(f"{tail or 'no word of why'}\nexit code {code} from: {' '.join(command)}")
     return Sample(float(seconds), float(cpu_seconds), int(kibibytes) * 1024)
+
+
+def imported(log: str) -> tuple[str, ...]:
+    """Return the modules of ckptool whose import was traced."""
+    return tuple(sorted(set(_IMPORTED.findall(log))))
 
 
 def peak_floor(log: Path) -> int:
@@ -120,7 +133,8 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
         _settle(job)
         place = job.writes.parent if job.writes and disk else None
         before = images.free(place) if place else 0
-        sample = run_once(job.words, log, job.code)
+        sample = run_once(job.words, log, job.code, _TRACED)
+        modules = imported(log.read_text(errors="replace"))
         used = before - images.free(place) if place else None
         shared = images.shared(job.writes) if job.writes and disk else None
         if job.check:
@@ -135,7 +149,7 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
         reason = reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
         tell(f"{job.name} fails: {reason}")
         return Result(job.name, fails=reason)
-    return Result(job.name, (sample,), disk=used, shared=shared)
+    return Result(job.name, (sample,), disk=used, shared=shared, modules=modules)
 
 
 def _check(job: Job, log: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from bench import files, references
 from bench.files import Spec, made
-from bench.jobs import Check, Group, Job, Row
+from bench.jobs import Check, Group, Job, Row, Target
 from bench.references import answers, command
 
 
@@ -53,6 +53,24 @@ PEERS = (
         "and at the structure, too. It reads no tensor, so it is no match for the whole of `validate`.",
     ),
     Peer(
+        "hayward", ("hayward",), "hayward", False,
+        "looks for code in models of many kinds: `hayward scan` is compared with `validate --quick` and `scan`.",
+    ),
+    Peer(
+        "safetensors-print", ("safetensors-print",), "safetensors-print", False,
+        "prints and checks the header of a safetensors file: `--tensors` is compared with `keys`, on the same tensors "
+        "as a .safetensors file. It reads no other format.",
+    ),
+    Peer(
+        "whybig", ("whybig",), "whybig", False,
+        "lists the records of an archive by size, not the names of tensors: compared with `keys`.",
+    ),
+    Peer(
+        "pt-safe-loader", ("pt-safe-loader",), "python", False,
+        "is a library in Rust that reads a .pth without running it: its `metadata()` is compared with `keys`. It "
+        "refuses many state dicts (BUILD with a state), among them those with `_metadata`.",
+    ),
+    Peer(
         "fickling", ("fickling", "typing_extensions"), "fickling", False,
         "decompiles pickles and rates their safety. Its command `--check-safety` takes bare pickles; the same check is "
         "measured through its library, `scan_zip_archive`, too. typing_extensions, which it imports without asking "
@@ -78,6 +96,7 @@ _PEFT = (
     "model.save_pretrained(sys.argv[3])\n"
     "os.sync()\n"
 )
+_PT_LOADER = "import sys; from pt_loader import PtCheckpoint; print(PtCheckpoint.load(sys.argv[1]).metadata())"
 _FICKLING = (
     "import sys, fickling; found = fickling.scan_zip_archive(sys.argv[1]); "
     "print(*(result.severity.name for result in found.values())); "
@@ -126,14 +145,16 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     job = partial(_job, work / "peers")
 
     keys = command(tool, "keys", source=path)
+    listers = (
+        job("ckptkit", "ckptkit info --json", ("info", "--json", str(path)), path, listing),
+        job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(_shows, [names[0][-6:]])),
+        job("pt-safe-loader", "pt_loader, metadata()", ("-c", _PT_LOADER, str(path)), path, listing),
+        *_light_listers(job, path, same, names),
+    )
     lists = Group(
         "peers: list the tensors", spec.label,
-        (
-            keys._replace(proof=listing(keys.words)),
-            job("ckptkit", "ckptkit info --json", ("info", "--json", str(path)), path, listing),
-            job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(_shows, [names[0][-6:]])),
-        ),
-        (Row(keys.name, "ckptkit info --json", reader=heavy), Row(keys.name, "sft tree (.safetensors)", reader=heavy)),
+        (keys._replace(proof=listing(keys.words)), *listers),
+        tuple(Row(keys.name, other.name, reader=heavy) for other in listers),
         (make, convert), () if heavy else (same,),
     )  # fmt: skip
     scans = scanning(tool, work, path, evil)
@@ -169,6 +190,41 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     return lists, scan, strips, computing
 
 
+def _light_listers(job: Callable[..., Job], path: Path, same: Path, names: list[str]) -> tuple[Job, ...]:
+    """Return the jobs of listings that start as fast as ckptool."""
+    return (
+        job(
+            "safetensors-print", "safetensors-print --tensors (.safetensors)", ("--tensors", str(same)), same,
+            partial(_shows, names),
+        ),
+        job("whybig", "whybig --top", ("--top", "1000000", str(path)), path, partial(_shows, ["data.pkl"])),
+    )  # fmt: skip
+
+
+def start_up(tool: list[str], work: Path) -> Group:
+    """Return the comparison of short commands on a small file, where starting takes most of the time."""
+    spec = files.SMALL
+    path, output, evil = work / spec.name, work / "output.pt", work / EVIL
+    same = path.with_suffix(".safetensors")
+    make = made(lambda unfinished: files.make(spec, unfinished), path)
+    convert = made(lambda unfinished: files.run_torch("safetensors", unfinished, path), same)
+    keys, inspect, scan = (command(tool, word, source=path) for word in ("keys", "inspect", "scan"))
+    strip = command(tool, "strip-module", source=path, output=output, check="strip")
+    picklescan = next(other for other in scanning(tool, work, path, evil) if other.name == "picklescan -p")
+    listers = _light_listers(partial(_job, work / "peers"), path, same, files.tensor_names(spec.tensors))
+    bounds = ((keys, 1.4), (inspect, 1.7), (scan, 1.6), (strip, 1.8))
+    return Group(
+        "peers: start-up", spec.label,
+        (references.imports(), keys, inspect, scan, strip, *listers, picklescan),
+        (
+            *(Row(job.name, references.IMPORTS, Target(ratio=ratio), reader=True) for job, ratio in bounds),
+            *(Row(keys.name, other.name, Target(ratio=1.0), reader=True) for other in listers),
+            Row(scan.name, picklescan.name, Target(ratio=1.0), reader=True),
+        ),
+        (make, convert, made(files.hostile, evil)), (evil,),
+    )  # fmt: skip
+
+
 def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, ...]:
     """Return the jobs of the scanners for a file or folder, ckptool first.
 
@@ -180,6 +236,7 @@ def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, 
     proof = partial(_tells_apart, path, evil)
     quick = Job("validate --quick", (*tool, "validate", "--quick", str(path)), (path,))
     others = (
+        ("hayward", "hayward scan", (str(folder / "hayward" / "bin" / "hayward"), "scan", str(path))),
         ("picklescan", "picklescan -p", (str(folder / "picklescan" / "bin" / "picklescan"), "-p", str(path))),
         ("fickling", "fickling scan_zip_archive", (python, "-c", _FICKLING, str(path))),
         ("fickling", "fickling --check-safety", checking),

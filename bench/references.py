@@ -66,7 +66,7 @@ _SUM = (
     "        crc = zlib.crc32(view[:size], crc)\n"
 )
 
-IMPORTS = 'python -c "import click, tabulate"'
+IMPORTS = 'python -c "import click"'
 COPY = "cp && sync"
 REFLINK = "cp --reflink && sync"
 SUM = "read + zlib.crc32 loop"
@@ -95,8 +95,8 @@ def both(name: str, code: str, source: Path, output: Path | None = None) -> tupl
 
 
 def imports() -> Job:
-    """Return a job that starts Python and imports the two libraries that the command line is built on."""
-    return Job(IMPORTS, (sys.executable, "-c", "import click, tabulate"))
+    """Return a job that starts Python and imports the library that the command line is built on."""
+    return Job(IMPORTS, (sys.executable, "-c", "import click"))
 
 
 def copy(source: Path, output: Path, label: str = COPY) -> Job:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import adapters, dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
+from bench import adapters, dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, stale, tables
 from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
@@ -51,6 +51,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE; with --only into it")
     parser.add_argument("--only", default="", metavar="TEXT", help="only groups with TEXT in their name, file or jobs")
     parser.add_argument("--list", action="store_true", help="print the groups and their jobs, and do nothing else")
+    parser.add_argument(
+        "--stale", action="store_true", help="list the published figures that are older than their code"
+    )
     parser.add_argument("--clean", action="store_true", help="remove the files of earlier runs, and do nothing else")
     given = parser.parse_args(arguments)
     repeat = given.repeat if given.repeat is not None else 0 if given.quick else 5
@@ -65,6 +68,10 @@ def parse(arguments: Sequence[str]) -> Options:
     options = Options(
         given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool, given.only
     )
+    if given.stale:
+        old = dict.fromkeys(stale.described(figures.published()))
+        print(*old, f"{len(old)} figures are stale", sep="\n")
+        parser.exit(bool(old))
     if given.list:
         for group in chosen(options):
             print(f"{group.name}: {group.file}", *(f"  {job.name}" for job in group.jobs), sep="\n")
@@ -99,6 +106,7 @@ def chosen(options: Options) -> list[Group]:
     ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
     ready += dcp.conversions(tool, big, many, work)
     ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
+    ready.append(peers.start_up(tool, work))
     if options.large:
         ready += [*groups.of(tool, files.LARGE, work), groups.linear(tool, work, work / "output.pt")]
     return [group for group in ready if mentions(group, options.only)]

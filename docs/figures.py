@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 
 from bench import tables
+from bench.figures import published
 
-_DOCUMENT = json.loads((Path(__file__).resolve().parent.parent / "bench" / "figures.json").read_text(encoding="utf-8"))
+_DOCUMENT = published()
 
 NOTES = tables.NOTES
 headline = partial(tables.headline, _DOCUMENT)

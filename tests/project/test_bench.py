@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import FIXTURES, ROOT
 
-from bench import figures, groups, instant, peaks, peers, tables
+from bench import figures, groups, instant, peaks, peers, stale, tables
 from bench.files import BIG, LARGE, MANY, SPARSE_100, flipped
 from bench.jobs import Each, Group, Job, Row, Target
 from bench.measure import JobError, Result, Sample, measure
@@ -114,6 +115,7 @@ def test_every_row_names_jobs_of_its_group(tmp_path: Path) -> None:
         *(group for group in instant.sharing(tool, "xfs", BIG, SPARSE_100, tmp_path)),
         *(group for heavy in (True, False) for group in peers.groups(tool, BIG, tmp_path, heavy)),
         groups.small(tool, tmp_path, 10, scan),
+        peers.start_up(tool, tmp_path),
         groups.linear(tool, tmp_path, tmp_path / "out"),
         groups.in_tasks(tool, BIG, tmp_path),
         peaks.group(tool, BIG, tmp_path),
@@ -160,3 +162,25 @@ def test_a_group_takes_the_place_of_its_former_run() -> None:
     assert [(one["group"], one["job"], one["seconds"]) for one in found["rows"]] == [
         *(("read", "keys", 1), ("edit", "a", 5), ("edit", "c", 6), ("end", "z", 4), ("new", "n", 7)),
     ]
+
+
+def test_a_figure_is_stale_once_a_module_that_its_command_imported_has_changed() -> None:
+    def row(commit: str, modules: str) -> dict[str, str]:
+        return {"group": "read", "file": "2 GB", "job": "keys", "commit": commit, "modules": modules}
+
+    first = subprocess.run(
+        ("git", "rev-list", "--max-parents=0", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not first:
+        pytest.skip("not in a repository")
+    rows = [row("", ""), row("0" * 12, ""), row(first[0], "ckptool.cli.main"), row(first[0], "ckptool.nowhere")]
+    whys = [line.partition("keys: ")[2] for line in stale.described({"rows": rows})]
+    assert [why.split()[0] for why in whys] == ["it", "the", "since"]
+    assert whys[2].endswith(": ckptool.cli.main")
+
+
+def test_the_modules_that_a_command_imports_are_noted(tmp_path: Path) -> None:
+    words = (sys.executable, "-m", "ckptool", "keys", str(FIXTURES / "bare.pth"))
+    [found] = run(group_of(Job("keys", words)), tmp_path).values()
+    assert {"ckptool", "ckptool.cli.main", "ckptool.files.zips.reader"} <= set(found.modules)
+    assert "ckptool.edits" not in found.modules
