@@ -17,14 +17,24 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import is_contiguous, view_id
+from ..checkpoint.tensors import Tensor, is_contiguous, view_id
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
-from ..values.elements import dtype_of, elements, in_storage_order, storage_axes, tensor_size
+from ..values.elements import StorageReader, dtype_of, elements, in_storage_order, storage_axes, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
-from ..values.torch.blocks import layout_of, row_major, rule_of
+from ..values.torch.batches import (
+    Kind,
+    batches,
+    kind_of,
+    kind_of_pair,
+    measure_batch,
+    measure_pair_rows,
+    measure_rows,
+    read_pair,
+)
+from ..values.torch.blocks import ElementRule, Layout, layout_of, row_major, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure
@@ -208,22 +218,44 @@ def _measure_all(
     readings: Sequence[Reading | str], known: Mapping[object, Measured], progress: Progress | None
 ) -> list[_Statistics]:
     """Return the statistics of each reading."""
-    before = [known.get(reading_id(reading)) for reading in readings]
-    sizes = [
-        0 if isinstance(reading, str) or measured else tensor_size(reading.tensor)
-        for reading, measured in zip(readings, before)
-    ]
-    return _in_threads(lambda number, advance: _statistics(readings[number], before[number], advance), sizes, progress)
+    found: dict[int, Measured | MalformedError] = {}
+    unknown: list[int] = []
+    for number, reading in enumerate(readings):
+        if not isinstance(reading, str):
+            before = known.get(reading_id(reading))
+            if before is None:
+                unknown.append(number)
+            else:
+                found[number] = before
+    work = [_work(reading) for number in unknown if not isinstance(reading := readings[number], str)]
+
+    def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[Measured | MalformedError]:
+        def rows(data: list[tuple[bytes, ...]], kind: Kind) -> list[Measured | None]:
+            results = measure_rows(data, kind, _BINS)
+            advance(sum(len(row[0]) for row, result in zip(data, results) if result is not None))
+            return results
+
+        return measure_batch([work[at] for at in group], kind, _Work.read, rows, lambda item: item.measured(advance))
+
+    sizes = [tensor_size(item.tensor) for item in work]
+    results = _in_threads(measured, [kind_of([item.rule], item.layout) for item in work], sizes, progress)
+    for number, item, result in zip(unknown, work, results):
+        found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
+    return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings)]
 
 
 Result = TypeVar("Result")
 
 
 def _in_threads(
-    work: Callable[[int, Progress], Result], sizes: Sequence[int], progress: Progress | None
+    work: Callable[[list[int], Kind | None, Progress], list[Result]],
+    kinds: Sequence[Kind | None],
+    sizes: Sequence[int],
+    progress: Progress | None,
 ) -> list[Result]:
-    """Call ``work`` with each index of ``sizes``, the bytes to read, and return the results; use threads if
-    that pays.
+    """Call ``work`` with batches of indices of ``kinds``, and return the results in order.
+
+    ``sizes`` are the bytes to read. Several threads are used if that pays.
     """
     torch = need_torch("computing with values")
     results: dict[int, Result] = {}
@@ -234,21 +266,19 @@ def _in_threads(
             with lock:
                 progress(count)
 
-    def do(number: int) -> None:
-        results[number] = work(number, advance)
+    def do(group: list[int]) -> None:
+        results.update(zip(group, work(group, kinds[group[0]], advance)))
 
     with one_thread(torch):
-        run_in_threads(range(len(sizes)), do, sum(sizes))
+        run_in_threads(batches(kinds), do, sum(sizes))
     return [results[number] for number in range(len(sizes))]
 
 
-def _statistics(reading: Reading | str, measured: Measured | None, advance: Progress) -> _Statistics:
-    if isinstance(reading, str):
-        return _no_statistics(None, reading)
-    try:
-        measured = measured or _measured(reading, advance)
-    except MalformedError as error:
-        return _no_statistics(reading.of, error.what)
+def _statistics(reading: Reading | str, measured: Measured | MalformedError | None) -> _Statistics:
+    if isinstance(reading, str) or measured is None:
+        return _no_statistics(None, str(reading))
+    if isinstance(measured, MalformedError):
+        return _no_statistics(reading.of, measured.what)
     return statistics(reading, measured)
 
 
@@ -316,22 +346,27 @@ def measure_pairs(
         if not isinstance(one, str) and not isinstance(other, str) and _in_step(one, other):
             names[nodes] = name = reading_id(one), reading_id(other)
             pairs.setdefault(name, (one, other))
-    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in pairs.values()]
     work = list(pairs.values())
+    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in work]
 
-    def measured(number: int, advance: Progress) -> PairMeasured | None:
-        try:
-            found = measure_pair(*work[number], _BINS)
-        except MalformedError:
-            return None
-        advance(sizes[number])
-        return found
+    def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[PairMeasured | MalformedError]:
+        items = [work[at] for at in group]
+        results = measure_batch(
+            items,
+            kind,
+            read_pair,
+            lambda data, kind: measure_pair_rows(data, kind, _BINS),
+            lambda pair: measure_pair(*pair, _BINS),
+        )
+        advance(sum(sizes[at] for at, result in zip(group, results) if not isinstance(result, MalformedError)))
+        return results
 
-    found = dict(zip(pairs, _in_threads(measured, sizes, progress) if pairs else ()))
+    kinds = [kind_of_pair(*pair) for pair in work]
+    found = dict(zip(pairs, _in_threads(measured, kinds, sizes, progress) if pairs else ()))
     result = MeasuredPairs(({}, {}), {})
     for nodes, name in names.items():
         pair = found[name]
-        if pair is not None:
+        if not isinstance(pair, MalformedError):
             for side, reading, numbers in zip(result.sides, pairs[name], (pair.a, pair.b)):
                 side[reading_id(reading)] = numbers
             result.compared[nodes] = pair.compared
@@ -346,25 +381,44 @@ def _in_step(one: Reading, other: Reading) -> bool:
     return whole and one.tensor.shape == other.tensor.shape and 0 not in one.tensor.shape
 
 
-def _measured(reading: Reading, advance: Progress) -> Measured:
+class _Work(NamedTuple):
+    """A tensor to measure: its elements in the order in which they are read, and how often each one counts."""
+
+    storage: StorageReader
+    tensor: Tensor
+    times: int
+    rule: ElementRule
+    layout: Layout
+
+    def read(self) -> tuple[bytes]:
+        """Return the elements; raise MalformedError if bytes are missing."""
+        return (b"".join(elements(self.storage, self.tensor)),)
+
+    def measured(self, advance: Progress) -> Measured:
+        """Measure the tensor; raise MalformedError if bytes are missing."""
+
+        def pieces() -> Iterator[bytes]:
+            for data in elements(self.storage, self.tensor):
+                yield data
+                advance(len(data))
+
+        return measure(pieces(), self.rule, self.layout, _BINS)
+
+
+def _work(reading: Reading) -> _Work:
     tensor, affine = reading.tensor, reading.affine
     dtype = dtype_of(tensor)
     # The scales of channels depend on the order of the elements; everything else can be read in storage order.
     in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
     stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
     layout = row_major(tensor) if in_order else layout_of(tensor, storage_axes(tensor))
-
-    def pieces() -> Iterator[bytes]:
-        for data in elements(reading.storage, stored):
-            yield data
-            advance(len(data))
-
-    measured = measure(pieces(), rule_of(reading), layout, _BINS)
-    return measured if times == 1 else _repeated(measured, times)
+    return _Work(reading.storage, stored, times, rule_of(reading), layout)
 
 
 def _repeated(measured: Measured, times: int) -> Measured:
     """Return the statistics of a tensor whose elements each count ``times`` times."""
+    if times == 1:
+        return measured
     finite = measured.finite * times
     std, norm = measured.std, measured.norm
     if finite > 1 and measured.finite:

@@ -46,7 +46,7 @@ def finite_numbers(tensor: torch.Tensor) -> list[Any]:
 @pytest.fixture
 def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few numbers be sketched like many."""
-    monkeypatch.setattr(measure_module, "_SORTED", 0)
+    monkeypatch.setattr(measure_module, "SORTED", 0)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -79,7 +79,7 @@ def test_narrow_elements_are_counted_exactly(dtype: str, sketched: None) -> None
 )
 def test_quantiles_are_within_the_stated_error(dtype: str, values: list[float], times: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_module, "_SORTED", 0)
+        patch.setattr(measure_module, "SORTED", 0)
         tensor = made(dtype, values * times)
         found, ordered = measured(tensor), finite_numbers(tensor)
         assert found.finite == len(ordered)

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
-from ...base.errors import TargetError, UnreadableError
+from ...base.errors import MalformedError, TargetError, UnreadableError
 from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
@@ -18,6 +18,7 @@ from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import BitDifference, dtype_of, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
+from ...values.torch.batches import batches, distance_rows, kind_of_pair, measure_batch, read_pair
 from ...values.torch.distance import Compared, Distance, distance
 from ...values.torch.loads import need_torch, one_thread
 from ...values.torch.measure import Measured
@@ -320,16 +321,34 @@ class ValueComparison:
             return
         sides = {number: self.sides(number) for number in wanted}
 
-        def do(number: int) -> None:
-            one, other = sides[number]
+        pairs: dict[int, tuple[Reading, Reading]] = {}
+        for number, (one, other) in sides.items():
             if isinstance(one, str) or isinstance(other, str):
                 self.measured[number] = one if isinstance(one, str) else str(other)
-                return
-            tolerance = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
-            self.measured[number] = distance(one, other, tolerance)
+            else:
+                pairs[number] = one, other
+        numbers = list(pairs)
+        kinds = [kind_of_pair(*pairs[number], self.tolerance_of(number)) for number in numbers]
+
+        def do(group: list[int]) -> None:
+            def alone(number: int) -> Compared:
+                return distance(*pairs[number], self.tolerance_of(number))
+
+            chosen = [numbers[at] for at in group]
+            results = measure_batch(
+                chosen, kinds[group[0]], lambda number: read_pair(pairs[number]), distance_rows, alone
+            )
+            for number, result in zip(chosen, results):
+                if isinstance(result, MalformedError):
+                    raise result
+                self.measured[number] = result
 
         with one_thread(torch):
-            run_in_threads(wanted, do, sum(tensor_size(self.pairs[number].a) for number in wanted))
+            run_in_threads(batches(kinds), do, sum(tensor_size(self.pairs[number].a) for number in wanted))
+
+    def tolerance_of(self, number: int) -> tuple[float, float]:
+        """Return the relative and absolute tolerance for a pair; zeros if none applies."""
+        return (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
 
     def judges(self, number: int) -> bool:
         """Return whether a pair's numbers, and not its bits, decide whether it differs."""

@@ -19,7 +19,7 @@ _WIDE: Final = frozenset(("float64", "complex128"))
 #: Numbers of each side compared at a time. They and the intermediate results fit in the cache.
 _SLICE: Final = 1 << 15
 #: The rule for differences, which are plain float64 numbers.
-_DIFFERENCE: Final = ElementRule("float64")
+DIFFERENCE: Final = ElementRule("float64")
 #: Integer differences below this do not overflow 64 bits.
 _EXACT: Final = float(1 << 62)
 
@@ -119,7 +119,7 @@ def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
     """
     torch = need_torch("comparing values as numbers")
     layout = row_major(one.tensor)
-    gauges = [Gauge(torch, _rule(reading), layout, bins) for reading in (one, other)]
+    gauges = [Gauge(torch, resolved_rule(reading), layout, bins) for reading in (one, other)]
 
     def add(*pair: Block) -> None:
         for gauge, block in zip(gauges, pair):
@@ -143,7 +143,7 @@ def _compare(
 ) -> Compared:
     """Compare two tensors with equal shapes; ``each`` is called with both blocks before the next ones are read."""
     layout = row_major(one.tensor)
-    gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
+    gauge = Gauge(torch, DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
     whole, bits, at = Distance(), BitDifference(), 0
     for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
@@ -170,7 +170,8 @@ def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> Bit
     return BitDifference(first, before.differing + differing)
 
 
-def _rule(reading: Reading) -> ElementRule:
+def resolved_rule(reading: Reading) -> ElementRule:
+    """Return the rule for the elements that ``resolved_bytes`` yields."""
     # The bytes are already resolved.
     return rule_of(reading)._replace(negated=False)
 
@@ -179,7 +180,7 @@ def _blocks(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
 ) -> Iterator[tuple[tuple[Block, Block], Distance, Any]]:
     """Yield pairs of blocks, with their distance and their difference."""
-    rules = [_rule(side) for side in (one, other)]
+    rules = [resolved_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
     sides = [blocks(torch, resolved_bytes(side), rule, layout, name) for name, side, rule in named]
     wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)

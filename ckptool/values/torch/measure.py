@@ -22,9 +22,9 @@ PERCENT: Final = (1, 5, 25, 50, 75, 95, 99)
 #: Maximum number of groups of neighbouring channels.
 _GROUPS: Final = 64
 #: Up to this many numbers are sorted; for more, a sketch is faster.
-_SORTED: Final = 1 << 12
+SORTED: Final = 1 << 12
 #: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
-_SMALL, _LARGE = 1e-130, 1e130
+SMALL, LARGE = 1e-130, 1e130
 
 
 class Channels(NamedTuple):
@@ -182,7 +182,7 @@ class Gauge:
         self.low: Any = math.inf
         self.high: Any = -math.inf
         self.moments = Moments()
-        self.sketch = Sketch(torch, rule) if layout.numel > _SORTED else None
+        self.sketch = Sketch(torch, rule) if layout.numel > SORTED else None
         #: The finite numbers of a small tensor, and the bias to add to them.
         self.kept: list[Any] = []
         self.bias = 0
@@ -322,7 +322,7 @@ class Gauge:
 
 def shift_of(size: float) -> int:
     """Return the exponent of the power of two that brings numbers of this size to about 1; 0 if none is needed."""
-    return 0 if not size or _SMALL < size < _LARGE else -math.frexp(size)[1]
+    return 0 if not size or SMALL < size < LARGE else -math.frexp(size)[1]
 
 
 def factors_of(shift: int) -> tuple[float, ...]:
