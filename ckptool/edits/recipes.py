@@ -79,7 +79,10 @@ def named_as(
         meant = [each for each in like if family and family in each.split(":")]
         again = Again(words=((family, meant[0]),)) if len(meant) == 1 else None
         raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}", again=again)
-    recipes = [built_in(name) for name, head in built_in_heads().items() if family in (head.a, head.b)]
+    heads = {name: head for name, head in built_in_heads().items() if family in (head.a, head.b)}
+    # The writer of a folder of parts is the family that its shapes show.
+    writer = checkpoint.container.writer.partition(",")[0]
+    recipes = [built_in(name) for name, head in heads.items() if head.a == writer] or [*map(built_in, heads)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
     return _applied(checkpoint, turned, family, key, config)
 
@@ -240,8 +243,6 @@ def _chosen(
     """Return the only recipe and state dict that fit together; raise RefusedError if none do, or several."""
     refusals: list[tuple[bool, int, bool, RefusedError]] = []
     found: list[_Choice] = []
-    # The writer of a folder of parts is the family that its shapes show.
-    recipes = sorted(recipes, key=lambda recipe: not checkpoint.container.writer.startswith(recipe.a))
     for state_dict in selected(checkpoint, key):
         views = {name: _view(tensor) for name, tensor in _tensors(checkpoint, state_dict).items()}
         for recipe in recipes:
