@@ -41,11 +41,15 @@ def inferred_recipe(own: Side, target: Side, rest: Comparison) -> str:
     """
     pairs: dict[str, tuple[str, str] | None] = dict.fromkeys(rest.loads, ("", ""))
     pairs |= {item.key: _same_elements(own.shape(item.key), target.shape(item.key)) for item in rest.sizes}
-    shared = {name: padded_rows(name, own, target) for name in pairs if pairs[name] is None}
+    shared: dict[str, int] = {}
+    for name in [name for name, axes in pairs.items() if axes is None]:
+        shared[name] = padded_rows(name, own, target)
+        if not shared[name]:
+            return ""
     added = {_rows(target, name) - rows for name, rows in shared.items() if rows < _rows(target, name)}
     if len(added) > 1 or (added and any(_rows(own, name) > rows for name, rows in shared.items())):
         return ""  # a recipe has one size of padding
-    pairs |= {name: _padded(rows, own, target, name) for name, rows in shared.items() if rows}
+    pairs |= {name: _padded(rows, own, target, name) for name, rows in shared.items()}
     if _TURNED in pairs.values():  # then squares may be transposed as well
         pairs |= {name: _square(name, own, target) for name in rest.loads if _is_square(own.shape(name))}
     rules = [_Rule(((own.label(name), axes[0]),), ((name, axes[1]),)) for name, axes in pairs.items() if axes]

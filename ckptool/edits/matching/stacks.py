@@ -7,7 +7,7 @@ have values.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import permutations
+from itertools import islice, permutations
 from math import prod
 from typing import Final
 
@@ -18,6 +18,8 @@ from .names import numbers_in
 #: The most series that one stack may hold, such as gate and up, and the most that are tried for it.
 _MOST_SERIES: Final = 3
 _MOST_TRIED: Final = 8
+#: The most stacks that are tried for all tensors together.
+_MOST_STACKS: Final = 20_000
 #: The most elements of a row that are compared.
 _ROW: Final = 256
 #: Fewer distinct elements may be equal by chance.
@@ -39,16 +41,21 @@ class Stack(NamedTuple):
 
 def find_stacks(wholes: Side, parts: Side, whole_names: Collection[str], part_names: Collection[str]) -> list[Stack]:
     """Return the tensors of ``wholes`` that are stacks of tensors of ``parts``, as the values of both sides prove."""
+    if wholes.values is None or parts.values is None:
+        return []
     series: dict[tuple[int, tuple[str, ...]], list[tuple[str, ...]]] = {}
     for template, names in _series(part_names):
         series.setdefault((len(names), numbers_in(template)), []).append(names)
     stacks = []
+    left = _MOST_STACKS
     for whole in whole_names:
         shape = wholes.shape(whole) or ()
         if len(shape) < 2:
             continue
         near = series.get((shape[0], numbers_in(whole)), [])[:_MOST_TRIED]
-        found = [stack for stack in _fitting(whole, shape, near, parts) if _is_proven(stack, wholes, parts)]
+        tried = list(islice(_fitting(whole, shape, near, parts), left))
+        left -= len(tried)
+        found = [stack for stack in tried if _is_proven(stack, wholes, parts)]
         stacks += found if len(found) == 1 else []
     return stacks
 
