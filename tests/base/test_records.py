@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import types
 import typing
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -62,11 +63,11 @@ class Box(records.NamedTuple, Generic[_T]):
 
 
 def outcome(call: Callable[[Any], object], kind: Any) -> str:
-    """Return the repr of a result, with one name for both classes, or the name of the error."""
+    """Return the repr of a result or of the error, with one name for both classes."""
     try:
         text = repr(call(kind))
     except (TypeError, ValueError, AttributeError) as error:
-        text = type(error).__name__
+        text = repr(error)
     return text.replace("Theirs", "Ours")
 
 
@@ -106,6 +107,14 @@ CALLS: dict[str, Callable[[Any], object]] = {
 def test_it_is_a_named_tuple(name: str) -> None:
     ours, theirs = outcome(CALLS[name], Ours), outcome(CALLS[name], Theirs)
     assert ours.replace("ckptool.base.records._Record'>, <class '", "") == theirs
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 14, 15, 40])
+def test_it_may_have_any_number_of_fields(size: int) -> None:
+    fields = {f"field{number}": int for number in range(size)}
+    made: Any = types.new_class("Made", (records.NamedTuple,), {}, lambda space: space.update(__annotations__=fields))
+    assert made(*range(size)) == made(**dict(zip(fields, range(size)))) == tuple(range(size))
+    assert made(*range(size))._asdict() == dict(zip(fields, range(size)))
 
 
 def test_a_class_may_have_subclasses_and_parameters() -> None:
