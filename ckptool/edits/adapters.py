@@ -149,8 +149,10 @@ def description(checkpoint: Checkpoint) -> str:
         match = _KEY.match(entry.key)
         if match is not None and match["part"] not in ("base_layer", "modules_to_save"):
             targets[match["module"].rpartition(".")[2]] = None
-            first = match["part"] in ("lora_A", "lora_embedding_A") and len(entry.tensor.shape) > 1
+            first = match["part"] in ("lora_A", "lora_embedding_A", "hada_w1_b") and len(entry.tensor.shape) > 1
             ranks |= {entry.tensor.shape[0]} if first else set()
+    if config.get("target_parameters"):  # their matrices have the ranks of all experts
+        ranks &= {config.get("r")}
     dora = "DoRA" if config.get("use_dora") is True else "LoRA"
     what = f"an adapter ({dora if kind == 'LORA' else kind}"
     what += f" of rank {join_limited([f'{rank:,}' for rank in sorted(ranks)])}" if ranks else ""

@@ -79,10 +79,10 @@ def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
     """Return the command that merges an adapter into a base, empty if they do not fit.
 
-    For an adapter with the names of kohya or diffusers, also say what becomes of its tensors; return "" for PEFT's.
+    Also say what the adapter is and what it changes. Return "" for an adapter of PEFT that does not fit.
     """
     of_pipeline = _is_of_pipeline(adapter)
-    what = f"the file is {pipeline_description(adapter)}" if of_pipeline else ""
+    what = f"the file is {adapter_description(adapter)}"
     try:
         with opened(base) as checkpoint:
             merged = _merged(checkpoint, [_opened(adapter)], [1.0], None)
@@ -91,8 +91,8 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
     except CkptoolError as error:
         return NextStep(), f"{what}; it does not fit the target: {error.what}" if of_pipeline else ""
     number = pluralize(merged.changes[0].number, "weight")
-    fits = f"{number} of the target change when merge-lora makes one model of both"
-    return step, "; ".join((f"{what}; {fits}", *map(str, merged.changes[0].notes))) if of_pipeline else ""
+    fits = f"merge-lora makes one model of both, and changes {number} of the target"
+    return step, "; ".join((what, fits, *map(str, merged.changes[0].notes)))
 
 
 def step_with_base(adapter: Checkpoint) -> NextStep:

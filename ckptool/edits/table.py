@@ -509,11 +509,12 @@ _EDITS: Final = (
         summary="""Merge PEFT adapters into a base model, one after the other.
 
         The first input is the base, a file or a folder; the others are adapters: folders with adapter_config.json and
-        adapter_model.safetensors or .bin. LoRA (also rsLoRA, DoRA, rank and alpha patterns, embeddings, convolutions,
-        modules_to_save, trained tokens) and IA3 are merged, with the values of PEFT's merge_and_unload(). Only changed
-        weights are computed, while writing; everything else is copied.""",
+        adapter_model.safetensors or .bin, or LoRAs of kohya and diffusers. LoRA (also rsLoRA, DoRA, patterns,
+        embeddings, convolutions, experts, modules_to_save, trained tokens), AdaLoRA, LoHa and IA3 are merged, with the
+        values of PEFT's merge_and_unload(). Only changed weights are computed; everything else is copied.""",
         examples="""ckptool merge-lora base/ adapter/ -o merged/
         ckptool merge-lora base.safetensors adapter/ -o merged.safetensors
+        ckptool merge-lora pipeline/unet/ lora.safetensors -o unet/
         ckptool merge-lora base/ style/ task/ --weights 1,0.5 -o merged/""",
     ),
     Edit(

@@ -603,6 +603,16 @@ REPORTED = {
     "model-parallel": '  File "llama/generation.py", line 88\nAssertionError: Loading a checkpoint for MP=8 but '
     "world size is 1",
     "dcp-no-metadata": "FileNotFoundError: [Errno 2] No such file or directory: '/ckpt/step-100/.metadata'",
+    "adapter-vocabulary": "RuntimeError: Error(s) in loading state_dict for PeftModelForCausalLM:\n\tsize mismatch for "
+    "base_model.model.lm_head.lora_B.default.weight: copying a param with shape torch.Size([32003, 8]) from "
+    "checkpoint, the shape in current model is torch.Size([32000, 8]).",
+    "averaged-weights": "RuntimeError: Error(s) in loading state_dict for LatentDiffusion:\n\tUnexpected key(s) in "
+    'state_dict: "model_ema.diffusion_modelout2bias", "model_ema.decay".',
+    "lora-keys": "ValueError: The following keys have not been correctly renamed: \n\n lora_te_x.lokr_w1",
+    "vocabulary-index": "    return torch.embedding(weight, input, padding_idx, scale_grad_by_freq, sparse)\n"
+    "IndexError: index out of range in self",
+    "tied-values": "The tied weights mapping and config for this model specifies to tie wte.weight to lm_head.weight, "
+    "but both are present in the checkpoints with different values, so we will NOT tie them. You should update the",
 }
 
 

@@ -307,6 +307,37 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         topic=KEYS,
     ),
     KnownError(
+        "lora-keys",
+        "ValueError: The following keys have not been correctly renamed: lora_unet_down_blocks_0_attentions_0_proj_in"
+        ".hada_w1_a",
+        "The file has adapters that diffusers does not read: of another kind than LoRA, such as LoHa, or for modules "
+        "with other names. merge-lora takes LoRAs of kohya and diffusers, and names the first tensor that is another.",
+        searched(r"The following keys have not been correctly renamed"),
+        shown("inspect"),
+        example="lora.safetensors",
+    ),
+    KnownError(
+        "vocabulary-index",
+        "IndexError: index out of range in self",
+        "An embedding has no row with this number: the tokenizer has more tokens than the model, or the text is longer "
+        "than its positions. keys shows the rows; ckptool resize adds some, up to len(tokenizer).",
+        searched(r"index out of range in self|indexSelectLargeIndex.*srcIndex < srcSelectDimSize"),
+        shown("keys"),
+        example="model",
+        topic=KEYS,
+    ),
+    KnownError(
+        "tied-values",
+        "The tied weights mapping and config for this model specifies to tie model.embed_tokens.weight to "
+        "lm_head.weight, but both are present in the checkpoints with different values, so we will NOT tie them.",
+        "The config says that the head is the embedding, and the file has another head, which the model then uses: set "
+        "tie_word_embeddings to false in config.json. ckptool edit can tie them again if they are equal.",
+        searched(r"both are present in the checkpoints with different values, so we will NOT tie"),
+        shown("keys"),
+        example="model",
+        topic=KEYS,
+    ),
+    KnownError(
         "dcp-no-metadata",
         "FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint/.metadata'",
         "The folder has no .metadata, which rank 0 of torch.distributed.checkpoint writes last: the save was not "

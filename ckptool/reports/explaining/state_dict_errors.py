@@ -101,6 +101,14 @@ STATE_DICT_ERRORS: Final = (
         answer=key_answer,
     ),
     KnownError(
+        "averaged-weights",
+        'Unexpected key(s) in state_dict: "model_ema.decay", "model_ema.num_updates", "model_ema.diffusion_model...',
+        "The file has a second copy of the weights, their moving average, under names without dots. Models are used "
+        "with the average: give it the names of the model.",
+        searched(r'Unexpected key\(s\) in state_dict:[^\n]*"model_ema\.(?:decay|num_updates)"'),
+        edited("edit", word="ema", use_ema=True),
+    ),
+    KnownError(
         "nested-state-dict",
         'Missing key(s) in state_dict: "conv1.weight", ... Unexpected key(s) in state_dict: "state_dict", "epoch", ...',
         "The file holds a whole training run, and the weights are in its entry '{entry}'. Extract that entry.",
@@ -125,6 +133,19 @@ STATE_DICT_ERRORS: Final = (
         ),
         topic=KEYS,
         answer=key_answer,
+    ),
+    KnownError(
+        "adapter-vocabulary",
+        "size mismatch for base_model.model.model.embed_tokens.weight: copying a param with shape "
+        "torch.Size([32001, 4096]) from checkpoint, the shape in current model is torch.Size([32000, 4096]).",
+        "The adapter was trained after tokens were added to its base: give the base {rows} rows first, with "
+        "model.resize_token_embeddings({rows}), or ckptool resize. merge-lora prints the command.",
+        searched(
+            r"size mismatch for base_model\.model\.\S*(?:embed_tokens|lm_head|wte|embed_in|embed_out)"
+            r"(?:\.lora_B\S*)?\.weight: copying a param with shape torch\.Size\(\[(?P<rows>[1-9]\d*),"
+        ),
+        shown("inspect"),
+        example="adapter",
     ),
     KnownError(
         "size-mismatch",
