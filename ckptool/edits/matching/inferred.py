@@ -105,7 +105,7 @@ def _rows(side: Side, name: str) -> int:
 
 
 def _padded(rows: int, own: Side, target: Side, name: str) -> tuple[str, str]:
-    """Return the axes of both sides of a tensor of which they share the first rows."""
+    """Return the axes of a tensor on both sides, which share its first ``rows`` rows."""
     rest = [letter for letter, _ in zip("ijkl", (own.shape(name) or ())[1:])]
     texts = (str(rows) if _rows(side, name) == rows else f"({rows}|_)" for side in (own, target))
     a, b = (", ".join([text, *rest]) for text in texts)

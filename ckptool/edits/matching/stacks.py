@@ -61,7 +61,7 @@ def find_stacks(wholes: Side, parts: Side, whole_names: Collection[str], part_na
 
 
 def with_hole(names: Sequence[str]) -> str:
-    """Return the names of a series as one, with a hole for the number in which they differ; "" if there is none."""
+    """Return the names of a series as one, with a hole for the number in which they differ, or "" if they have none."""
     rows = [name.split(".") for name in names]
     odd = [at for at, column in enumerate(zip(*rows)) if len({*column}) > 1]
     if len(odd) != 1 or [row[odd[0]] for row in rows] != [str(number) for number in range(len(rows))]:

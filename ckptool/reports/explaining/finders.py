@@ -312,7 +312,7 @@ def transferred(text: str) -> Details | None:
 
 
 def other_layout(error: StateDictError) -> Details | None:
-    """Find the family of names that a built-in recipe leads to from the file's keys to those of the model."""
+    """Find the family of names of the model, if a built-in recipe leads from the file's keys to the model's."""
     from ...edits.recipes import family_between  # imported late: it reads all recipes
 
     both = error.unexpected and error.missing
