@@ -22,6 +22,8 @@ from .weight_places import Weight, own_weights, renamed_weights, rows_of
 _KEY: Final = regex(
     r"(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<which>[AB])(?:\.(?!weight\Z|bias\Z)\w+)?\.weight\Z"
 )
+#: The most experts of a layer; a crafted file may claim any number.
+_MOST_EXPERTS: Final = 1 << 14
 #: The orders of the two axes behind the axis of experts.
 _ORDERS: Final = ("out, in", "in, out")
 
@@ -125,6 +127,8 @@ def _expert_changes(
     """Yield the change of each tensor in the base that holds rows of an expert."""
     a, b = stored(adapter, pair.a), stored(adapter, pair.b)
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
+    if experts > _MOST_EXPERTS:
+        raise adapter.refusal(f"{quoted(name)} has {experts:,} experts, and {_MOST_EXPERTS:,} are the most")
     rank = a.view.shape[0] // experts
     check_rank(adapter, pair.a, rank)
     factor *= scale(adapter, name, rank)

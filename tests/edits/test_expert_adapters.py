@@ -135,6 +135,18 @@ def test_another_base_is_refused(base: State, words: str, tmp_path: Path) -> Non
         merged(base, adapter, tmp_path)
 
 
+def test_a_claim_of_very_many_experts_is_refused(tmp_path: Path) -> None:
+    """Expanded tensors take no space in a file of torch."""
+    many, prefix = 1 << 40, f"base_model.model.{MODULE}"
+    torch.save({f"{MODULE}.down_proj": torch.ones(1).expand(many, HIDDEN, INNER)}, tmp_path / "base.pth")
+    folder = write_adapter(tmp_path / "adapter", {}, **TARGETS)
+    (folder / "adapter_model.safetensors").unlink()
+    a, b = torch.ones(1).expand(many * RANK, INNER), torch.ones(1).expand(HIDDEN, many * RANK)
+    torch.save({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, folder / "adapter_model.bin")
+    with pytest.raises(RefusedError, match="are the most"), ckptool.open(folder) as opened:
+        ckptool.merge_lora(tmp_path / "base.pth", opened)
+
+
 def test_a_matrix_without_its_partner_is_refused(tmp_path: Path) -> None:
     adapter, _ = matrices(HIDDEN, INNER)
     with pytest.raises(RefusedError, match="has no partner"):
