@@ -57,3 +57,7 @@ def test_other_names_show_no_family() -> None:
     assert family_of_model(["fc.weight", "fc.bias", "layer1.weight"]) == ""
     assert family_of_model(["layer1.0.conv1.weight", "layer4.0.conv1.weight", "fc.weight"]) == "ResNet"
     assert family_of_model(["base_model.model.layers.0.self_attn.q_proj.lora_A.weight"]) == "a LoRA adapter (PEFT)"
+    assert family_of_model(["base_model.model.transformer.h.0.c_attn.lora_A.weight"]) == "a LoRA adapter (PEFT)"
+    assert family_of_model(["lora_te_text_model_encoder_layers_0_mlp_fc1.alpha"]) == "a LoRA adapter (kohya)"
+    for name in ("to_q.lora_A.weight", "processor.to_q_lora.down.weight", "to_q.lora.down.weight"):
+        assert family_of_model([f"unet.down_blocks.0.attentions.0.{name}"]) == "a LoRA adapter (diffusers)"

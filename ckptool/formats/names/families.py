@@ -13,6 +13,11 @@ _LOOKED_AT: Final = 4_000
 #: Families and the parts of names that they have. The first family that has all its parts is the answer. A part that
 #: begins with a dot starts a segment; ``#`` is a segment that is a number.
 _FAMILIES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("a LoRA adapter (kohya)", (".lora_unet_",)),
+    ("a LoRA adapter (kohya)", (".lora_te",)),
+    ("a LoRA adapter (diffusers)", (".unet.", ".lora_A.")),
+    ("a LoRA adapter (diffusers)", (".unet.", "lora.down.")),
+    ("a LoRA adapter (diffusers)", (".transformer.", ".lora_A.", "transformer_blocks.")),
     ("a LoRA adapter (PEFT)", (".lora_A.",)),
     ("Stable Diffusion (original names)", (".diffusion_model.input_blocks.", ".first_stage_model.")),
     ("a diffusion U-Net (diffusers)", (".down_blocks.#.resnets.", ".mid_block.", ".time_embedding.")),
