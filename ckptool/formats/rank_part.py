@@ -89,7 +89,9 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
     values = values_of(graph, graph.root)
     if _DEEPSPEED.isdisjoint(values):
         return None
-    from .names.deepspeed import OPTIMIZER, whole_number
+    from .names.deepspeed import OPTIMIZER, RANK_MODEL, whole_number
+
+    names = _listed(folder)
 
     own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
     if not _ZERO.isdisjoint(own):
@@ -101,7 +103,8 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
             f"it holds the optimizer partition of {owner}{f' of {count:,}' if count else ''} from DeepSpeed ZeRO"
             f"{f' stage {stage}' if stage else ''}: flat vectors without parameter names; {_FOLDER}"
         )
-        return Part("rank-part", "warning", message, folder)
+        there = sum(OPTIMIZER.match(file) is not None for file in names)
+        return Part("rank-part", "warning", message, folder, alone=there < count)
     module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
     reader = TensorReader(graph)
     buffers = (
@@ -112,7 +115,9 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
     tensors = [tensor for name, ref in module.items() if name not in buffers and (tensor := reader.tensor(ref))]
     if tensors and all(0 in tensor.shape for tensor in tensors):
         message = "its parameters are empty: with ZeRO stage 3 the weights are in the optimizer's files"
-        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder)
+        ranks = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 1
+        there = min(sum(kind.match(file) is not None for file in names) for kind in (OPTIMIZER, RANK_MODEL))
+        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder, alone=there < ranks)
     ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else 1
     if tensors and ranks > 1:
         message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
