@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from ..base.errors import Again, TargetError
 from ..base.globs import Glob, Globs
 from ..base.records import NamedTuple
-from ..base.steps import command, tree_step
+from ..base.steps import Setting, command, tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .objects import attributes, mapping
-from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps, spell_key
+from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps, spell_key, within
 from .survey import StateDict, Survey, TensorEntry
 
 if TYPE_CHECKING:
@@ -370,7 +370,13 @@ def candidates(checkpoint: Checkpoint, key: str | None, everything: bool) -> lis
             step = command("keys", checkpoint.path, all=True)
             raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
         return below
-    chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()
+    try:
+        chosen = {item.ref for item in selected(checkpoint, key)} if not everything else set()
+    except TargetError as error:
+        place = follow(checkpoint.graph, _steps(key or ""))
+        if isinstance(place, Place) and any(within(entry.path, place.path) for entry in survey.tensors):
+            error.again = Again((Setting("all"),), "to list all tensors in it: ")
+        raise
     if not chosen:
         return survey.tensors
     numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}

@@ -82,7 +82,9 @@ _OPTIONS: Final = (
 #: Options that other tools give a part of a name, which here is a pattern.
 _PARTIAL: Final = ("--grep", "--search", "--find", "--contains")
 #: Options that other tools give the keys, which here are arguments.
-_KEYS: Final = ("--keys", "--entry", "--entries", "--names", "--params")
+_KEYS: Final = ("--key", "--keys", "--entry", "--entries", "--names", "--params")
+#: Arguments that are keys or patterns.
+_OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "KEY"))
 #: Options without a value that name a device by another word.
 _DEVICES: Final = {"cuda": "cuda:0", "gpu": "cuda:0", "no-cuda": "cpu", "no-gpu": "cpu"}
 #: File names suggested for options that a command requires.
@@ -239,6 +241,8 @@ def _stray(words: list[str], ctx: click.Context | None) -> list[str] | None:
     stray = [word for word in paths[1:] if not exists(word) and not is_pattern(word)] if type(paths) is tuple else []
     have = _names(ctx.command)
     chosen = {word: option for word in stray if (option := _option_for(word, have))}
+    if len(stray) == 2 and "--map" in have and all(map(is_device, stray)):
+        return [*(word for word in words if word not in stray), "--map", "=".join(stray)]
     if not chosen and len(stray) == 2 and "--rename" in have:
         rest = [word for word in words if word not in stray]
         return [*rest, "--rename", "=".join(stray)]
@@ -308,6 +312,10 @@ def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> li
 
     ``plan`` takes its own options only before the planned command, so later ones are moved to the front.
     """
+    if isinstance(param, click.Argument) and param.metavar in _OF_NAMES:
+        # extract --key NAME: the name is an argument.
+        place = next((n for n, word in enumerate(words[:-1]) if word in ("--key", "--include")), None)
+        return None if place is None else _with_value(words, place, words[place + 1])
     value = _NEEDED.get(param.opts[-1])
     if value is None or ctx.command.name != words[0]:
         return None
@@ -346,7 +354,9 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
     if not known and value and (argued := _argument(words, place, value, error.ctx)):
         return argued
     edit = group.get_command(error.ctx, "edit")
-    if not known and edit is not None and (names := _known(wrong, [*_names(edit)])):
+    names = _known(wrong, [*_names(edit)]) if edit is not None else []
+    device = is_device(value) and "--to" in names and {*known} <= {"--to-format", "--to-dtype"}
+    if edit is not None and names and (device or not known):
         param = _names(edit)[names[0]]
         flag = "=" in words[place] or (isinstance(param, click.Option) and param.is_flag)
         typed = [*words[:place], names[0] + words[place].removeprefix(wrong), *words[place + 1 :]]
@@ -398,7 +408,7 @@ def _argument(words: list[str], place: int, value: str, ctx: click.Context) -> l
     ``set model.pth epoch=0``.
     """
     wrong, names = words[place].partition("=")[0], {param.metavar for param in ctx.command.params}
-    if wrong in _KEYS and {"GLOB...", "KEY...", "KEY"} & names and words[0] != "keys":
+    if wrong in _KEYS and _OF_NAMES & names and words[0] != "keys":
         return _with_value(words, place, value)
     name = next((name for name in _entries(words) if name.replace("_", "-") == wrong[2:].replace("_", "-")), "")
     return _with_value(words, place, f"{name}={value}") if name and "KEY=VALUE..." in names else None

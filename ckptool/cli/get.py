@@ -38,7 +38,7 @@ widened to float32, which has all their values.
 
 @click.command(cls=GroupedCommand, epilog=GET_EPILOG)
 @one_path
-@click.argument("key", shell_complete=complete_keys)
+@click.argument("key", metavar="KEY", shell_complete=complete_keys)
 @click.option("--npy", metavar="OUT", type=AnyPath(), help="Write the tensor to a file that numpy.load reads.")
 @force_option
 @format_option()

@@ -62,6 +62,11 @@ TYPED = {
     "load bare.pth": "inspect bare.pth",
     "remap bare.pth --cpu -o z.pth": "remap bare.pth --to cpu -o z.pth",
     "remap bare.pth --cuda": "remap bare.pth --to cuda:0 -o bare.new.pth",
+    "remap lightning.ckpt cuda:0 cpu -o z.ckpt": "remap lightning.ckpt -o z.ckpt --map cuda:0=cpu",
+    "strip-module bare.pth -o a.pth --to cpu": "edit bare.pth -o a.pth --strip-module --to cpu",
+    "strip-module bare.pth --to=cpu": "edit bare.pth --strip-module --to=cpu -o bare.new.pth",
+    "slim bare.pth --to cuda:1 -o a.pth": "edit bare.pth -o a.pth --slim --to cuda:1",
+    "cast bare.pth --dtype bf16 --to cpu -o a.pth": "edit bare.pth --to-dtype bf16 -o a.pth --to cpu",
     "remap bare.pth cpu": "remap bare.pth --to cpu -o bare.new.pth",
     "remap lightning.ckpt cuda:0=cpu": "remap lightning.ckpt --map cuda:0=cpu -o lightning.new.ckpt",
     "remap lightning.ckpt --to \"{'cuda:0': 'cpu', 'cpu': 'cuda:1'}\"": (
@@ -127,6 +132,10 @@ TYPED = {
     "cast training.pth --to-dtype bf16 model_ema -o z.pth": (
         "cast training.pth --to-dtype bf16 -o z.pth --key model_ema"
     ),
+    "extract training.pth --key model_ema -o z.pth": "extract training.pth model_ema -o z.pth",
+    "drop training.pth --include optimizer -o z.pth": "drop training.pth optimizer -o z.pth",
+    "get training.pth --key epoch": "get training.pth epoch",
+    "inspect bare.pth --map_location cpu": "inspect bare.pth --map-location cpu",
     "keys training.pth epoch": "get training.pth epoch",
     "redact bare.pth -o z.pth": "redact bare.pth -o z.pth --redact all",
     "inspect training.pth optimizer": "get training.pth optimizer",
@@ -216,6 +225,8 @@ def test_a_missing_file_is_named_in_the_form_of_the_command(folder: Path) -> Non
         ("rename bare.pth --rename fc=head", "'fc.*'", "--rename 'fc.*=head.*' -o bare.new.pth"),
         ("rename bare.pth fc head -o z.pth", "'fc.*'", "rename bare.pth -o z.pth --rename 'fc.*=head.*'"),
         ("rename bare.pth --rename x.fc.*=x.head.*", "'fc.*'", "--rename 'fc.*=head.*' -o bare.new.pth"),
+        ("keys training.pth --key optimizer", "all tensors in it", "keys training.pth --key optimizer --all"),
+        ("stats training.pth --key optimizer", "all tensors in it", "stats training.pth --key optimizer --all"),
         ("strip-module '*e.pth' --out-dir z", "expands a pattern", "strip-module bare.pth whole.pth --out-dir z"),
         ("average '*e.pth' -o z.pth", "expands a pattern", "average bare.pth whole.pth -o z.pth"),
         ("convert module.pt -o z.safetensors", "a pickled module", "--as-state-dict --to cpu --to-format safetensors"),
