@@ -94,12 +94,14 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
             continue
         known.add(args)
         uses.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
+    mentions = dict(reader.uses())
     for ref in reachable:
+        node = graph.nodes[ref]
+        inside = node if type(node) is tuple else children(node)
+        if mentions.keys().isdisjoint(inside):
+            continue
         # The first argument of a rebuild call is the use itself.
-        for child in children(graph.nodes[ref])[1 if ref in known else 0 :]:
-            storage = reader.storage(child)
-            if storage is not None:
-                pinned.add(storage.key)
+        pinned.update(mentions[child].key for child in inside[1 if ref in known else 0 :] if child in mentions)
     if (storage := reader.storage(graph.root)) is not None:
         pinned.add(storage.key)
     return Uses(uses, frozenset(pinned))

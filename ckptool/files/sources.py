@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, Protocol, TypeAlias
 
+from ..base.dtypes import Dtype
 from ..base.errors import Again, ChangedError, UnreadableError
 from ..base.lazy import regex
 from ..base.records import NamedTuple
@@ -376,7 +377,7 @@ def origins(span: Span) -> Iterator[Span]:
 
 
 #: Types of parameters that hold no spans.
-_LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None)))
+_LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None), Dtype))
 
 
 def spans_read(piece: object) -> Iterator[Span]:

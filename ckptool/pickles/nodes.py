@@ -369,9 +369,14 @@ class Graph:
             seen[ref] = 1
             yield ref
             node = nodes[ref]
+            # Most nodes are of these types, and need no call.
             if type(node) is tuple:
                 work += node[::-1]
-            elif type(node) not in _LEAVES:  # most nodes are leaves
+            elif type(node) is Call and node.filling is None and node.kwargs < 0:
+                work += (node.args, node.func)
+            elif type(node) is Persistent and node.filling is None:
+                work.append(node.pid)
+            elif type(node) not in _LEAVES:
                 work += children(node)[::-1]
 
 

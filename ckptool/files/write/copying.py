@@ -235,8 +235,11 @@ class _Writer:
             if isinstance(source, AssembledSource):
                 self._expect(source, at + size)
                 yield from self._due(at - _LAG)
-            if size < _SMALL and not isinstance(piece, Computed):
-                collected += piece if isinstance(piece, bytes) else self._content(piece, nearby)
+            if size < _SMALL:
+                if isinstance(piece, Computed):
+                    collected += self._computed(piece, ahead)
+                else:
+                    collected += piece if isinstance(piece, bytes) else self._content(piece, nearby)
                 if len(collected) >= _COLLECTED:
                     yield partial(self._put, collected, at + size - len(collected))
                     collected = bytearray()
@@ -338,6 +341,22 @@ class _Writer:
             raise
         finally:
             self._computing.release()
+
+    def _computed(self, piece: Computed, ahead: _Prefetcher) -> bytearray:
+        """Return the bytes of a short computed piece, after all pieces before it."""
+        while not self._computing.acquire(timeout=0.1):
+            self._advance(0)
+        try:
+            computed = bytearray()
+            for data in ahead.chunks(piece):
+                computed += data
+                if len(computed) > piece.size:
+                    break
+        finally:
+            self._computing.release()
+        if len(computed) != piece.size:
+            raise ChangedError("the input yielded another number of bytes than planned")
+        return computed
 
     def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
         """Assemble bytes, and keep the checksums of adjacent bytes that are read for them."""
