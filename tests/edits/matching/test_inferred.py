@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import say
 
 import ckptool
 
@@ -105,9 +106,11 @@ def by_recipe(a: Path, b: Path, folder: Path) -> str:
     for text in texts:
         (folder / "rules.toml").write_text(text)
         ckptool.save(ckptool.convert(a, "torch", recipe=str(folder / "rules.toml")), folder / "made.pth", force=True)
-        made, wanted = torch.load(folder / "made.pth"), torch.load(b)
-        assert made.keys() == wanted.keys()
-        assert all(torch.equal(made[name], value) for name, value in wanted.items())
+        assert say("match", a, b, "--apply", "-o", folder / "fits.pth", "--force").code == 0
+        wanted = torch.load(b)
+        for made in (torch.load(folder / "made.pth"), torch.load(folder / "fits.pth")):
+            assert made.keys() == wanted.keys()
+            assert all(torch.equal(made[name], value) for name, value in wanted.items())
     return "".join(texts)
 
 
