@@ -558,7 +558,7 @@ def _other(said: Mapping[str, tuple[int, int]], cut: Mapping[str, tuple[int, int
 
 
 def _value(value: object) -> str:
-    return join_limited([str(part) for part in value]) if isinstance(value, tuple) else str(value)
+    return join_limited([str(part) for part in value] or ["none"]) if isinstance(value, tuple) else str(value)
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
