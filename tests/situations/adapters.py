@@ -100,6 +100,28 @@ def merge_lora() -> str:
     return ""
 
 
+KOHYA = "lora_unet_down_blocks_0_attentions_0_proj_in"
+
+
+@situation(
+    "huggingface/diffusers#14409",
+    "a LoRA in the names of kohya, without an alpha, should be merged into a U-Net of diffusers",
+    "match lora.safetensors unet",
+    "merge-lora unet lora.safetensors -o merged",
+    cause="LoRA|lora",
+    ends=holds({"down_blocks.0.attentions.0.proj_in.weight": torch.full((8, 8), 3.0)}),
+)
+def merge_kohya() -> str:
+    os.mkdir("unet")
+    base = {"down_blocks.0.attentions.0.proj_in.weight": torch.ones(8, 8)}
+    save_file(base, "unet/diffusion_pytorch_model.safetensors")
+    with open("unet/config.json", "w", encoding="utf-8") as file:
+        json.dump({"_class_name": "UNet2DConditionModel"}, file)
+    down, up = torch.ones(2, 8), torch.ones(8, 2)
+    save_file({f"{KOHYA}.lora_down.weight": down, f"{KOHYA}.lora_up.weight": up}, "lora.safetensors")
+    return ""
+
+
 @situation(
     "huggingface/peft#309, JIA-Lab/LISA#177",
     "the state dict of a whole PEFT model is loaded into the base model",
