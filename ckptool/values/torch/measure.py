@@ -23,6 +23,8 @@ PERCENT: Final = (1, 5, 25, 50, 75, 95, 99)
 _GROUPS: Final = 64
 #: Up to this many numbers are sorted; for more, a sketch is faster.
 SORTED: Final = 1 << 12
+#: If the square of the mean is at most this part of the mean square, squares give the deviation without a second pass.
+_CLOSE: Final = 0.75
 #: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
 SMALL, LARGE = 1e-130, 1e130
 
@@ -238,8 +240,9 @@ class Gauge:
         """Add to the moments, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers."""
         torch, count, (low, high) = self.torch, len(finite), ends
         base, unit = Fraction(), Fraction(1)
+        wide = finite.dtype == torch.int64
         factors: tuple[float, ...] = ()
-        if finite.dtype == torch.int64:
+        if wide:
             # Distances from the smallest number are exact as long as they fit in 64 bits.
             base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
             finite = (finite - (low - bias)).double() if high - low < 1 << 62 else finite.double() - (low - bias)
@@ -249,21 +252,28 @@ class Gauge:
             for factor in factors:
                 finite, filled, unit = finite * factor, filled * factor, unit * Fraction(factor)
             total = Fraction(float(finite.sum())) / unit
-        if low == high:
-            moments = Moments(count, Fraction(low) * count, Fraction(low))
-        else:
-            middle = float((total / count - base) * unit)
-            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
-            apart = Fraction(float(torch.dot(distances, distances))) / unit**2
-            moments = Moments(count, total, base + Fraction(middle) / unit, apart)
-        self.moments = self.moments.plus(moments)
+        size: float | None = None  # the sum of squares, unless it could be inexact for large integers
         if self.layout.channels > 1:
             squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
             squares = self.spread(squared, part, torch.zeros_like(self.rms))
+            size = None if wide else float(squares.sum())
             roots = (squares / self.sizes).sqrt_()
             for factor in factors:
                 roots /= factor
             self.rms = torch.hypot(self.rms, roots)
+        if low == high:
+            moments = Moments(count, Fraction(low) * count, Fraction(low))
+        else:
+            middle = float((total / count - base) * unit)
+            if size is None and not wide:
+                size = float(torch.dot(finite, finite))
+            if size is not None and count * middle**2 <= size * _CLOSE:
+                moments = Moments(count, total, Fraction(), Fraction(size) / unit**2)
+            else:
+                distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
+                apart = Fraction(float(torch.dot(distances, distances))) / unit**2
+                moments = Moments(count, total, base + Fraction(middle) / unit, apart)
+        self.moments = self.moments.plus(moments)
 
     def spread(self, numbers: Any, part: Part, into: Any) -> Any:
         """Add numbers to the sums of their groups of channels."""
