@@ -6,13 +6,13 @@ the directory, and every byte of the file must belong to something.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError
 from ...base.findings import Finding
+from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
 from ..sources import FileSource, SliceSource, Source
@@ -48,7 +48,7 @@ _MAX_VERSION: Final = 63
 #: The flag of a UTF-8 name.
 _UTF8: Final = 0x800
 #: Finds anything in a name that may be a flaw.
-_suspicious: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
+_SUSPICIOUS: Final = regex(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z")
 
 
 class Audit:
@@ -121,7 +121,7 @@ def _name_oddities(archive: Archive) -> Iterator[Finding]:
     for record in archive.records:
         name = record.name
         unmarked = not name.isascii() and not record.flags & _UTF8
-        if name and not unmarked and not _suspicious(name):
+        if name and not unmarked and not _SUSPICIOUS.search(name):
             continue
         parts = name.split("/")
         flaws = [

@@ -17,6 +17,7 @@ from ...base.errors import (
     TruncatedPickleError,
     UnreadableError,
 )
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.steps import AnyStep, NextStep, as_step, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
@@ -212,7 +213,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
 
 
 #: Words in the names of other files that may be larger than the weights, as in a zip of Stable-Baselines3.
-_NOT_WEIGHTS = re.compile(r"optim|variables|sched|random|rng|scaler|replay", re.I)
+_NOT_WEIGHTS = regex(r"optim|variables|sched|random|rng|scaler|replay", re.I)
 
 
 def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotACheckpointError | None:

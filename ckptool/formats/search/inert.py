@@ -9,6 +9,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from ...base.lazy import regex
 from ...base.text import cut, human_bytes, quoted
 from ...files.sources import Source
 
@@ -62,7 +63,7 @@ _PROGRAMS: Final = (
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
 #: The first bytes of byte order marks in UTF-8, UTF-16 and UTF-32.
 _MARKS: Final = (b"\xef", b"\xff", b"\xfe")
-_CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]").search
+_CONTROL: Final = regex(rb"[\x00-\x08\x0b\x0e-\x1f]")
 #: A text up to this size in bytes may be a single word or number.
 _WORD: Final = 64
 #: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
@@ -96,7 +97,7 @@ def encoding_of(head: bytes) -> str:
     The last character may be cut. Without a byte order mark, UTF-16 and UTF-32 are recognised as in
     ``json.detect_encoding``, by the zeros next to the first character, and only if JSON or YAML may begin like that.
     """
-    if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL(head):
+    if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL.search(head):
         return ""  # neither mark nor zeros: only UTF-8 remains, where these bytes are control characters
     encoding = json.detect_encoding(head) if head else ""
     try:
