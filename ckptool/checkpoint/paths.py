@@ -216,6 +216,7 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
     taken = {child.step for child in before}
     result = []
     nodes, most, plain = graph.nodes, LIMITS.path_chars, _USUAL_KEY.match
+    new = tuple.__new__  # twice as fast as calling the class
     for number, (key, value) in enumerate(items, len(before)):
         node = nodes[key]
         if type(node) is str and len(node) <= most and plain(node):
@@ -226,7 +227,7 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
         if not step or step in taken:
             step = f"[#{number}]"
         taken.add(step)
-        result.append(Child(step, value, key))
+        result.append(new(Child, (step, value, key)))
     return result
 
 

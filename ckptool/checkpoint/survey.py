@@ -234,7 +234,7 @@ class _SurveyWalk:
 
     def run(self) -> None:
         nodes, reader, result, holders = self.graph.nodes, self.reader, self.survey, self.survey.holders
-        read, seen, add_tensor = reader.tensor, self.seen, result.tensors.append
+        read, seen, add_tensor, new = reader.tensor, self.seen, result.tensors.append, tuple.__new__
         work: list[Iterator[_Task]] = [iter([(self.graph.root, "", "", True, -1, -1, -1)])]
         while work:
             task = next(work[-1], None)
@@ -251,7 +251,7 @@ class _SurveyWalk:
                 if tensor is not None:
                     if (ref not in seen or self.is_listed(ref, True)) and holder not in self.unknown:
                         seen.add(ref)
-                        add_tensor(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
+                        add_tensor(new(TensorEntry, (path, key, ref, tensor, state_dict, top, holder)))
                     if tensor.kind != "unknown":
                         continue
                     # List also the storages, devices and other objects that it holds.
@@ -293,7 +293,8 @@ class _SurveyWalk:
         """Yield the children of the root, numbered: each begins a top-level entry."""
         # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
-        self.survey.entries.extend(TopEntry(task[2], task[1], task[0]) for task in tasks)
+        new = tuple.__new__
+        self.survey.entries.extend([new(TopEntry, (task[2], task[1], task[0])) for task in tasks])
         for number, (ref, path, step, eligible, state_dict, _, holder) in enumerate(tasks):
             yield ref, path, step, eligible, state_dict, number, holder
         yield from below

@@ -213,6 +213,9 @@ _INT64 = 1 << 63
 _FREE_PARTS: Final = 64
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
+#: Makes a named tuple from all its values, in half the time that its class takes. For objects made by the ten thousand.
+_new: Final = tuple.__new__
+
 #: dtype, shape, strides, offset, bytes
 _Layout: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
@@ -316,7 +319,8 @@ class TensorReader:
             return  # for torch, these are two storages with the same bytes
         known = self.storages.get(name)
         if known is None:
-            known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
+            values = name, cls.name, storage_dtype(cls.name), text, numel
+            known = self.storages[name] = _new(Storage, values)
         elif known.location != text or known.cls != cls.name or known.numel != numel:
             # A float8 tensor and a view of its bytes mention one storage under two classes.
             same_bytes = {known.cls, cls.name} == {"UntypedStorage", "ByteStorage"} and known.numel == numel
@@ -427,7 +431,7 @@ class TensorReader:
                 return None
             offset += begin
         kind = "meta" if storage.location == "meta" else "dense"
-        return Tensor(kind, name, shape, stride, offset, storage.key, storage.location, grad, "", (), size)
+        return _new(Tensor, (kind, name, shape, stride, offset, storage.key, storage.location, grad, "", (), size))
 
     def _layout(self, args: tuple[Ref, ...], dtype: str | None, stored: Dtype) -> _Layout | tuple[()]:
         """Return dtype, shape, strides, offset and bytes of the elements; () if the arguments are invalid."""
