@@ -80,6 +80,8 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
         return f"the dtype {tensor.dtype} is not known"
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         return "its shape, strides and offset make no sense"
+    if 0 < tensor.numel <= _LARGE:
+        return reading
     # An expanded dimension (stride 0) costs nothing. The other dimensions must not overlap too often.
     shape, stride = (tuple(axis[part] for axis in zip(tensor.shape, tensor.stride) if axis[1]) for part in (0, 1))
     return excessive_repeats(shape, stride) or reading
