@@ -195,7 +195,7 @@ def test_another_model_is_refused(change: Any, words: str, tmp_path: Path) -> No
         ({"apply_layernorm_1p": True}, "minus 1"),
         ({"rotary_interleaved": True}, "interleaved"),
         ({"rotary_percent": 0.5}, "rotary_percent = 0.5"),
-        ({"num_layers": 4}, "its configuration says 4"),
+        ({"num_layers": 4}, "says 4"),
     ],
 )
 def test_arguments_of_another_model_are_refused(values: dict[str, Any], words: str, tmp_path: Path) -> None:
