@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import chain
 from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.dtypes import Dtype
@@ -362,18 +363,14 @@ class Span(NamedTuple):
     size: int
 
 
-def origins(span: Span) -> Iterator[Span]:
-    """Yield the spans of the files, or other original sources, from which the bytes of a span come.
+def origins(span: Span) -> Iterable[Span]:
+    """Return the spans of the files, or other original sources, from which the bytes of a span come.
 
     A source that makes its bytes from others has a method ``origins``. It yields the spans that it reads for some of
     its bytes; they may cover more than that.
     """
     of = getattr(span.source, "origins", None)
-    if of is None:
-        yield span
-        return
-    for inner in of(span.offset, span.size):
-        yield from origins(inner)
+    return (span,) if of is None else chain.from_iterable(map(origins, of(span.offset, span.size)))
 
 
 #: Types of parameters that hold no spans.

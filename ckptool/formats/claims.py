@@ -7,10 +7,11 @@ other bytes, is in a span of that piece.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import StoredRecord
 from ..files.sources import (
     AssembledSource,
     Computed,
@@ -63,7 +64,7 @@ class _Reads:
                 if isinstance(piece, Computed) and piece.late:
                     continue  # it depends on the numbers of earlier pieces, and reads nothing
                 spans = copied if repeated and isinstance(piece, Span) else others
-                for span in spans_read(piece):
+                for span in (piece,) if isinstance(piece, Span) else spans_read(piece):
                     for source, offset, size in origins(span):
                         if isinstance(source, AssembledSource):
                             self.assembled[id(source)] = source
@@ -114,17 +115,27 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
         for record in each.container.records() if whole else each.container.outer_records():
             if not record.crc:
                 continue
-            places = origins(record.span)
-            if not any(reads.claims(source, at, at + size) for source, at, size in places):
+            for source, at, size in origins(record.span):
+                if reads.claims(source, at, at + size):
+                    break
+            else:
                 continue
             names = names or _storage_names(each)
-            keys = [key for key in (record.key, *record.part_of) if key]
-            key = next((key for key in keys if key in names), next(iter(keys), ""))
-            file = f"{record.span.source.name.rpartition('/')[2]}: "
-            where = f"record {record.name.removeprefix(file)}"
-            where += f": the storage of {names.get(key, key)}" if key else ""
+            where = _place(record, names)
             known = None if record.compressed else checkpoint.cache.checksums
             yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where, known)
+
+
+def _place(record: StoredRecord, names: Mapping[str, str]) -> str:
+    """Return the words for a record in a message: its name, and a tensor whose storage it holds."""
+    key = record.key
+    if key not in names:
+        keys = [key for key in (key, *record.part_of) if key]
+        key = next((key for key in keys if key in names), next(iter(keys), ""))
+    name = record.name
+    if ": " in name:
+        name = name.removeprefix(f"{record.span.source.name.rpartition('/')[2]}: ")
+    return f"record {name}: the storage of {names.get(key, key)}" if key else f"record {name}"
 
 
 def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:

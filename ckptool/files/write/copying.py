@@ -227,7 +227,7 @@ class _Writer:
     def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
         """Yield the steps that write pieces from byte ``at`` on; adjacent short pieces become one step."""
         collected, nearby = bytearray(), Nearby()
-        early = self._not_copied(pieces)
+        early = self._not_copied(pieces) if any(type(piece) is Computed for piece in pieces) else {}
         left = [check for check in self._checks if id(check) not in early]
         for piece in pieces:
             size = size_of(piece)
