@@ -216,7 +216,10 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
     if isinstance(error, NoOutput):
         return _output(words, error.ctx)
     if isinstance(error, Mendable):
-        return [word for word in words if word not in error.less] + error.more
+        for word in error.less:
+            if word in words:
+                words.remove(word)  # once: an option may have the same value
+        return [*words, *error.more]
     if isinstance(error, click.MissingParameter) and error.ctx is not None and error.param is not None:
         return _missing(words, error.ctx, error.param)
     if isinstance(error, click.BadParameter):

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import dropwhile
 from types import FrameType
 from typing import Any, Final
 
@@ -254,19 +255,21 @@ def _rehearsed(words: Sequence[str]) -> str | None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
-    typed = Typed.of(sys.argv[1:] if arguments is None else arguments, _rehearsed)
+    words = sys.argv[1:] if arguments is None else arguments
+    own = {name for param in cli.params for name in param.opts}
+    typed = Typed.of([*dropwhile(own.__contains__, words)], _rehearsed)  # suggestions begin with the command
     brevity = BREVITY.set(Brevity(lists=True, lines=True))
     try:
-        return _run(typed)
+        return _run(words, typed)
     finally:
         BREVITY.reset(brevity)
 
 
-def _run(typed: Typed) -> int:
+def _run(words: Sequence[str], typed: Typed) -> int:
     try:
         # cli.main() would turn a closed pipe into exit 1, which means "the answer is no".
-        # Click removes words from the list it parses, and ``retyped`` needs all of them: pass a copy of ``typed``.
-        with cli.make_context("ckptool", list(typed), obj=typed) as ctx:
+        # Click removes words from the list it parses, and they are needed later: pass a copy.
+        with cli.make_context("ckptool", list(words), obj=typed) as ctx:
             result = cli.invoke(ctx)
         flush()
         return result if isinstance(result, int) else 0

@@ -438,10 +438,14 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
         step: AnyStep = tree_step(checkpoint.path)
         what = "there is no state dict in it"
         if checkpoint.survey.modules:
-            from .sanitize.trial import loadable_step  # imported only after a refusal
+            from .sanitize.trial import loadable_step, sanitized  # imported only after a refusal
 
             what += ", but a pickled module, whose state dict the command takes"
-            step = loadable_step(checkpoint, (Setting("to_format", output.name),), output.extension) or step
+            plain = sanitized(checkpoint)
+            dicts = selected(plain, None) if plain is not None else []
+            key_of = [Setting("key", dicts[0].path)] if len(dicts) > 1 else []
+            more = (Setting("to_format", output.name), *key_of)
+            step = loadable_step(checkpoint, more, output.extension) or step
         raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
 

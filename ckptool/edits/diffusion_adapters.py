@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.text import join_limited, pluralize, quoted
+from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object
@@ -108,12 +108,14 @@ class Modules(NamedTuple):
 
     ``label`` is the model's name in the adapter. ``parts`` has the key of each tensor by module and part, with the
     names of parts as in PEFT. ``alphas`` has the keys of numbers by module. ``dotless``: names have "_" for dots.
+    ``bare``: names lack the label.
     """
 
     label: str
     parts: Mapping[str, Mapping[str, str]]
     alphas: Mapping[str, str]
     dotless: bool
+    bare: bool = False
 
     @property
     def model(self) -> str:
@@ -153,10 +155,19 @@ def base_of(metadata: Mapping[str, str]) -> str:
     return next((metadata[key] for key in _BASES if metadata.get(key, "None") != "None"), "")
 
 
-def settings(metadata: Mapping[str, str], label: str) -> Mapping[str, Any]:
-    """Return the settings of PEFT that diffusers stored for a model, empty without any."""
-    found = parsed_object(metadata.get(_SETTINGS, "{}")) or {}
-    return {name.removeprefix(f"{label}."): value for name, value in found.items() if name.startswith(f"{label}.")}
+def settings(metadata: Mapping[str, str], model: Modules) -> Mapping[str, Any]:
+    """Return the settings of PEFT that diffusers stored for a model, empty without any.
+
+    Their names begin with the label of the model if the names of its tensors do (diffusers/loaders/peft.py). Raise
+    RefusedError if they are not an object of JSON.
+    """
+    text = metadata.get(_SETTINGS, "{}")
+    found = parsed_object(text)
+    if found is None:
+        raise RefusedError(f"its metadata {_SETTINGS!r} is not a JSON object: {quoted(cut(text))}", next=WITH_DIFFUSERS)
+    start = f"{model.label}."
+    own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+    return own or ({name: value for name, value in found.items() if "." not in name} if model.bare else own)
 
 
 def modules(names: Sequence[str]) -> list[Modules]:
@@ -172,7 +183,9 @@ def modules(names: Sequence[str]) -> list[Modules]:
             raise RefusedError(f"its tensor {quoted(key)} {reason}", next=WITH_DIFFUSERS)
         label = start["kohya"] or start["diffusers"] or "unet"
         parts, alphas = keys.setdefault(label, ({}, {}))
-        found.setdefault(label, Modules(label, parts, alphas, bool(start["kohya"])))
+        found.setdefault(
+            label, Modules(label, parts, alphas, bool(start["kohya"]), not (start["kohya"] or start["diffusers"]))
+        )
         module = part["module"].replace(".processor.", ".").removesuffix(".processor")
         if part["old"]:
             before, dot, last = module.rpartition(".")
@@ -285,7 +298,7 @@ def _short(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _placed(adapter: Adapter, model: Modules, match: _Match, path: str, weight: float) -> list[WeightChange]:
     """Return the changes by one model; raise RefusedError unless all its modules are in the base and fit."""
-    own = adapter._replace(config=settings(adapter.checkpoint.container.metadata, model.label))
+    own = adapter._replace(config=settings(adapter.checkpoint.container.metadata, model))
     check_settings(own)
     scales: dict[str, float] = {}
     parts: dict[str, Mapping[str, str]] = {}

@@ -166,6 +166,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("option", ["-v", "--no-color"])
+def test_options_before_the_command_change_no_suggestion(option: str, folder: Path) -> None:
+    for typed in ("strip-module bare.pth nothing", "slim bare.pth fc.bias", "drop bare.pth --pattern fc.bias -o z.pth"):
+        plain = say(*shlex.split(typed))
+        assert say(option, *shlex.split(typed)).err == plain.err
+
+
 @pytest.mark.parametrize(("typed", "meant"), TYPED.items(), ids=TYPED)
 def test_the_command_that_was_meant(typed: str, meant: str, folder: Path) -> None:
     said = say(*shlex.split(typed))

@@ -171,6 +171,24 @@ def test_diffusers_keeps_settings_in_the_header(settings: dict[str, Any], scale:
     assert_merged(result, base, deltas, scale)
 
 
+def test_settings_of_names_without_a_model_have_none_either(tmp_path: Path) -> None:
+    """As ``UNet2DConditionModel.save_lora_adapter`` writes them."""
+    base = weights(UNET)
+    adapter, deltas = lora("PEFT", "unet", UNET)
+    bare = {name.removeprefix("unet."): value for name, value in adapter.items() if name.startswith("unet.down_blocks")}
+    own = {name: delta for name, delta in deltas.items() if name.startswith("down_blocks")}
+    assert bare and own
+    result = merged(base, bare, tmp_path, lora_adapter_metadata=json.dumps({"r": 2, "lora_alpha": 8}))
+    assert_merged(result, base, own, 4.0)
+
+
+@pytest.mark.parametrize("text", ["nope", "[1, 2]", "3"])
+def test_settings_that_are_no_object_are_refused(text: str, tmp_path: Path) -> None:
+    adapter, _ = lora("PEFT", "unet", UNET)
+    with pytest.raises(ckptool.errors.RefusedError, match="not a JSON object"):
+        merged(weights(UNET), adapter, tmp_path, lora_adapter_metadata=text)
+
+
 def test_kohya_may_scale_rows_to_a_magnitude(tmp_path: Path) -> None:
     shapes = {"time_embedding.linear_1": (8, 4)}
     base, (adapter, deltas) = weights(UNET), lora("kohya", "unet", shapes)

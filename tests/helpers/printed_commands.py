@@ -392,7 +392,7 @@ class Walk:
             return ""
         written = tensors(out, None, True, values)
         if "to-names" in edits:  # the same numbers are cut in another way, without the padding of the vocabulary
-            cut = re.search(r"vocabulary cut from (\d+) to (\d+) rows", said.all)
+            cut = re.search(r"cut from (\d+) to (\d+) rows", said.all)
             rows = {int(cut[1]): int(cut[2])} if cut else {}
             before = sum(math.prod((rows.get(shape[0], shape[0]), *shape[1:])) for _, shape, _ in have.elements())
             after = sum(math.prod(shape) for _, shape, _ in written.elements())

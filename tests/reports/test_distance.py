@@ -414,3 +414,14 @@ def test_the_fixture_and_its_cast(out: Path) -> None:
     for row in rows:
         key = json.loads(row["path"][1:-1]) if row["path"].startswith("[") else row["path"]
         assert close(row, expected(before[key], after[key]))
+
+
+@pytest.mark.parametrize("large", [1e200, 1.7e308])
+def test_numbers_beside_very_large_ones_count(large: float, tmp_path: Path) -> None:
+    """Scaled with the large number, the small one would vanish."""
+    for name, values in (("a.pth", [large, 2e-300]), ("b.pth", [-large if large > 1e300 else large, 1e-300])):
+        torch.save({"w": torch.tensor(values, dtype=torch.float64)}, tmp_path / name)
+    report = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", rtol=1e-6)
+    [value] = report["values"]
+    assert not report["same"] and value["max_rel"] == pytest.approx(2.0 if large > 1e300 else 1.0)
+    assert value["max_abs"] == (None if large > 1e300 else 1e-300)

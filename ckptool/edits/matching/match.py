@@ -420,6 +420,11 @@ def _next(
         )
     if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
+        same = [name for name in best.specs if name in target.tensors]
+        if len(same) * 2 >= min(len(best.specs), len(target.tensors)):
+            sizes = compare(best.specs, target.tensors, best.filled).sizes
+            agree = f"{pluralize(len(same), 'name')} agree, and {len(sizes):,} have another size"
+            return f"{agree}: it is another size of the model", ""
         if target.kind == "error" and len(best.specs) == len(target.tensors):
             return "all names differ, and the message says no shapes: match it with a file of the model instead", ""
         most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"

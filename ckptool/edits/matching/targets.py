@@ -113,12 +113,19 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
     given = {*error.unexpected, *(item.key for item in error.mismatched)}
     if given and not any(given & specs.keys() for _, specs in dicts):
         prefix = next((found for _, specs in dicts if (found := prefix_between(given, specs))), "")
+        # If the keys lack the same words once more, the model wants none of them.
+        wanted_keys = error.missing if prefix and prefix_between(error.missing, error.unexpected) == prefix else ()
         error, given = error.with_prefix(prefix), {prefix + key for key in given}
+        error = error._replace(missing=wanted_keys or error.missing)
     # If the model was given a dict around the state dict, it has none of the dict's keys.
     place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
     if not have and not error.unexpected:
         what = f"the message is about another checkpoint: {join_limited(sorted(given))} is not in this one"
         raise TargetError(what, path=checkpoint.path)
+    error = error.completed(have)
+    if error.cut and (error.missing or error.unexpected):
+        what = "the message names only some of the keys: its lists end with '...'"
+        raise TargetError(what, path=source, next="give the whole message, or match the file with one of the model")
     wanted = {name: spec for name, spec in have.items() if name not in error.unexpected}
     wanted |= {item.key: wanted[item.key]._replace(shape=item.wanted) for item in error.mismatched}
     inside = () if have else max((specs for _, specs in dicts), key=len, default={})

@@ -181,7 +181,12 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
     entries = {entry.key for entry in checkpoint.survey.entries}
     own = error.with_keys_of(names).unexpected
-    if own and not {*own} & (names | entries) and not prefix_between(own, names):
+    before = "" if {*own} & (names | entries) else prefix_between(own, names)
+    added = prefix_between(own, error.missing)
+    if before and added and f".{added}" in f".{before}":
+        why = f"The message is about another file: the keys of {path} begin with {before!r}, which has {added!r} in it"
+        return Answer(f"{why}.", cause="elsewhere")
+    if own and not {*own} & (names | entries) and not before:
         why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
         return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
     if error.missing and own and {*error.missing} <= names and not {*own} & (names | entries):

@@ -251,16 +251,17 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
     differing = int(torch.count_nonzero(unequal))
     if not len(left):
         return Distance(0, nonfinite, differing, -1, nonfinite), difference, unequal
-    shift = min(_shift(torch, left), _shift(torch, right)) if wide else 0
-    gaps = (_scaled(left, shift) - _scaled(right, shift) if shift else apart).abs()
-    size = _scaled(right, shift).abs()
+    gaps, size, shift = apart.abs(), right.abs(), 0
     rtol, atol = tolerance
-    far = (
-        differing - nonfinite
-        if tolerance == (0.0, 0.0)
-        else int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
-    )
+    far = (gaps > size.mul(rtol).add_(atol)) if tolerance != (0.0, 0.0) else None
     relative = gaps / size
+    if wide and not math.isfinite(float(gaps.max())):
+        # Some gaps are beyond float64: scaled, they are not. Small numbers would vanish, and count as they are.
+        shift = min(_shift(torch, left), _shift(torch, right))
+        vast, gaps = ~torch.isfinite(gaps), (_scaled(left, shift) - _scaled(right, shift)).abs()
+        large = _scaled(right, shift).abs()
+        relative = torch.where(vast, gaps / large, relative)
+        far = None if far is None else torch.where(vast, gaps > large.mul(rtol).add_(_ldexp(atol, shift)), far)
     if not size.min() > 0:
         relative = torch.where(size > 0, relative, 0.0)
     # Scale each of the three separately: one may be tiny compared with another.
@@ -272,10 +273,10 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         nonfinite,
         differing,
         -1,
-        far + nonfinite,
+        (differing if far is None else int(far.sum()) + nonfinite),
         _ldexp(float(gaps.max()), -shift),
         float(relative.max()),
-        _exact(gaps.sum(), shift),
+        _exact(gap.sum(), shift + shifts[0]),
         _exact(torch.dot(gap, gap), 2 * (shift + shifts[0])),
         _exact(torch.dot(ours, ours), 2 * shifts[1]),
         _exact(torch.dot(theirs, theirs), 2 * shifts[2]),
