@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from shlex import split
 from typing import TYPE_CHECKING, Any, Final
@@ -28,8 +29,8 @@ from .options import (
     quiet_options,
     sort_option,
 )
-from .progress import progress_bar
-from .render import clean, emit, emit_json, failure, retyped, say_error, say_problems, step_lines, table
+from .progress import note, progress_bar
+from .render import clean, emit_json, emit_lines, failure, flush, retyped, say_error, say_problems, step_lines, table
 from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:
@@ -112,30 +113,55 @@ def diff(
 
     words = [*ignore, "values"] if no_values else ignore
     size = os.path.getsize(a) if os.path.isfile(a) else 0
+    shown: list[str] = []
     try:
-        with ckptool.open(a) as left, ckptool.open(b) as right:
+        with ckptool.open(a) as left, ckptool.open(b) as right, ExitStack() as bars:
             for checkpoint in (left, right):
                 say_problems(checkpoint)
-            with progress_bar(size, "comparing", not (quiet or no_progress)) as progress:
-                scope: dict[str, Any] = {"key": key, "other_key": other_key, "only": only}
-                count = not (quiet or stat)
-                report = diff_report(
-                    left, right, rtol=rtol, atol=atol, ignore=words, count=count, sort=sort, progress=progress, **scope
-                )
+            wanted = not (quiet or no_progress)
+
+            def show_verdict(report: DiffReport) -> None:
+                """Print all lines that need no distances, because importing torch takes longer than comparing."""
+                bars.close()
+                shown.extend(_verdict(report, top or _SHOWN))
+                emit_lines(shown)
+                flush()
+                names = join_limited(list(map(_name, report["values"])))
+                bars.enter_context(note(f"measuring how far apart: {names}", wanted))
+
+            report = diff_report(
+                left,
+                right,
+                rtol=rtol,
+                atol=atol,
+                ignore=words,
+                count=not (quiet or stat),
+                key=key,
+                other_key=other_key,
+                only=only,
+                sort=sort,
+                progress=bars.enter_context(progress_bar(size, "comparing", wanted)),
+                before_distances=None if quiet or stat or style != "table" else show_verdict,
+            )
     except UnreadableError as error:
         say_error(error, click.get_current_context().obj)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
     if style == "table" and not quiet:
-        emit(clean(report["stat"]) if stat else "\n".join([*_lines(report, sort, top or _SHOWN), *_next_step(report)]))
+        emit_lines([clean(report["stat"])] if stat else _lines(report, sort, top or _SHOWN)[len(shown) :])
     elif not quiet:
         emit_json([report], style, False)
     return 0 if report["same"] else 1
 
 
 def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
-    """Return the verdict, then one section per kind of difference with at most ``top`` rows each."""
+    """Return the verdict, then one section per kind of difference with at most ``top`` rows each, and the next step."""
+    return [*_verdict(report, top), *_measured(report, sort, top), *_next_step(report)]
+
+
+def _verdict(report: DiffReport, top: int) -> list[str]:
+    """Return the verdict and the sections that need no distances between values."""
     verdict = report["verdict"]
     text = wrapped(clean(f"{verdict}: {_same(report) if report['same'] else report['stat']}"), 2)
     lines = [judged(verdict, "the same" if report["same"] else verdict) + text.removeprefix(verdict)]
@@ -153,12 +179,16 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]], top)
     lines += _listed("changed", list(_changes(report["changed"])), top)
     rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
-    lines += _listed("entries", rows, top)
+    return lines + _listed("entries", rows, top)
+
+
+def _measured(report: DiffReport, sort: str, top: int) -> list[str]:
+    """Return the sections that begin with the distances between values."""
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
     values = sorted(report["values"], key=_role) if order else report["values"]
     if order and len({*map(_role, values)}) > 1:
         order += ", weights before training state"
-    lines += _values(f"values{order}", values, near, top)
+    lines = _values(f"values{order}", values, near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
     lines += _distances(report, top)
     rows = [

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from time import monotonic, time
 from typing import Any, Final, TypeAlias
 
 import click
 
-from ..base.text import human_bytes
-from .render import clean
+from ..base.text import cut, human_bytes
+from .render import clean, tell_part
 from .terminal import watched
 
 #: A function to call with the amount of work just done, or None without a progress bar.
@@ -58,6 +59,23 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
             bar.update(step, rate)
 
         yield update
+
+
+@contextmanager
+def note(text: str, wanted: bool = True) -> Iterator[None]:
+    """Show a clean text on stderr, if that is a terminal, until the work is done."""
+    if not wanted or not watched():
+        yield
+        return
+    width = 80
+    with suppress(OSError):
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    # A line that wraps could not be erased.
+    tell_part(cut(text, width - 1))
+    try:
+        yield
+    finally:
+        tell_part("\r\x1b[K")
 
 
 @contextmanager

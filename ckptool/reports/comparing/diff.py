@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -156,15 +156,17 @@ def diff_report(
     sort: str = "max",
     known: Mapping[tuple[Ref, Ref], Compared] = MappingProxyType({}),
     progress: Progress | None = None,
+    before_distances: Callable[[DiffReport], None] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
     ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
     torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
     counted, and distances are not measured. ``known`` has earlier comparisons of pairs of nodes, made without a
-    tolerance. Raise TargetError for an unknown word or key, or a pattern that matches in neither, MalformedError if
-    bytes are missing, and UnreadableError if torch is not installed but needed for the verdict. If torch is needed only
-    for figures, ``not_measured`` says so.
+    tolerance. If distances remain to be measured after the verdict, ``before_distances`` is called with the report
+    without them; its ``values`` name the tensors. Raise TargetError for an unknown word or key, or a pattern that
+    matches in neither, MalformedError if bytes are missing, and UnreadableError if torch is not installed but needed
+    for the verdict. If torch is needed only for figures, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -184,10 +186,9 @@ def diff_report(
             comparison.add(pair)
         comparison.compare()
     changed: list[PropertyDifference] = []
-    values: list[RankedDifference] = []
-    close: list[RankedDifference] = []
-    differ = values_differ = attributes_differ = 0
-    for path, number in graphs.places:
+    altered: set[int] = set()
+    attributes_differ = 0
+    for place, (path, number) in enumerate(graphs.places):
         pair = graphs.tensors[number]
         properties = [_property(path, *item) for item in _properties(pair, words)]
         more = [_property(path, item.path, _plain(item.a), _plain(item.b)) for item in pair.mismatches]
@@ -196,62 +197,98 @@ def diff_report(
         set_on = [item for item in more if _is_within(item["what"], names) and "attributes" not in words]
         attributes_differ += bool(set_on)
         changed += properties + set_on
-        differences = [] if "values" in words else list(comparison.differences(number, path))
+        if properties:
+            altered.add(place)
+    _check_unchanged(a, b)
+    report: DiffReport = {
+        "schema": "ckptool.diff/1",
+        "a": a.path,
+        "b": b.path,
+        "key": key,
+        "other_key": other_key,
+        "include": list(only.include),
+        "exclude": list(only.exclude),
+        "ignored": sorted(words),
+        "rtol": tolerance[0] if tolerance else None,
+        "atol": tolerance[1] if tolerance else None,
+        "same": False,
+        "tensors": {
+            "in_a": _tensors_in(graphs, 0),
+            "in_b": _tensors_in(graphs, 1),
+            "in_both": len(graphs.places),
+            "differ": len(altered),
+            "values_differ": 0,
+            "attributes_differ": attributes_differ,
+            "within_tolerance": 0,
+        },
+        "container": [] if "container" in words else list(_container(a, b)),
+        "program": [] if left.base or right.base or only else list(_program(a, b)),
+        "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
+        "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
+        "changed": changed,
+        "values": [],
+        "within_tolerance": [],
+        "layers": [],
+        "total": None,
+        "counters": 0,
+        "not_measured": "",
+        "sharing": [] if "sharing" in words else list(_sharing(graphs)),
+        "entries": [
+            {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
+        ],
+        "order": [] if "order" in words else graphs.order,
+        "hint": _hint(left, right, words) if all(graphs.unpaired) else "",
+        "stat": "",
+        "verdict": "",
+    }
+    if "values" in words:
+        return _judged(report)
+    if before_distances is not None and comparison.wanted and comparison.is_decided:
+        before_distances(_judged(_with_values(report, graphs, comparison, altered, "file")))
+    comparison.measure_distances()
+    _check_unchanged(a, b)
+    return _judged(_with_values(report, graphs, comparison, altered, sort))
+
+
+def _check_unchanged(*checkpoints: Checkpoint) -> None:
+    """Raise ChangedError if a file was changed while it was read."""
+    for checkpoint in checkpoints:
+        for source in checkpoint.sources:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
+
+
+def _with_values(
+    report: DiffReport, graphs: GraphComparison, comparison: ValueComparison, altered: Collection[int], sort: str
+) -> DiffReport:
+    """Return the report with the differing values; ``altered`` has the places at which properties differ."""
+    values: list[RankedDifference] = []
+    close: list[RankedDifference] = []
+    differing, values_differ, unequal = set(altered), 0, comparison.differing()
+    for place, (path, number) in enumerate(graphs.places):
+        differences = list(comparison.differences(number, path)) if number in unequal else []
         far = [item for item in differences if not item.within]
         values += far
         close += [item for item in differences if item.within]
-        values_differ += bool(far)
-        differ += bool(far or properties)
-    for source in (*a.sources, *b.sources):
-        if isinstance(source, FileSource):
-            source.check_unchanged()
+        if far:
+            differing.add(place)
+            values_differ += 1
     layers, total, counters = distances_by_layer([*values, *close])
-    return _report(
-        {
-            "schema": "ckptool.diff/1",
-            "a": a.path,
-            "b": b.path,
-            "key": key,
-            "other_key": other_key,
-            "include": list(only.include),
-            "exclude": list(only.exclude),
-            "ignored": sorted(words),
-            "rtol": tolerance[0] if tolerance else None,
-            "atol": tolerance[1] if tolerance else None,
-            "same": False,
-            "tensors": {
-                "in_a": _tensors_in(graphs, 0),
-                "in_b": _tensors_in(graphs, 1),
-                "in_both": len(graphs.places),
-                "differ": differ,
-                "values_differ": values_differ,
-                "attributes_differ": attributes_differ,
-                "within_tolerance": len({item.report["path"] for item in close}),
-            },
-            "container": [] if "container" in words else list(_container(a, b)),
-            "program": [] if left.base or right.base or only else list(_program(a, b)),
-            "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
-            "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
-            "changed": changed,
-            "values": ranked(values, sort),
-            "within_tolerance": ranked(close, sort),
-            "layers": layers,
-            "total": total,
-            "counters": counters,
-            "not_measured": comparison.reason,
-            "sharing": [] if "sharing" in words else list(_sharing(graphs)),
-            "entries": [
-                {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
-            ],
-            "order": [] if "order" in words else graphs.order,
-            "hint": _hint(left, right, words) if all(graphs.unpaired) else "",
-            "stat": "",
-            "verdict": "",
-        }
-    )
+    within = len({item.report["path"] for item in close})
+    sums = {"differ": len(differing), "values_differ": values_differ, "within_tolerance": within}
+    return {
+        **report,
+        "tensors": cast("TensorCounts", {**report["tensors"], **sums}),
+        "values": ranked(values, sort),
+        "within_tolerance": ranked(close, sort),
+        "layers": layers,
+        "total": total,
+        "counters": counters,
+        "not_measured": comparison.reason,
+    }
 
 
-def _report(report: DiffReport) -> DiffReport:
+def _judged(report: DiffReport) -> DiffReport:
     """Fill in ``same``, ``stat`` and ``verdict``."""
     differences = (report["container"], report["program"], report["only_in_a"], report["only_in_b"], report["changed"])
     more = (report["values"], report["sharing"], report["entries"], report["order"])

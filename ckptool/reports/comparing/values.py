@@ -246,6 +246,9 @@ class ValueComparison:
     #: For each pair of tensors: (part, index in ``pairs``).
     jobs: list[list[tuple[str, int]]] = field(default_factory=list)
     bits: list[BitDifference] = field(default_factory=list)
+    #: Pairs whose bits must be compared, and differing pairs that must be measured.
+    unknown: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     #: The distance of each measured pair, or why it is unknown.
     measured: dict[int, Compared | str] = field(default_factory=dict)
 
@@ -277,9 +280,9 @@ class ValueComparison:
         self.jobs.append(jobs)
 
     def compare(self) -> None:
+        """Compare the bits of all pairs, without torch; ``wanted`` are then the pairs to measure."""
         # Pairs with different dtypes count as different, because their bytes differ.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
-        unknown: list[int] = []
         for number, pair in enumerate(self.pairs):
             known = self.known.get(pair.refs)
             if known is not None:
@@ -287,18 +290,30 @@ class ValueComparison:
             if known is not None and known.bits is not None:
                 self.bits[number] = known.bits
             elif pair.same_dtype:
-                unknown.append(number)
-        self.compare_bits(unknown, False, self.progress)
+                self.unknown.append(number)
+        self.compare_bits(self.unknown, False, self.progress)
         differing = [number for number, bits in enumerate(self.bits) if bits.first >= 0]
-        wanted = [at for at in differing if at not in self.measured and (self.measure or self.judges(at))]
-        if wanted:
-            self.measure_all(wanted)
+        self.wanted = [at for at in differing if at not in self.measured and (self.measure or self.judges(at))]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether bits alone decide which tensors differ, after ``compare``."""
+        return self.tolerance is None and not self.mixed
+
+    def differing(self) -> set[int]:
+        """Return the numbers of the pairs of tensors that have ``differences``, or might have some."""
+        return {number for number, jobs in enumerate(self.jobs) if any(self.bits[job].first >= 0 for _, job in jobs)}
+
+    def measure_distances(self) -> None:
+        """Measure the distances of the ``wanted`` pairs, and count the elements that differ."""
+        if self.wanted:
+            self.measure_all(self.wanted)
         if self.count:
-            for number in unknown:
+            for number in self.unknown:
                 found = self.measured.get(number, "")
                 if not isinstance(found, str) and found.bits is not None:
                     self.bits[number] = found.bits
-            uncounted = [number for number in unknown if self.bits[number].first >= 0 > self.bits[number].differing]
+            uncounted = [at for at in self.unknown if self.bits[at].first >= 0 > self.bits[at].differing]
             self.compare_bits(uncounted, True, None)
 
     def compare_bits(self, numbers: Sequence[int], count: bool, progress: Progress | None) -> None:
