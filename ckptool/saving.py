@@ -14,14 +14,14 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .base.errors import Again, CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
+from .base.errors import Again, CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
 from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, suggested_output
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
-from .checkpoint.selection import selected
+from .checkpoint.selection import only_one, selected
 from .edits.outputs import Conversion
 from .files.archives import open_any
 from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
@@ -503,12 +503,7 @@ def load(
     from .values.torch.loads import at_path
 
     with open_checkpoint(file_of(path)) as checkpoint:
-        chosen = selected(checkpoint, key)
-        if len(chosen) != 1:
-            names = ", ".join(repr(item.path) for item in chosen)
-            what = f"there are {len(chosen)} state dicts: {names}" if chosen else "there is no state dict in it"
-            raise TargetError(what, path=checkpoint.path, next="name one by key=..." if chosen else "torch.load it")
-        steps = parse_path(chosen[0].path)
+        steps = parse_path(only_one(checkpoint, selected(checkpoint, key)).path)
     tensors: Any = at_path(load_whole(checkpoint.path, map_location), steps)
     if strip_prefix is None:
         return tensors  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..base.errors import Again, TargetError
 from ..base.globs import Glob, Globs
 from ..base.records import NamedTuple
-from ..base.steps import Setting, command, tree_step
+from ..base.steps import Setting, advice, command, tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
@@ -124,6 +124,22 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
             message, path=checkpoint.path, next=tree_step(checkpoint.path), again=_other(key, state_dicts)
         )
     return chosen
+
+
+def only_one(checkpoint: Checkpoint, state_dicts: Sequence[StateDict], parameter: str = "key") -> StateDict:
+    """Return the only state dict; raise TargetError for none, and for several, which ``parameter`` chooses from."""
+    if len(state_dicts) == 1:
+        return state_dicts[0]
+    if not state_dicts:
+        raise TargetError("there is no state dict in it", path=checkpoint.path, next=tree_step(checkpoint.path))
+    paths = [item.path or "." for item in state_dicts]
+    choose = (Setting(parameter, paths[0]),)
+    raise TargetError(
+        f"there are {len(paths)} state dicts: {join_limited(list(map(repr, paths)))}",
+        path=checkpoint.path,
+        next=advice("choose one, for example ", *choose),
+        again=Again(choose, "choose one, for example "),
+    )
 
 
 def _other(key: str, state_dicts: Sequence[StateDict]) -> Again | None:

@@ -23,70 +23,10 @@ from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists, file_of
 from .options import Mendable, NoOutput
 from .render import Typed, retyped, say_error, swapped_words, without
+from .synonyms import COMMANDS, DEVICES, KEYS, OPTIONS, PARTIAL, PARTS, VALUES
 
-#: Names that other tools give these commands.
-_COMMANDS: Final = {
-    "inspect": "show info describe summary print open view head file stat tree load",
-    "keys": "ls list dir names params shapes",
-    "get": "cat read value entry dump",
-    "validate": "check verify test lint audit safe",
-    "diff": "compare cmp difference",
-    "hash": "checksum digest fingerprint sha256 md5",
-    "strip-module": "strip unprefix strip-prefix remove-prefix remove-module",
-    "add-module": "add prefix add-prefix",
-    "rename": "mv ren map-keys",
-    "remap": "map device devices to move cpu map-location",
-    "extract": "unwrap pick",
-    "wrap": "nest",
-    "drop": "rm remove delete del exclude prune",
-    "keep": "select filter include only",
-    "set": "update put",
-    "slim": "shrink trim compact",
-    "cast": "dtype half quantize bf16 fp16",
-    "merge": "join combine concat graft",
-    "average": "mean avg soup swa",
-    "convert": "export save save-as copy cp reshard shard",
-    "sanitize": "fix clean harden",
-    "redact": "anonymize anonymise scrub publish",
-    "salvage": "repair recover rescue",
-    "repack": "rewrite align zip",
-    "undo": "revert rollback restore",
-    "history": "log versions edits",
-}
-#: Names that other tools give the removal of one part, and the entries that may hold it.
-_PARTS: Final = {
-    "strip-optimizer": "optimizer optimizer_states optimizer_state_dict optimizer_state optim optim_state_dict opt",
-    "strip-scheduler": "scheduler lr_schedulers lr_scheduler scheduler_state_dict sched",
-}
-#: Names that other tools and other ckptool commands give an option, and the options it may mean: the first that the
-#: command has is chosen.
-_OPTIONS: Final = (
-    ("--to --target --to-type -t", ("--to-format", "--to", "--to-dtype")),
-    ("--device --map-location --location -d", ("--to", "--map-location", "--device")),
-    ("--remap --move", ("--to", "--map")),
-    ("--nan --nans --inf --no-nan --check-nan --check-finite --isfinite", ("--finite",)),
-    ("--grep --search --find --contains", ("--include",)),
-    ("--dtype --cast --to-type --precision", ("--to-dtype", "--dtype")),
-    ("-o --output --out --out-file --outfile --output-file --dest --save", ("--output", "--npy")),
-    ("--output-dir --outdir --output-folder", ("--out-dir",)),
-    ("-f -y --yes --overwrite --replace", ("--force",)),
-    ("-n --dry --preview", ("--dry-run",)),
-    ("-i --inplace", ("--in-place",)),
-    ("-k --state-dict --statedict", ("--key",)),
-    ("--pattern --filter --only --match", ("--include", "--rename")),
-    ("--skip --except --without --omit", ("--exclude",)),
-    ("-j --workers --num-workers --threads --processes", ("--jobs",)),
-    ("-s --silent", ("--quiet",)),
-    ("--shard-size --shards", ("--max-shard-size",)),
-)
-#: Options that other tools give a part of a name, which here is a pattern.
-_PARTIAL: Final = ("--grep", "--search", "--find", "--contains")
-#: Options that other tools give the keys, which here are arguments.
-_KEYS: Final = ("--key", "--keys", "--entry", "--entries", "--names", "--params")
 #: Arguments that are keys or patterns.
-_OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "KEY"))
-#: Options without a value that name a device by another word.
-_DEVICES: Final = {"cuda": "cuda:0", "gpu": "cuda:0", "no-cuda": "cpu", "no-gpu": "cpu"}
+_OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "KEY", "[NAME]"))
 #: File names suggested for options that a command requires.
 _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
@@ -144,16 +84,17 @@ def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
     writes = "--dry-run" in _names(command)
     typed = Typed.of(words, partial(rehearsed, group))
     line = [*words[:end], *(dry if writes else ()), *words[end:]]
+    if words[0] == "get":
+        line = without(without(line, "-o", "--output"), "--force")
     if _depth.get() > _ERRORS:
         return ""
     if isinstance(refusal := _refusal(group, words), NoOutput) and (meant := _output([*words], refusal.ctx)):
         return rehearsed(group, meant) or f"  -> {retyped(meant)}"
     said, token = StringIO(), _depth.set(_depth.get() + 1)
     try:
-        with redirect_stderr(said), redirect_stdout(StringIO()):
-            with group.make_context("ckptool", line, obj=typed) as ctx:
-                if writes or (words[0] == "get" and "--npy" not in words):
-                    return said.getvalue().rstrip("\n") if _may_rehearse(words) and group.invoke(ctx) else ""
+        with redirect_stderr(said), redirect_stdout(StringIO()), group.make_context("ckptool", line, obj=typed) as ctx:
+            if writes or words[0] == "get":
+                return said.getvalue().rstrip("\n") if _may_rehearse(words) and group.invoke(ctx) else ""
             with command.make_context(words[0], list(words[1:]), parent=ctx) as inner:
                 _open_inputs(inner)
     except CkptoolError as error:
@@ -278,11 +219,11 @@ def _command(group: click.Group, words: list[str]) -> list[str] | None:
     names = group.list_commands(click.Context(group))
     typed = words[0].lower().replace("_", "-")
     part = re.sub("^(remove|drop|delete)-", "strip-", typed)
-    if part in _PARTS and words[1:]:
-        wanted = _PARTS[part].split()
+    if part in PARTS and words[1:]:
+        wanted = PARTS[part].split()
         found = [entry for entry in _entries(words) if entry in wanted] or wanted[:1]
         return ["drop", words[1], *found, *words[2:]]
-    known = [name for name, others in _COMMANDS.items() if typed in others.split()]
+    known = [name for name, others in COMMANDS.items() if typed in others.split()]
     near = known or get_close_matches(typed, [*names, "help", "version"], 1)
     if near == ["help"]:
         return [*words[1:2], "--help"]
@@ -347,29 +288,28 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
         return [*words[1:], words[0]]  # the option was typed before the command
     command, value = error.ctx.command, _value_at(words, place)
     have = [*_names(command), *_HELP]
-    for each in (command, *filter(None, [group.get_command(error.ctx, "edit")])):
+    edit = group.get_command(error.ctx, "edit")
+    assert edit is not None
+    for each in (command, edit):
         options = _names(each)
         plain = [] if _known(wrong, [*options]) else _plain_option(wrong, options, "--load" in words)
         replaced = [*words[:place], *plain, *words[place + 1 :]] if plain else []
-        if replaced and (meant := replaced if each is command else _as_edit(replaced, place, 2, error.ctx)):
+        if replaced and (meant := replaced if each is command else _as_edit(replaced, edit, error.ctx)):
             return meant
     known = _known(wrong, have)
     if not known and value and (argued := _argument(words, place, value, error.ctx)):
         return argued
-    edit = group.get_command(error.ctx, "edit")
-    names = _known(wrong, [*_names(edit)]) if edit is not None else []
+    names = _known(wrong, [*_names(edit)])
     device = is_device(value) and "--to" in names and {*known} <= {"--to-format", "--to-dtype"}
-    if edit is not None and names and (device or not known):
-        param = _names(edit)[names[0]]
-        flag = "=" in words[place] or (isinstance(param, click.Option) and param.is_flag)
+    if names and (device or not known):
         typed = [*words[:place], names[0] + words[place].removeprefix(wrong), *words[place + 1 :]]
-        return _as_edit(typed, place, 1 if flag else 2, error.ctx)
+        return _as_edit(typed, edit, error.ctx)
     long = [name for name in have if name.startswith("--")]
     near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1, _SIMILAR)
     if not near:
         return None
     option = _option_for(value, known) or near[0]
-    if wrong in _PARTIAL and option == "--include" and value and not is_pattern(value):
+    if wrong in PARTIAL and option == "--include" and value and not is_pattern(value):
         return _with_value(words, place, option, f"*{value}*")
     taking = _names(command).get(option)
     takes = isinstance(taking, click.Option) and not taking.is_flag and not taking.count
@@ -393,7 +333,7 @@ def _with_value(words: Sequence[str], place: int, *new: str) -> list[str]:
 def _plain_option(wrong: str, have: Collection[str], loads: bool) -> list[str]:
     """Return the option and the value that ``--cpu``, ``--no-cuda`` or ``--bf16`` stands for, or []."""
     name = wrong.lstrip("-").lower()
-    value, options = _DEVICES.get(name, name), ["--to", "--device", "--map-location"]
+    value, options = DEVICES.get(name, name), ["--to", "--device", "--map-location"]
     if loads:
         options.remove("--device")  # of validate: the device that storages should be on
     if not is_device(value):
@@ -411,14 +351,14 @@ def _argument(words: list[str], place: int, value: str, ctx: click.Context) -> l
     ``set model.pth epoch=0``.
     """
     wrong, names = words[place].partition("=")[0], {param.metavar for param in ctx.command.params}
-    if wrong in _KEYS and _OF_NAMES & names and words[0] != "keys":
+    if wrong in KEYS and _OF_NAMES & names and words[0] != "keys":
         return _with_value(words, place, value)
     name = next((name for name in _entries(words) if name.replace("_", "-") == wrong[2:].replace("_", "-")), "")
     return _with_value(words, place, f"{name}={value}") if name and "KEY=VALUE..." in names else None
 
 
-def _as_edit(words: list[str], place: int, count: int, ctx: click.Context) -> list[str] | None:
-    """Return the words as a command line of ``edit``, which also has the option at ``place``, ``count`` words long.
+def _as_edit(words: list[str], edit: click.Command, ctx: click.Context) -> list[str] | None:
+    """Return the words as a command line of ``edit``, which also has the options that the command does not have.
 
     ``set model.pth epoch=0 --drop optimizer`` becomes ``edit model.pth --set epoch=0 --drop optimizer``. Return None if
     ``edit`` does not do what the command does.
@@ -430,7 +370,15 @@ def _as_edit(words: list[str], place: int, count: int, ctx: click.Context) -> li
         return ["edit", *words[1:]]
     if kind is None or any(each.rest for each in kind.parameters):
         return None
-    own = [*words[1:place], *words[place + count :]]
+    own, others, have, options = words[1:], list[str](), _names(ctx.command), _names(edit)
+    for word in words[1:]:
+        name, equals, _ = word.partition("=")
+        if not name.startswith("-") or name in have or not (meant := _known(name, [*options])):
+            continue
+        param, place = options[meant[0]], own.index(word)
+        end = place + (1 if equals or (isinstance(param, click.Option) and param.is_flag) else 2)
+        others += [meant[0] + word.removeprefix(name), *own[place + 1 : end]]
+        del own[place:end]
     try:
         given, _, _ = ctx.command.make_parser(ctx).parse_args(args=[*own])
     except click.UsageError:
@@ -441,14 +389,14 @@ def _as_edit(words: list[str], place: int, count: int, ctx: click.Context) -> li
     own = [part for word in own for part in ((step, word) if word in texts else (word,))]
     ways = {f"--{each.step}" for each in kind.parameters if each.step}
     own += [f"--{kind.name}"] if kind.flag and not ways & {word.partition("=")[0] for word in own} else []
-    return ["edit", *own, *words[place : place + count]]
+    return ["edit", *own, *others]
 
 
 def _known(wrong: str, have: Sequence[str]) -> list[str]:
     """Return the options of this command that other tools or commands call ``wrong``."""
     wrong = wrong.lower().replace("_", "-") if wrong[:2] == "--" else wrong
     same = [wrong] if wrong in have else []
-    return same + [name for others, meant in _OPTIONS if wrong in others.split() for name in meant if name in have]
+    return same + [name for others, meant in OPTIONS if wrong in others.split() for name in meant if name in have]
 
 
 def _value(group: click.Group, words: list[str], error: click.BadOptionUsage) -> list[str] | None:
@@ -485,9 +433,11 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
         for other in ctx.command.params:
             if isinstance(other.type, click.Choice) and value in other.type.choices and other is not param:
                 return [*words[:place], other.opts[-1], value, *rest]
-        near = get_close_matches(value.lower(), param.type.choices, 1)
-        if near:
-            return [*words[:place], name, near[0], *rest]
+        asked = "size" if value.isdigit() else value.lower()
+        known = [other for other, spelled in VALUES.items() if asked in spelled.split()]
+        near = [other for other in (*known, *VALUES) if known and other in param.type.choices]
+        if nearest := near or get_close_matches(asked, param.type.choices, 1):
+            return [*words[:place], name, nearest[0], *rest]
     return None
 
 

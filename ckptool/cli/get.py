@@ -8,6 +8,9 @@ import click
 
 import ckptool
 
+from ..base.errors import RefusedError
+from ..base.steps import as_step, command
+from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
 from ..files.write.output import check_output, write_file
@@ -23,7 +26,7 @@ Examples:
   ckptool get training.pth epoch
   ckptool get training.pth state_dict.conv1.weight
   ckptool get training.pth hyper_parameters --json
-  ckptool get model.pth conv1.weight --npy weight.npy
+  ckptool get model.pth conv1.weight -o weight.npy
 
 \b
 KEY is a path as inspect prints it; the dots in the keys of a state dict need no
@@ -39,31 +42,35 @@ widened to float32, which has all their values.
 @click.command(cls=GroupedCommand, epilog=GET_EPILOG)
 @one_path
 @click.argument("key", metavar="KEY", shell_complete=complete_keys)
-@click.option("--npy", metavar="OUT", type=AnyPath(), help="Write the tensor to a file that numpy.load reads.")
+@click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="Save the tensor as .npy, for numpy.load.")
 @force_option
 @format_option()
-def get(path: str, key: str, npy: str | None, force: bool, style: str) -> int:
+def get(path: str, key: str, output: str | None, force: bool, style: str) -> int:
     """Print one entry or tensor: a scalar as it is, a dict as a tree, a tensor with its numbers.
 
-    A tensor of more than 1,000 elements is shown by its edges; --json and --npy give all of it. This needs neither
+    A tensor of more than 1,000 elements is shown by its edges; --json and -o give all of it. This needs neither
     torch nor NumPy, and runs nothing in the file.
     """
-    if style != "table" and npy is not None:
-        raise click.UsageError("--format and --npy exclude each other.")
-    if force and npy is None:
-        raise click.UsageError("--force is for --npy.")
+    if style != "table" and output is not None:
+        raise click.UsageError("--format and -o exclude each other.")
+    if force and output is None:
+        raise click.UsageError("--force is for -o.")
     with ckptool.open(path) as opened:
         say_problems(opened)
         checkpoint, place = find_value(opened, key)
-        if npy is not None:
-            check_output(npy, checkpoint.sources, force=force)
+        if output is not None:
+            check_output(output, checkpoint.sources, force=force)
             array = array_of(checkpoint, place.ref, place.path)
+            if output.lower().endswith(CHECKPOINTS):
+                way = "keep" if output.lower().endswith(SAFETENSORS) else "extract"
+                step = as_step(command(way, path, place.path or ".", output=output))
+                raise RefusedError("get writes arrays (.npy)", path=output, next=step)
             if array.widened:
                 say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")
             mode = file_mode(checkpoint.source)
             plan = npy_plan(array)
             plan = plan._replace(expected_checksums=claims_of(checkpoint, [plan]))
-            written = write_file(plan, npy, checkpoint.sources, force=force, mode=mode)
+            written = write_file(plan, output, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif style != "table":

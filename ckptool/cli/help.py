@@ -101,6 +101,7 @@ FORMER: Final[Mapping[str, Mapping[str, Spelling]]] = {
         "--cast": Spelling("--to-dtype"),
         "--sanitize-drop": Spelling("--drop-object"),
     },
+    "get": {"--npy": Spelling("--output")},
     "strip-module": {"--prefix": Spelling("--strip-prefix")},
     "add-module": {"--prefix": Spelling("--add-prefix")},
     "cast": {"--dtype": Spelling("--to-dtype")},

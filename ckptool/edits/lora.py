@@ -14,10 +14,10 @@ from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.lazy import regex
 from ..base.steps import NextStep, Setting, advice, as_step, command, suggested_output
-from ..base.text import join_limited, pluralize, quoted
+from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import only_one, selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
@@ -293,13 +293,7 @@ def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> lis
 
 
 def _state_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
-    found = selected(checkpoint, key)
-    if len(found) != 1:
-        paths = join_limited([repr(item.path or ".") for item in found])
-        message = f"there are {len(found)} state dicts: {paths}" if found else "there is no state dict in it"
-        step = advice("name one with ", Setting("key", None)) if found else ""
-        raise TargetError(message, path=checkpoint.path, next=step)
-    return found[0]
+    return only_one(checkpoint, selected(checkpoint, key))
 
 
 def _says_tied(config: Mapping[str, Any]) -> bool | None:

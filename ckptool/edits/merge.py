@@ -16,7 +16,7 @@ from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal_identity, spell_key
-from ..checkpoint.selection import dotted, lookup, new_key, selected, slot
+from ..checkpoint.selection import dotted, lookup, new_key, only_one, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
@@ -100,14 +100,7 @@ def _pairs(
         both = [(item, there[item.path]) for item in ours if item.path in there]
         if both:
             return both
-    for checkpoint, chosen, name in ((original, ours, "key"), (other, theirs, "other_key")):
-        if len(chosen) != 1:
-            paths = join_limited([repr(item.path or ".") for item in chosen])
-            message = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
-            raise TargetError(
-                message, path=checkpoint.path, next=advice("name one with ", Setting(name, None)) if chosen else ""
-            )
-    return [(ours[0], theirs[0])]
+    return [(only_one(original, ours), only_one(other, theirs, "other_key"))]
 
 
 def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, theirs: StateDict, only: Globs) -> None:

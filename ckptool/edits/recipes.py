@@ -263,7 +263,9 @@ def _chosen(
     paths = list(dict.fromkeys(choice.state_dict.path for choice in found))
     if len(paths) > 1:
         what = f"the recipe fits {pluralize(len(paths), 'state dict')}: {join_limited([repr(path) for path in paths])}"
-        raise TargetError(what, path=checkpoint.path, next=advice("name one with ", Setting("key", None)))
+        choose = (Setting("key", paths[0] or "."),)
+        for_one = "choose one, for example "
+        raise TargetError(what, path=checkpoint.path, next=advice(for_one, *choose), again=Again(choose, for_one))
     if found:
         names = join_limited([choice.recipe.a for choice in found])
         raise RefusedError(

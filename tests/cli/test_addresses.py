@@ -140,7 +140,7 @@ def test_every_path_that_is_read_has_the_type_of_one() -> None:
         for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
         if isinstance(parameter.type, AnyPath) and not isinstance(parameter.type, InputPath)
     }
-    outputs = {"-o", "--out-dir", "--npy", "--tasks", "sheet", "--files-from", "--since"}
+    outputs = {"-o", "--out-dir", "--tasks", "sheet", "--files-from", "--since"}
     assert {option for _, option in others} == outputs
 
 
@@ -152,7 +152,7 @@ def test_every_path_that_is_read_has_the_type_of_one() -> None:
         ["convert", "bare.pth", "--to-format", "dcp", "-o", "outer.zip!dcp"],
         ["convert", "bare.pth", "--to-format", "safetensors", "-o", "outer.zip!m.tar.gz!x.safetensors"],
         ["lock", "bare.pth", "-o", "outer.zip!lock.json"],
-        ["get", "bare.pth", "fc.bias", "--npy", "outer.zip!x.npy"],
+        ["get", "bare.pth", "fc.bias", "-o", "outer.zip!x.npy"],
         ["match", "bare.pth", "bare.pth", "--apply", "-o", "outer.zip!x.pth"],
     ],
 )
@@ -235,7 +235,7 @@ _OUTPUTS = [
     for name in COMMANDS
     for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
     if isinstance(parameter.type, AnyPath) and not isinstance(parameter.type, InputPath)
-    and parameter.opts[0] in ("-o", "--out-dir", "--npy")
+    and parameter.opts[0] in ("-o", "--out-dir")
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from command_line import say
 from conftest import FIXTURES
 
-from ckptool.cli import corrections
+from ckptool.cli import synonyms
 from ckptool.cli.main import COMMANDS, cli
 
 #: What was typed, and what was meant.
@@ -36,7 +36,13 @@ TYPED = {
     "convert bare.pth --format safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
     "convert bare.pth --to-dtype bf16 -o m.safetensors": "edit bare.pth --to-dtype bf16 -o m.safetensors",
     "convert bare.pth --dtype bf16 -o m.safetensors": "edit bare.pth --to-dtype bf16 -o m.safetensors",
-    "get bare.pth fc.bias -o bias.npy": "get bare.pth fc.bias --npy bias.npy",
+    "get bare.pth fc.bias --save bias.npy": "get bare.pth fc.bias --output bias.npy",
+    "get bare.pth fc.bias bias.npy": "get bare.pth fc.bias -o bias.npy",
+    "keys bare.pth --top 5": "keys bare.pth --sort bytes",
+    "keys bare.pth --sort size": "keys bare.pth --sort bytes",
+    "stats bare.pth --sort params": "stats bare.pth --sort numel",
+    "wrap bare.pth --name model -o wrapped.pth": "wrap bare.pth model -o wrapped.pth",
+    "slim bare.pth --device cpu --dtype fp16 -o x.pth": "edit bare.pth -o x.pth --slim --to cpu --to-dtype fp16",
     "convert bare.pth m.safetensors": "convert bare.pth -o m.safetensors",
     "convert bare.pth": "convert bare.pth -o bare.safetensors",
     "remap bare.pth --to safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
@@ -66,7 +72,7 @@ TYPED = {
     "strip-module bare.pth -o a.pth --to cpu": "edit bare.pth -o a.pth --strip-module --to cpu",
     "strip-module bare.pth --to=cpu": "edit bare.pth --strip-module --to=cpu -o bare.new.pth",
     "slim bare.pth --to cuda:1 -o a.pth": "edit bare.pth -o a.pth --slim --to cuda:1",
-    "cast bare.pth --dtype bf16 --to cpu -o a.pth": "edit bare.pth --to-dtype bf16 -o a.pth --to cpu",
+    "cast bare.pth --dtype bf16 --to cpu -o a.pth": "edit bare.pth -o a.pth --to-dtype bf16 --to cpu",
     "remap bare.pth cpu": "remap bare.pth --to cpu -o bare.new.pth",
     "remap lightning.ckpt cuda:0=cpu": "remap lightning.ckpt --map cuda:0=cpu -o lightning.new.ckpt",
     "remap lightning.ckpt --to \"{'cuda:0': 'cpu', 'cpu': 'cuda:1'}\"": (
@@ -366,10 +372,10 @@ def test_a_correction_leaves_the_help_as_it_is() -> None:
 
 
 def test_the_words_for_commands_are_no_commands_and_mean_one_each() -> None:
-    others = [word for words in corrections._COMMANDS.values() for word in words.split()]
+    others = [word for words in synonyms.COMMANDS.values() for word in words.split()]
     assert len(others) == len(set(others))
     assert not {*others} & {*COMMANDS}
-    assert {*corrections._COMMANDS} <= {*COMMANDS}
+    assert {*synonyms.COMMANDS} <= {*COMMANDS}
 
 
 def test_the_words_for_options_lead_to_options() -> None:
@@ -378,7 +384,7 @@ def test_the_words_for_options_lead_to_options() -> None:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
         have |= {option for param in command.params for option in param.opts}
-    assert {option for _, meant in corrections._OPTIONS for option in meant} <= have
+    assert {option for _, meant in synonyms.OPTIONS for option in meant} <= have
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "shards"])

@@ -48,6 +48,7 @@ def test_help_and_version_without_dashes() -> None:
 #: Why the help of an option differs between commands: (option, command) and the reason.
 DIFFERENT = {
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
+    ("--output", "get"): "the file is an array",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
     ("--output", "match"): "it needs --apply",
     ("--output", "report"): "the file is a page",
@@ -168,7 +169,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests" / "cli" / "transcripts").iterdir()):
         yield path.name, path.read_text("utf-8")
     for path in sorted((ROOT / "ckptool").rglob("*.py")):
-        if path.name not in ("help.py", "corrections.py"):  # these know the former spellings, and what people type
+        if path.name not in ("help.py", "synonyms.py"):  # these know the former spellings, and what people type
             yield path.name, path.read_text("utf-8")
     for name in COMMANDS:
         yield f"{name} --help-all", f"ckptool {name} {say(name, '--help-all').out}"
@@ -292,8 +293,6 @@ NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
     ("convert", "model"): "unflatten takes a model",
     ("diff", "top"): "the report has all",
-    ("get", "npy"): "numpy.save does it",
-    ("get", "force"): "of --npy",
     ("inspect", "tree"): "another report",
     ("inspect", "depth"): "of --tree",
     ("inspect", "load"): "ckptool.load does it",

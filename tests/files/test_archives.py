@@ -81,7 +81,7 @@ def test_damage_that_only_the_archive_records_is_not_passed_on(
         "convert-back": ("convert", address, "--to-format", "safetensors", "-o", output),
         "add-module": ("add-module", address, "-o", output),
         "cast": ("cast", address, "--to-dtype", "float16", "-o", output.with_suffix(".pth")),
-        "get": ("get", address, "w", "--npy", output),
+        "get": ("get", address, "w", "-o", output),
         "validate": ("validate", address),
     }[command]
     assert say(*arguments).code == 0

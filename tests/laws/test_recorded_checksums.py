@@ -92,7 +92,7 @@ def ways(folder: Folder, other: Path) -> dict[str, list[Words]]:
         "sanitize": [(path,)],
         "redact": [(path,)],
         "salvage": [(path,)],
-        "get": [(path, folder.key, "--npy")],
+        "get": [(path, folder.key)],
     }
 
 
@@ -131,7 +131,7 @@ def source(name: str) -> Path:
 def test_the_cases_have_every_format_and_every_command() -> None:
     formats = {known.name for name in SUMMED if (known := folder_format(str(source(name))))}
     assert formats == {known.name for known in FOLDERS} - UNSUMMED
-    writing = {name for name in COMMANDS if {"output", "npy"} & {option.name for option in command_of(name).params}}
+    writing = {name for name in COMMANDS if "output" in {option.name for option in command_of(name).params}}
     folder = Folder(Path("in"), (), "", "", "")
     assert ways(folder, Path("other")).keys() == writing - OTHERS
 
@@ -184,7 +184,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 def written(command: str, words: Words, out: Path) -> tuple[Said, dict[str, bytes]]:
     """Run a command that writes; return what it said, and the output, which is removed."""
-    said = say(command, *words, *(() if "--npy" in words else ("-o",)), out)
+    said = say(command, *words, "-o", out)
     if not out.exists():
         return said, {}
     found = content(out)
@@ -221,9 +221,9 @@ def check(folder: Folder, command: str, words: Words, out: Path, record: Record,
     return True
 
 
-def suffix(words: Words) -> str:
+def suffix(command: str, words: Words) -> str:
     """What the name of the output ends with."""
-    return ".npy" if "--npy" in words else "" if {"dcp", "--max-shard-size"} & {*map(str, words)} else ".pth"
+    return ".npy" if command == "get" else "" if {"dcp", "--max-shard-size"} & {*map(str, words)} else ".pth"
 
 
 @pytest.mark.sampled(every=6)
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_not_passed_on(name: str, folder: Folder, tmp_path: Pat
     for number, (command, words) in enumerate(lines):
         if (number + SUMMED.index(name)) % 4:
             continue
-        out = tmp_path / ("out.safetensors" if "safetensors" in words else f"out{suffix(words)}")
+        out = tmp_path / ("out.safetensors" if "safetensors" in words else f"out{suffix(command, words)}")
         said, want = written(command, words, out)
         if said.code == 0:
             record = folder.records[zlib.crc32(f"{name} {number}".encode()) % len(folder.records)]

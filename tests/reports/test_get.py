@@ -158,7 +158,7 @@ def compare(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         theirs = listed(tensor)
         assert same(from_json(strict(told(capsys, str(path), name or ".", "--json")), theirs), theirs)
         out = tmp_path / "out.npy"
-        told(capsys, str(path), name or ".", "--npy", str(out), "--force")
+        told(capsys, str(path), name or ".", "-o", str(out), "--force")
         array = np.load(out, allow_pickle=False)
         assert same(array.tolist(), theirs)
         assert array.shape == tuple(tensor.shape) and out.stat().st_size % 64 == array.nbytes % 64
@@ -168,7 +168,7 @@ def compare(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @every
 def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if item.path.name == "zip_wrong_crc.pth":
-        assert run(["get", str(item.path), '["module.b"]', "--npy", str(tmp_path / "out.npy")]) == 3
+        assert run(["get", str(item.path), '["module.b"]', "-o", str(tmp_path / "out.npy")]) == 3
         assert "does not match its checksum" in capsys.readouterr().err and not (tmp_path / "out.npy").exists()
         return
     compare(item.path, tmp_path, capsys)
@@ -222,7 +222,7 @@ def test_any_tensor(tensor: torch.Tensor, tmp_path: Path, capsys: pytest.Capture
     theirs = listed(tensor)
     assert same(ckptool.get(path, ".").tolist(), theirs)
     assert same(from_json(strict(told(capsys, str(path), ".", "--json")), theirs), theirs)
-    told(capsys, str(path), ".", "--npy", str(out), "--force")
+    told(capsys, str(path), ".", "-o", str(out), "--force")
     assert same(np.load(out).tolist(), theirs)
 
 
@@ -241,7 +241,7 @@ def test_what_numpy_lacks_is_widened_and_said(dtype: str, tmp_path: Path, capsys
     raw = bytearray(np.arange(1 << 16, dtype="<u2").tobytes()) if size > 1 else bytearray(range(256))
     tensor = torch.frombuffer(raw, dtype=getattr(torch, dtype))
     torch.save(tensor, path)
-    assert run(["get", str(path), ".", "--npy", str(out)]) == 0
+    assert run(["get", str(path), ".", "-o", str(out)]) == 0
     array = np.load(out)
     wide = torch.complex64 if dtype == "complex32" else torch.float32
     assert array.dtype == (np.complex64 if dtype == "complex32" else np.float32)
@@ -272,12 +272,12 @@ def test_a_bool_is_zero_or_one(tmp_path: Path) -> None:
 def test_an_output_is_never_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.npy"
     out.write_bytes(b"old")
-    call = ["get", str(FIXTURES / "bare.pth"), "conv1.weight", "--npy", str(out)]
+    call = ["get", str(FIXTURES / "bare.pth"), "conv1.weight", "-o", str(out)]
     assert run(call) == 4
     assert out.read_bytes() == b"old"
     assert run([*call, "--force"]) == 0
     assert np.load(out).shape == (4, 3, 1, 1)
-    assert run(["get", str(FIXTURES / "bare.pth"), "conv1.weight", "--npy", str(tmp_path / "no" / "out.npy")]) == 5
+    assert run(["get", str(FIXTURES / "bare.pth"), "conv1.weight", "-o", str(tmp_path / "no" / "out.npy")]) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npy"]
 
 
@@ -295,14 +295,14 @@ def test_an_output_is_never_lost(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_is_no_array_is_refused(name: str, key: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["get", str(FIXTURES / name), key, "--npy", str(out)]) == 4
+    assert run(["get", str(FIXTURES / name), key, "-o", str(out)]) == 4
     assert "ckptool get" in capsys.readouterr().err
     assert not out.exists()
 
 
 def test_a_tensor_without_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.ones(1).expand(1 << 20, 1 << 20)}, tmp_path / "a.pth")
-    for option in (["--json"], ["--npy", str(tmp_path / "out.npy")]):
+    for option in (["--json"], ["-o", str(tmp_path / "out.npy")]):
         assert run(["get", str(tmp_path / "a.pth"), "w", *option]) == 4
     assert "1., 1., 1., ..., 1., 1., 1." in told(capsys, str(tmp_path / "a.pth"), "w")
 
@@ -469,7 +469,7 @@ def test_numpy_values_are_numbers_and_tensors(tmp_path: Path, capsys: pytest.Cap
     path = FIXTURES / "numpy_objects.pth"
     assert ckptool.get(path, "best") == 0.75
     assert ckptool.get(path, "history").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    told(capsys, str(path), "history", "--npy", str(tmp_path / "h.npy"))
+    told(capsys, str(path), "history", "-o", str(tmp_path / "h.npy"))
     assert np.load(tmp_path / "h.npy").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
@@ -517,7 +517,7 @@ def test_many_dimensions_are_bounded(dimensions: int, tmp_path: Path, capsys: py
 
 def test_neither_torch_nor_numpy_is_wanted(out: Path) -> None:
     path = str(FIXTURES / "ddp4_training.pth")
-    for arguments in ([], ["--json"], ["--npy", str(out)]):
+    for arguments in ([], ["--json"], ["-o", str(out.with_suffix(".npy"))]):
         found = command("get", path, "state_dict.module.head.weight", *arguments)
         assert (found.code, found.err, found.wanted) == (0, "", [])
 

@@ -29,7 +29,15 @@ from .attempts import Attempt, Steps, attempt, likely_dicts, shared_shapes, stri
 from .causes import causes_of
 from .fused import Side
 from .inferred import inferred_recipe
-from .names import Cause, Comparison, as_torch_accepts, averaged_without_dots, compare, renamed_weight_norm
+from .names import (
+    Cause,
+    Comparison,
+    as_torch_accepts,
+    averaged_without_dots,
+    compare,
+    renamed_module,
+    renamed_weight_norm,
+)
 from .report import (
     Fix,
     MatchReport,
@@ -418,6 +426,16 @@ def _next(
             f" or under another name: {join_limited(list(best.misplaced), most=3)}",
             "",
         )
+    renamed = best.renamed if fix is not None else best.specs
+    after = compare(renamed, target.tensors, best.filled)
+    shapes = {name: spec.shape for name, spec in renamed.items()}
+    if (names := renamed_module(after, shapes, target.shapes)) is not None and _is_editable(checkpoint):
+        own, other = names
+        step = FixStep("rename", f"{own}.*={other}.*")
+        words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
+        edited = _edited_key(checkpoint, best, words)
+        renaming = edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited)
+        return f"the target has {other} where the file has {own}; if that is one layer: {renaming}", ""
     if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
         same = [name for name in best.specs if name in target.tensors]
@@ -429,8 +447,6 @@ def _next(
             return "all names differ, and the message says no shapes: match it with a file of the model instead", ""
         most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: {most}", ""
-    renamed = best.renamed if fix is not None else best.specs
-    after = compare(renamed, target.tensors, best.filled)
     if not after.sizes:
         if causes:  # strict=False would hide them
             return "", ""

@@ -104,6 +104,25 @@ def agrees(have: Shape, wanted: Shape) -> bool:
     return wanted is None or have == wanted or (wanted == () and have == (1,))
 
 
+def renamed_module(after: Comparison, have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> tuple[str, str] | None:
+    """Return the only module that the target does not have, and the only one that it lacks, if their shapes agree.
+
+    The shapes cannot show that they are the same layer, so this is never more than a question.
+    """
+    if after.sizes or not (after.loads and after.missing) or len(after.missing) != len(after.unexpected):
+        return None
+    own, other = _parent(after.unexpected), _parent(after.missing)
+    pairs = {name: other + name.removeprefix(own) for name in after.unexpected}
+    fits = {*pairs.values()} == {*after.missing} and all(agrees(have[name], wanted[new]) for name, new in pairs.items())
+    return (own, other) if fits and own and other and not NOT_IN_GLOBS & {*own, *other} else None
+
+
+def _parent(names: Sequence[str]) -> str:
+    """Return the longest path of modules that all these names are in; "" without one."""
+    first, *others = [name.split(".")[:-1] for name in names]
+    return ".".join(first[: min((common_length(first, other) for other in others), default=len(first))])
+
+
 def fillable(wanted: Collection[str]) -> frozenset[str]:
     """Return the batch norm counters, which torch fills in for files from before 0.4.1 (_NormBase, version 2)."""
     return frozenset(name for name in wanted if name.rpartition(".")[2] == _COUNTER and _mean_of(name) in wanted)

@@ -19,7 +19,7 @@ from ...base.steps import Setting, advice, command, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
-from ...checkpoint.selection import normal_path, selected
+from ...checkpoint.selection import normal_path, only_one, selected
 from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
@@ -276,12 +276,9 @@ def rename_like(
     differ by order.
     """
     candidates = candidate_dicts(checkpoint, key)
-    if len(candidates) > 1:
-        paths = join_limited([repr(item.path or ".") for item in candidates])
-        message = f"there are {len(candidates)} state dicts: {paths}"
-        raise TargetError(message, path=checkpoint.path, next=advice("name one with ", Setting("key", None)))
+    own = only_one(checkpoint, candidates)
     wanted, source = target.shapes, target.source
-    have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
+    have = {name: spec.shape for name, spec in specs_of(checkpoint, own).items()}
     if by_order and None not in wanted.values():
         # If the target has tensors only, other values have no place in the order.
         have = {name: shape for name, shape in have.items() if shape is not None}

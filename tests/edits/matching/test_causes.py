@@ -583,3 +583,35 @@ def test_a_name_of_any_length_takes_linear_time(part: str, end: str, tmp_path: P
     assert not report["fits"]
     assert all(len(one["message"]) < 2_000 for one in report["causes"])
     assert count < 60
+
+
+# -- a layer under another name ----------------------------------------------------------------------------------------
+
+
+class Headed(nn.Module):
+    """A backbone, and a head under the name that the model gives it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+        self.add_module(name, nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_renamed_layer_comes_with_the_renaming_and_no_claim(prefix: str, tmp_path: Path) -> None:
+    have, model = with_prefix(Headed("fc").state_dict(), prefix), Headed("head")
+    report = matched({"state_dict": have, "epoch": 1}, model.state_dict(), tmp_path, anywhere=True)
+    assert not (report["fix"] and report["fix"]["complete"]) and not report["next"]
+    assert report["advice"].startswith("the target has head where the file has fc; if that is one layer: ckptool edit")
+    out = tmp_path / "fits.pth"
+    assert typed(report["advice"].partition(": ")[2], out) == 0
+    loaded = torch.load(out)
+    model.load_state_dict(loaded.get("state_dict", loaded))
+    assert torch.equal(model.state_dict()["head.weight"], have[f"{prefix}fc.weight"])
+
+
+def test_two_renamed_layers_have_no_renaming(tmp_path: Path) -> None:
+    """Nothing tells which one is which."""
+    have = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(3)}
+    want = {"c.weight": torch.randn(3), "d.weight": torch.randn(4, 4), "e.weight": torch.randn(4, 4)}
+    assert "one layer" not in matched(have, want, tmp_path)["advice"]
