@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from math import inf, prod, sqrt
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -20,24 +17,35 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
-from ..base.records import NamedTuple
-from ..base.steps import AnyStep, NextStep, command, suggested_output
+from ..base.steps import NextStep, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import read_object
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..values.elements import storage_reader
-from ..values.torch.adapters import AdapterStep, StoredTensor
+from ..values.torch.adapters import AdapterStep
+from .adapter_rotations import butterfly
+from .adapter_settings import (
+    BY_PEFT,
+    CONFIG,
+    Adapter,
+    AdapterChanges,
+    WeightChange,
+    check_rank,
+    fit,
+    is_set,
+    number_setting,
+    scale,
+    stored,
+)
 from .storages import refuse_bits
 
-CONFIG: Final = "adapter_config.json"
 #: PEFT puts this before each key, once.
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|boft_[Rs]|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
@@ -45,11 +53,11 @@ _KEY: Final = regex(
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
-_MERGEABLE: Final = frozenset(words("BOFT BONE C3A FOURIERFT HRA LN_TUNING LOKR OFT RANDLORA SHIRA VBLORA VERA"))
+_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR OFT RANDLORA SHIRA VBLORA VERA"))
 _NO_WEIGHTS: Final = frozenset(
     words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
 )
-_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "TRAINABLE_TOKENS")
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "TRAINABLE_TOKENS")
 #: Settings that do not change the result, or that are read here.
 _KNOWN: Final = frozenset(
     words(
@@ -59,6 +67,7 @@ _KNOWN: Final = frozenset(
         " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
         " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
         " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
+        " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
@@ -69,52 +78,7 @@ _REFUSED: Final = {
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
-BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
-#: Limits of alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with all modules.
-_LONGEST_PATTERN: Final = 300
-_MOST_PATTERNS: Final = 5000
-_MOST_STEPS: Final = 2e10
-#: A scale that no adapter has.
-_LARGEST: Final = 1e30
-_ORDER: Final = ("copy", "product", "adalora", "hadamard", "scale", "sum", "rows")
-
-
-class Adapter(NamedTuple):
-    """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
-
-    ``changes`` finds the weights of a base that it changes, as ``weight_changes`` does for PEFT. ``scales`` has the
-    factors of modules whose settings do not give them.
-    """
-
-    checkpoint: Checkpoint
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    changes: Callable[[Adapter, Mapping[str, Tensor], str, float], AdapterChanges]
-    scales: Mapping[str, float] = MappingProxyType({})
-
-    @property
-    def path(self) -> str:
-        """The path of the adapter."""
-        return self.checkpoint.path
-
-    def refusal(self, message: str, step: AnyStep = "") -> RefusedError:
-        """Return an error about the adapter."""
-        return RefusedError(message, path=self.path, next=step)
-
-
-class WeightChange(NamedTuple):
-    """A change of one weight: its key in the base, and the step. ``added`` is true if the base lacks the key."""
-
-    key: str
-    step: AdapterStep
-    added: bool = False
-
-
-class AdapterChanges(NamedTuple):
-    """The changes by an adapter, and the number of tensors for each other model that the base does not hold."""
-
-    changes: list[WeightChange]
-    unused: Mapping[str, int]
+_ORDER: Final = ("copy", "product", "adalora", "hadamard", "butterfly", "scale", "sum", "rows")
 
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -263,7 +227,9 @@ def changes_of(
         changes += found
     if missing or not matched:
         raise _wrong_base(adapter, missing or list(modules), len(modules), base, path)
-    if weight != 1 and (other := next((item for item in changes if item.step.kind in ("copy", "rows", "scale")), None)):
+    if weight != 1 and (
+        other := next((item for item in changes if item.step.kind in ("copy", "rows", "scale", "butterfly")), None)
+    ):
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: _ORDER.index(change.step.kind))
@@ -303,7 +269,7 @@ def _module_changes(
             del rest[part]
             target = f"{module}.{part.removeprefix('copy.')}"
             wanted = base.get(target)
-            _fit(adapter, key, adapter.tensors[key].shape, target, wanted, path)
+            fit(adapter, key, adapter.tensors[key].shape, target, wanted, path)
             added = wanted is None and _is_saved(adapter, module)
             yield WeightChange(target, AdapterStep("copy", (stored(adapter, key),)), added)
     a, b = (rest.pop(f"lora_{which}.weight", "") for which in "AB")
@@ -318,11 +284,14 @@ def _module_changes(
     hadamard = [rest.pop(f"hada_w{number}.weight", "") for number in ("1_a", "1_b", "2_a", "2_b")]
     if any(hadamard):
         yield _hadamard(adapter, module, hadamard, base, path, weight)
+    rotations, scales = rest.pop("boft_R.weight", ""), rest.pop("boft_s.weight", "")
+    if rotations or scales:
+        yield butterfly(adapter, module, rotations, scales, base, path)
     if bias := rest.pop("lora_B.bias", ""):
         target = f"{module}.bias"
         if f"{module}.weight" in base and target not in base:
             raise adapter.refusal(f"it changes the bias of {quoted(module)}, which has none in the base")
-        _fit(adapter, bias, adapter.tensors[bias].shape, target, base.get(target), path)
+        fit(adapter, bias, adapter.tensors[bias].shape, target, base.get(target), path)
         rank = adapter.tensors[b].shape[-1] if b and adapter.tensors[b].shape else 0
         factor = scale(adapter, module, rank) * weight
         yield WeightChange(target, AdapterStep("sum", (stored(adapter, bias),), factor))
@@ -372,20 +341,20 @@ def _product(
     if module not in adapter.scales and not is_adaptive:
         check_rank(adapter, a, rank)
     embedding = "lora_embedding_A" in a
-    transposed = embedding or (len(one.shape) == 2 and _flag(adapter, "fan_in_fan_out"))
+    transposed = embedding or (len(one.shape) == 2 and is_set(adapter, "fan_in_fan_out"))
     change = (two.shape[0], *one.shape[1:])
-    _fit(adapter, a, change[::-1] if transposed else change, target, wanted, path)
+    fit(adapter, a, change[::-1] if transposed else change, target, wanted, path)
     tensors = [stored(adapter, b), stored(adapter, a)]
     if third:
         size = adapter.tensors[third].numel
         if size != values:
             raise adapter.refusal(f"{quoted(third)} has {size:,} elements where {values:,} are needed")
         tensors.append(stored(adapter, third))
-    elif _flag(adapter, "use_dora"):
+    elif is_set(adapter, "use_dora"):
         raise adapter.refusal(f"use_dora is set, and {quoted(module)} has no lora_magnitude_vector")
     if is_adaptive:
-        first = _number(adapter, "init_r", 12)
-        alpha = _number(adapter, "lora_alpha", 8)
+        first = number_setting(adapter, "init_r", 12)
+        alpha = number_setting(adapter, "lora_alpha", 8)
         factor = (alpha if alpha > 0 else first) * weight
         return WeightChange(target, AdapterStep("adalora", tuple(tensors), factor, transposed, rank=int(first)))
     step = AdapterStep("product", tuple(tensors), scale(adapter, module, rank) * weight, transposed, embedding)
@@ -404,18 +373,10 @@ def _hadamard(
     if shapes != [(out, rank), (rank, inner)] * 2:
         raise adapter.refusal(f"{quoted(keys[0])} and its partners are not matrices of one rank", BY_PEFT)
     check_rank(adapter, keys[1], rank)
-    _fit(adapter, keys[0], (out, inner), f"{module}.weight", base.get(f"{module}.weight"), path)
+    fit(adapter, keys[0], (out, inner), f"{module}.weight", base.get(f"{module}.weight"), path)
     own = adapter._replace(config={**adapter.config, "lora_alpha": adapter.config.get("alpha", 8)})
     step = AdapterStep("hadamard", tuple(stored(adapter, key) for key in keys), scale(own, module, rank) * weight)
     return WeightChange(f"{module}.weight", step)
-
-
-def _number(adapter: Adapter, name: str, default: float) -> float:
-    """Return a number of the settings; raise RefusedError if it is something else."""
-    value = adapter.config.get(name, default)
-    if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise adapter.refusal(f"its {name} {json.dumps(value)[:80]} is not a number")
-    return float(value)
 
 
 def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:
@@ -431,7 +392,7 @@ def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tens
         )
         raise adapter.refusal(message)
     if wanted is not None:
-        _fit(adapter, key, (wanted.shape[0], tensor.shape[1]), f"{module}.weight", wanted, path)
+        fit(adapter, key, (wanted.shape[0], tensor.shape[1]), f"{module}.weight", wanted, path)
         if outside := [row for row in rows if not 0 <= row < wanted.shape[0]]:
             message = f"it was trained for token {max(outside):,}, and the base has {wanted.shape[0]:,}"
             raise adapter.refusal(message, "resize the vocabulary of the base first")
@@ -444,95 +405,17 @@ def _scaled(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor],
     forward = len(shape) == 2 and shape[0] == 1
     if len(shape) != 2 or 1 not in shape:
         raise adapter.refusal(f"{quoted(key)} is {shape_text(shape)}: only IA3 of linear layers can be merged", BY_PEFT)
-    transposed = _flag(adapter, "fan_in_fan_out")
+    transposed = is_set(adapter, "fan_in_fan_out")
     if wanted is not None:
         sizes = wanted.shape[::-1] if transposed else wanted.shape
         axis = 1 if forward else 0
         if len(sizes) != 2 or sizes[axis] != shape[axis]:
-            _fit(adapter, key, shape[::-1] if transposed else shape, f"{module}.weight", wanted, path)
+            fit(adapter, key, shape[::-1] if transposed else shape, f"{module}.weight", wanted, path)
     step = AdapterStep("scale", (stored(adapter, key),), transposed=transposed)
     yield WeightChange(f"{module}.weight", step)
     if not forward and bias is not None:
-        _fit(adapter, key, (shape[0],), f"{module}.bias", bias, path)
+        fit(adapter, key, (shape[0],), f"{module}.bias", bias, path)
         yield WeightChange(f"{module}.bias", step._replace(transposed=False))
-
-
-def _flag(adapter: Adapter, name: str) -> bool:
-    return adapter.config.get(name) is True
-
-
-def check_rank(adapter: Adapter, key: str, rank: int) -> None:
-    """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has the rank of a matrix."""
-    pattern = adapter.config.get("rank_pattern") or {}
-    ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    if rank not in ranks:
-        known = join_limited([str(number) for number in ranks])
-        raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {CONFIG} says {known}")
-
-
-def scale(adapter: Adapter, module: str, rank: int) -> float:
-    """Return the factor of a product; raise RefusedError if the settings do not give one."""
-    if module in adapter.scales:
-        return adapter.scales[module]
-    config = adapter.config
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
-        raise adapter.refusal("its alpha_pattern is too large", BY_PEFT)
-    comparisons = len(patterns) * len(adapter.tensors)
-    for pattern, value in patterns.items():
-        if len(pattern) > _LONGEST_PATTERN or _steps(pattern, len(module)) * comparisons > _MOST_STEPS:
-            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
-        try:
-            matches = _compiled(pattern).match(module)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is not valid: {error}") from error
-        if matches:
-            alpha = value
-            break
-    if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
-        raise adapter.refusal(f"its lora_alpha {json.dumps(alpha)[:80]} is not a number")
-    return float(alpha / sqrt(rank) if _flag(adapter, "use_rslora") else alpha / rank)
-
-
-def _steps(pattern: str, length: int) -> float:
-    """Return how many steps ``re`` takes at most to compare a pattern with a name; infinity for repeated groups."""
-    if re.search(r"\)[*+?{]", pattern):
-        return inf
-    repeated = sum(map(pattern.count, "*+?{"))
-    steps: int = (length + 1) ** (repeated + 1) * (pattern.count("|") + 1) ** pattern.count("(")
-    return steps
-
-
-@lru_cache(maxsize=_MOST_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the expression by which PEFT compares a pattern with the names of modules."""
-    return re.compile(rf"(.*\.)?({pattern})$")
-
-
-def stored(adapter: Adapter, key: str) -> StoredTensor:
-    """Return a tensor of an adapter as plain data."""
-    tensor = adapter.tensors[key]
-    return StoredTensor(key, storage_reader(adapter.checkpoint, tensor.storage), vector(tensor))
-
-
-def vector(tensor: Tensor) -> Tensor:
-    """Return a tensor without dimensions as one with a single element, and others unchanged."""
-    return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
-
-
-def _fit(adapter: Adapter, key: str, shape: Sequence[int], target: str, wanted: Tensor | None, path: str) -> None:
-    """Raise RefusedError if a change has another shape than the weight of the base."""
-    if wanted is None or tuple(shape) == wanted.shape:
-        return
-    rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
-    if rows and re.search(r"embed|wte|lm_head|token", target):
-        message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
-        resized = command("resize", path, vocab=str(shape[0]), output=suggested_output(path, "resized"))
-        raise adapter.refusal(message, "resize the base first: " + resized)
-    here, there = shape_text(shape), shape_text(wanted.shape)
-    message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
-    raise adapter.refusal(message)
 
 
 def _wrong_base(

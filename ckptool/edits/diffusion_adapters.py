@@ -24,7 +24,8 @@ from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object
 from ..values.elements import elements, storage_reader
 from ..values.numeric import to_numbers
-from .adapters import Adapter, AdapterChanges, WeightChange, changes_of, check_settings, check_tensors, scale
+from .adapter_settings import Adapter, AdapterChanges, WeightChange, scale
+from .adapters import changes_of, check_settings, check_tensors
 from .weight_places import Place, Weight, at_places, own_weights, renamed_weights
 
 #: The models of a pipeline, by what kohya and diffusers call them in the names of an adapter.

@@ -15,7 +15,8 @@ from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, shape_text
 from ..checkpoint.tensors import Tensor
 from ..values.torch.adapters import AdapterStep, StoredTensor
-from .adapters import BY_PEFT, Adapter, AdapterChanges, WeightChange, check_rank, scale, stored, weight_changes
+from .adapter_settings import BY_PEFT, Adapter, AdapterChanges, WeightChange, check_rank, scale, stored
+from .adapters import weight_changes
 from .weight_places import Weight, own_weights, renamed_weights, rows_of
 
 #: A key: the module, how deep the wrapper of the parameter lies in others, and which of the matrices it is.

@@ -27,7 +27,8 @@ from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
 from ..values.torch.loads import need_torch
-from .adapters import BY_PEFT, Adapter, WeightChange, base_name, description, open_adapter, vector
+from .adapter_settings import BY_PEFT, Adapter, WeightChange, vector
+from .adapters import base_name, description, open_adapter
 from .diffusion_adapters import folders, has_pipeline_names, open_pipeline_adapter, pipeline_description
 from .expert_adapters import changes_with_parameters
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields

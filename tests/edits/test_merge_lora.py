@@ -24,13 +24,12 @@ from ckptool.files.sources import Computed, part_of
 #: Adapters made by PEFT, with its own results; see their README.
 KINDS = Path(os.environ.get("CKPTOOL_ADAPTERS", ROOT.parent / "shared" / "adapters"))
 #: Kinds without a merge, and words of the refusal. PEFT refuses half of them, too. It merges ``bad-half-pair`` with the
-#: values that the initialization left, ``bad-nan`` into NaN, and PiSSA after a change of the base; BOFT is missing.
+#: values that the initialization left, ``bad-nan`` into NaN, and PiSSA after a change of the base.
 REFUSED = {
     "bad-half-pair": "no partner lora_B",
     "bad-nan": "NaN or infinity",
     "bad-vocab": "34 tokens",
     "bad-zero3": "empty",
-    "boft": "BOFT are not supported",
     "layer-replication": "repeats layers",
     "pissa": "PEFT changes the base",
     "prompt-tuning": "has no merge",

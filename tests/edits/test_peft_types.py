@@ -1,7 +1,8 @@
-"""merge-lora with AdaLoRA and LoHa, against the formulas of PEFT, and PEFT itself where it is installed."""
+"""merge-lora with AdaLoRA, LoHa and BOFT, against the formulas of PEFT, and PEFT itself where it is installed."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,101 @@ def test_loha_multiplies_two_products(weight: float, tmp_path: Path) -> None:
     assert torch.equal(result, base + ((a @ b) * (c @ d)) * (3 / RANK * weight))
 
 
+def numbers(*shape: int) -> torch.Tensor:
+    """Return numbers in eighths, which do not depend on a random generator."""
+    return ((torch.arange(prod(shape)) * 7) % 11 - 5).view(shape) / 8
+
+
+def boft(weight: torch.Tensor, factors: int, size: int) -> State:
+    columns, rows = prod(weight.shape[1:]), len(weight)
+    scales = 1 + numbers(*((rows, 1) if weight.dim() == 2 else (1, rows)))
+    return {f"{PREFIX}.boft_R": numbers(factors, columns // size, size, size), f"{PREFIX}.boft_s": scales}
+
+
+BOFT = {"peft_type": "BOFT", "r": None, "lora_alpha": None, "boft_block_size": 3, "boft_block_num": 0}
+BLOCKS = {"boft_block_size": 0, "boft_block_num": 2}
+#: What PEFT 0.21.2 made of ``numbers``. Several factors need its CUDA extension, for which torch.block_diag stood in.
+BY_PEFT: dict[str, tuple[tuple[int, ...], int, int, str]] = {
+    "linear": (
+        (2, 6),
+        1,
+        3,
+        "-0.21169 0.16452 0.0251 0.14576 0.14062 -0.18943 0.02016 -0.3871 -0.79435 -0.03724 0.53125 -0.75557",
+    ),
+    "convolution": (
+        (2, 2, 2, 2),
+        1,
+        4,
+        "-0.31208 0.01202 0.08512 0.15053 -0.00179 0.11162 0.21134 -0.00124"
+        " -0.38014 0.59267 -0.83843 -0.21536 0.20462 0.59644 0.65722 0.02309",
+    ),
+    "two factors": (
+        (2, 8),
+        2,
+        2,
+        "-0.27246 -0.13159 -0.02234 0.18813 0.035 -0.02522 0.16289 -0.16951"
+        " -0.36132 0.30094 -0.96316 -0.31036 0.06953 0.10657 0.76806 -0.47325",
+    ),
+    "three factors": (
+        (2, 8),
+        3,
+        2,
+        "-0.15921 -0.10424 0.10447 0.24577 0.22386 -0.08417 0.12696 -0.06104"
+        " -0.19415 0.21539 -0.0896 -0.05114 0.31255 0.23565 1.22864 -0.56363",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BY_PEFT)
+def test_boft_gives_the_values_of_peft(kind: str, tmp_path: Path) -> None:
+    shape, factors, size, expected = BY_PEFT[kind]
+    settings = {**BOFT, "boft_block_size": size, "boft_n_butterfly_factor": factors}
+    if kind == "convolution":
+        settings |= BLOCKS
+    weight = numbers(*shape)
+    result = merged({f"{MODULE}.weight": weight}, boft(weight, factors, size), tmp_path, **settings)
+    wanted = torch.tensor([float(number) for number in expected.split()]).view(shape)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
+
+
+def rotation(parameters: torch.Tensor) -> torch.Tensor:
+    """Return the rotation of all columns as one matrix."""
+    skew = (parameters - parameters.transpose(-1, -2)) / 2
+    unit = torch.eye(skew.shape[-1])
+    blocks = torch.linalg.solve(unit + skew, (unit - skew).expand_as(skew), left=False)
+    return torch.block_diag(*blocks[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("columns", "size", "outs"), [(96, 4, 150), (1280, 20, 67), (1600, 5, 200), (5184, 12, 64), (9216, 64, 70)]
+)
+def test_boft_of_parts_has_the_bytes_of_one_matrix(
+    columns: int, size: int, outs: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Columns are rotated some at a time, and rows in blocks; the sums are those of the whole product."""
+    torch.manual_seed(9)
+    weight = torch.randn(outs, columns).to(dtype)
+    adapter = boft(weight, 1, size)
+    adapter[f"{PREFIX}.boft_R"] = torch.randn(1, columns // size, size, size) / 9
+    result = merged({f"{MODULE}.weight": weight}, adapter, tmp_path, **{**BOFT, "boft_block_size": size})
+    whole = (rotation(adapter[f"{PREFIX}.boft_R"]) @ weight.float().T).T * adapter[f"{PREFIX}.boft_s"]
+    if torch.backends.mkl.is_available():
+        assert torch.equal(result, whole.to(dtype))
+    torch.testing.assert_close(result, whole.to(dtype))
+
+
+def test_a_rotation_in_float64_is_computed_in_float64(tmp_path: Path) -> None:
+    weight = numbers(4, 6).double() / 3
+    result = merged({f"{MODULE}.weight": weight}, {**boft(weight, 1, 3)}, tmp_path, **BOFT)
+    turned = result / (1 + numbers(4, 1))
+    torch.testing.assert_close(turned @ turned.T, weight @ weight.T, rtol=0, atol=1e-15)
+
+
 LOHA = {"peft_type": "LOHA", "r": RANK, "lora_alpha": None}
 ADALORA = {"peft_type": "ADALORA"}
+ROTATED = boft(torch.ones(OUT, INNER), 1, 3)
+TWO = {"boft_n_butterfly_factor": 2}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +180,21 @@ ADALORA = {"peft_type": "ADALORA"}
         ({**adalora(), f"{PREFIX}.lora_E": torch.ones(3, 1)}, ADALORA, "3 elements where 4 are needed"),
         (adalora(), {**ADALORA, "init_r": "x"}, "its init_r .* is not a number"),
         (adalora(inner=7), ADALORA, "another base"),
+        (dict([*ROTATED.items()][:1]), BOFT, "has no partner boft_s"),
+        (dict([*ROTATED.items()][1:]), BOFT, "has no partner boft_R"),
+        ({**ROTATED, f"{PREFIX}.boft_R": torch.ones(1, 2, 3, 4)}, BOFT, "1x2x3x4, which is not the shape"),
+        ({**ROTATED, f"{PREFIX}.boft_s": torch.ones(1, OUT)}, BOFT, "is 1x150, and the weight needs 150x1"),
+        (
+            ROTATED,
+            {**BOFT, "peft_type": "LORA"},
+            "32 blocks of size 3, and adapter_config.json gives boft_block_size 3",
+        ),
+        (ROTATED, {**BOFT, "boft_block_size": 4}, "32 blocks of size 3, .* gives boft_block_size 4"),
+        (ROTATED, {**BOFT, **BLOCKS}, "gives boft_block_size 0 and boft_block_num 2"),
+        (boft(torch.ones(OUT, 96), 2, 3), BOFT, "has 2 butterfly factors, and adapter_config.json says 1"),
+        (boft(torch.ones(OUT, 96), 2, 3), {**BOFT, **TWO}, "32 blocks of size 3 cannot have 2 butterfly factors"),
+        (boft(torch.ones(OUT, 66), 1, 3), BOFT, "another base"),
+        ({**ROTATED, f"{PREFIX}.boft_R": torch.full((1, 32, 3, 3), torch.nan)}, BOFT, "boft_R .* holds NaN"),
     ],
 )
 def test_a_refusal_says_what_is_wrong(adapter: State, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -93,18 +202,41 @@ def test_a_refusal_says_what_is_wrong(adapter: State, settings: dict[str, Any], 
         merged({f"{MODULE}.weight": torch.ones(OUT, INNER)}, adapter, tmp_path, **settings)
 
 
-@pytest.mark.parametrize("kind", ["AdaLora", "LoHa"])
+def test_boft_rotates_only_layers_that_peft_rotates(tmp_path: Path) -> None:
+    weight = torch.ones(4, 2, 3, 1)
+    with pytest.raises(RefusedError, match="4x2x3x1: PEFT rotates only linear layers and convolutions with square"):
+        merged({f"{MODULE}.weight": weight}, boft(weight, 1, 3), tmp_path, **BOFT)
+    mixed = boft(torch.ones(1, 8192), 13, 2)
+    settings = {**BOFT, "boft_block_size": 2, "boft_n_butterfly_factor": 13}
+    with pytest.raises(RefusedError, match="mixes more than 4,096 columns"):
+        merged({f"{MODULE}.weight": torch.ones(1, 8192)}, mixed, tmp_path, **settings)
+
+
+def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"a weight of 0.5 does not describe"):
+        merged({f"{MODULE}.weight": torch.ones(OUT, INNER)}, ROTATED, tmp_path, 0.5, **BOFT)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "AdaLora": {"target_r": 2, "init_r": 4, "tinit": 1, "tfinal": 2, "total_step": 10},
+    "LoHa": {"r": 4},
+    "BOFT": {"bias": "boft_only", "boft_block_size": 8, "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
 def test_peft_merges_to_the_same_bytes(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "intermediate_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=150)).bfloat16()
+    config = transformers.LlamaConfig(**sizes, vocab_size=150, attention_bias=kind == "BOFT")
+    model = transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "base")
-    own = {"target_r": 2, "init_r": 4, "tinit": 1, "tfinal": 2, "total_step": 10} if kind == "AdaLora" else {"r": 4}
-    wrapped = peft.get_peft_model(model, getattr(peft, f"{kind}Config")(target_modules=["q_proj", "up_proj"], **own))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name or "hada_" in name:
+    own = getattr(peft, f"{kind}Config")(target_modules=["q_proj", "up_proj"], **OWN[kind])
+    wrapped = peft.get_peft_model(model, own)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape) * 0.1
     wrapped.save_pretrained(tmp_path / "adapter")
     again = type(model).from_pretrained(tmp_path / "base", dtype="auto")
@@ -113,3 +245,32 @@ def test_peft_merges_to_the_same_bytes(kind: str, tmp_path: Path) -> None:
         ckptool.save(ckptool.merge_lora(tmp_path / "base", opened), tmp_path / "out")
     result, wanted = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "merged"))
     assert result.keys() == wanted.keys() and [key for key in wanted if not torch.equal(result[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize("factors", [1, 2, 4])
+def test_boft_of_a_convolution_has_the_values_of_peft(
+    factors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT computes several factors only with its CUDA extension, whose only job is torch.block_diag."""
+    peft = pytest.importorskip("peft")
+    layers = pytest.importorskip("peft.tuners.boft.layer")
+    monkeypatch.setattr(layers, "get_fbd_cuda", lambda: factors > 1)
+    blocks = staticmethod(lambda data: torch.stack([torch.block_diag(*each) for each in data]))
+    monkeypatch.setattr(layers.FastBlockDiag, "apply", blocks)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Conv2d(32, 70, 3), torch.nn.Conv2d(70, 16, 1), torch.nn.Linear(48, 80))
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    settings = {"boft_block_size": 0, "boft_block_num": 2 if factors == 1 else 8, "boft_n_butterfly_factor": factors}
+    targets = ["0", "2"] if factors == 1 else ["0"]
+    config = peft.BOFTConfig(target_modules=targets, bias="all", **settings)
+    wrapped = peft.get_peft_model(model, config)
+    for parameter in wrapped.parameters():
+        parameter.data += torch.randn(parameter.shape) / 9 if parameter.requires_grad else 0
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with ckptool.open(tmp_path / "adapter") as opened:
+        ckptool.save(ckptool.merge_lora(tmp_path / "base.safetensors", opened), tmp_path / "out.safetensors")
+    result, wanted = load_file(tmp_path / "out.safetensors"), wrapped.merge_and_unload().state_dict()
+    assert result.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert factors > 1 or torch.equal(result[key], value)
+        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-6)

@@ -8,7 +8,7 @@ the whole matrix, but not always smaller ones, so blocks have at least 64 rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isfinite, prod
+from math import isfinite, lcm, prod
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
@@ -23,6 +23,8 @@ _BLOCK: Final = 1 << 18
 _FEWEST_ROWS: Final = 64
 #: The most bytes of matrices of all experts that are kept for the next expert.
 _CACHED: Final = 64 << 20
+#: The most columns that one matrix rotates, unless a block is larger.
+_MOST_COLUMNS: Final = 4096
 
 
 class _Scratch:
@@ -60,6 +62,8 @@ class AdapterStep(NamedTuple):
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
 
     ``adalora`` adds B @ (A * E), divided by ``rank``; ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
+    ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
+    blocks x size x size) and a number for each row.
     """
 
     kind: str
@@ -109,6 +113,7 @@ def merged_elements(
         () if step.by_rows else tuple(_checked(torch, part, _elements(torch, part)).to(wide) for part in step.tensors)
         for step in steps
     ]
+    factors = [_prepared(torch, step, tensors) for step, tensors in zip(steps, factors)]
     scratch = _Scratch(torch)
     for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
         if first * row >= begin + size or last * row <= begin:
@@ -237,6 +242,60 @@ def _hadamard(
     return values + delta * step.factor
 
 
+def _prepared(torch: Any, step: AdapterStep, tensors: Any) -> Any:
+    """Return the tensors of a step with what all blocks of a weight need computed once."""
+    if step.kind != "butterfly":
+        return tensors
+    return _rotations(torch, tensors[0]), *tensors[1:]
+
+
+def _rotations(torch: Any, parameters: Any) -> Any:
+    """Return the Cayley transform (I - S) / (I + S) of the skew-symmetric part of each block.
+
+    MKL of torch 2.13 returns wrong values for batches of large blocks with more than one thread.
+    """
+    blocks = parameters.flatten(0, 1)
+    skew = 0.5 * (blocks - blocks.transpose(1, 2))
+    unit = torch.eye(blocks.shape[1], dtype=blocks.dtype).expand_as(blocks)
+    with one_thread(torch):
+        return torch.linalg.solve(unit + skew, unit - skew, left=False).view(parameters.shape)
+
+
+def _matrices(torch: Any, rotations: Any) -> Iterator[Any]:
+    """Yield the square matrices along the diagonal that rotate all columns: products of all butterfly factors.
+
+    PEFT multiplies one matrix for all columns. Its sums are the same if zeros are left out at multiples of the number
+    of columns that BLAS adds at once (384 for MKL). Only a GPU merges several factors, with bits of its own.
+    """
+    factors, blocks, size = rotations.shape[:3]
+    mixed = size << (factors - 1)
+    least = lcm(mixed, 768) if factors == 1 else 128
+    width = min(least, max(_MOST_COLUMNS, mixed)) // mixed * mixed or mixed
+    for first in range(0, blocks, width // size):
+        product = None
+        for level in range(factors):
+            matrix = torch.block_diag(*rotations[level, first : first + width // size])
+            if level:  # halves of blocks with even numbers come before those with odd numbers
+                order = torch.arange(len(matrix)).view(-1, 1 << level, 2, size // 2).transpose(1, 2).flatten()
+                matrix = matrix[order][:, order]
+            product = matrix if product is None else matrix @ product
+        yield product
+
+
+def _butterfly(
+    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
+) -> Any:
+    rotations, scales = tensors
+    rows = values.flatten(1).to(rotations.dtype)
+    rotated = scratch.empty("rotated", rows.dtype, tuple(rows.shape))
+    begin = 0
+    for matrix in _matrices(torch, rotations):
+        end = begin + len(matrix)
+        rotated[:, begin:end] = (matrix @ rows[:, begin:end].T).T
+        begin = end
+    return rotated.mul_(scales.view(-1, 1)[first:last]).view(values.shape)
+
+
 def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
     return values + tensors[0].to(torch.promote_types(values.dtype, torch.float32)) * step.factor
 
@@ -265,6 +324,7 @@ _STEPS: Final = {
     "product": _product,
     "adalora": _adalora,
     "hadamard": _hadamard,
+    "butterfly": _butterfly,
     "sum": _sum,
     "copy": _copy,
     "rows": _replace_rows,
