@@ -122,7 +122,7 @@ def match(
     fits best counts, without --other-key the one of TARGET with the most keys. Names, shapes and a
     few rows are read, so "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
     Where both files hold values, tensors that would come to the wrong place are named: in another order of rows,
-    transposed, or under another name.
+    transposed, or under another name. Only these rows are compared: to compare all values, use diff.
     """
     if sum(given is not None for given in (target, model, error)) != 1:
         raise click.UsageError("Name a TARGET, a model with --model, or a file with an error message with --error.")
