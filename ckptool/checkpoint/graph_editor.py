@@ -106,6 +106,22 @@ def _sequence(like: Node, refs: Sequence[Ref]) -> Node:
 # -- removing objects
 
 
+def storage_mentions(graph: Graph, reader: TensorReader | None = None) -> Sequence[tuple[Ref, Storage | None]]:
+    """Return each persistent id that is reachable from the root, with its storage, in the order of reading.
+
+    The storage is None if the id does not describe one. Ids of modules are omitted. ``reader`` may be an existing
+    reader of this graph. The graph keeps the result, because planning, numbering and the promise all need it.
+    """
+    place = "storage mentions", graph.root
+    if place not in graph.cache:
+        reader, nodes = reader or TensorReader(graph), graph.nodes
+        modules = frozenset(reader.modules)
+        refs = [ref for ref in graph.reachable() if type(nodes[ref]) is Persistent and ref not in modules]
+        graph.cache[place] = tuple(zip(refs, map(reader.storage, refs)))
+    found: Sequence[tuple[Ref, Storage | None]] = graph.cache[place]
+    return found
+
+
 def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = None) -> dict[str, Storage]:
     """Return the storages reachable from the root, by key, in the order in which a reader meets them.
 
@@ -114,13 +130,8 @@ def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = No
     Raises RefusedError for a persistent id that does not describe a storage as torch does: the bytes that it needs are
     unknown, and must not be treated as unused.
     """
-    reader, nodes = reader or TensorReader(graph), graph.nodes
-    modules = frozenset(reader.modules)
     storages: dict[str, Storage] = {}
-    for ref in graph.reachable():
-        if type(nodes[ref]) is not Persistent or ref in modules:
-            continue
-        storage = reader.storage(ref)
+    for _, storage in storage_mentions(graph, reader):
         if storage is None:
             message = "it refers to a storage in a way that torch.save never does, so its bytes could be lost"
             step = command("validate", path) if path else ""

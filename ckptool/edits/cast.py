@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
@@ -19,6 +19,7 @@ from ..checkpoint.tensors import Tensor, is_sharded, rebuild_calls
 from ..files.sources import Deferred
 from ..formats.opening import former_arguments, takes_path
 from ..pickles.nodes import Graph, Ref
+from ..values.elements import swapped
 from ..values.torch import compute
 from .recompute import WHOLE, Recomputation, SharedStorage
 from .sharded import recast_spread
@@ -102,7 +103,7 @@ def cast(
     before = after = tensors = tied = 0
     for item, source in work.choose(wanted, unfit):
         refused = overflows.first.get(item.key, "a tensor") if no_overflow else ""
-        work.compute(item, Casting(source, target, overflows.count(item.key), refused))
+        work.compute(item, Casting(source, target, overflows.count(item.key), refused), together=cast_together)
         tensors += len(item.uses)
         tied += len(item.uses) > 1
         before += item.storage.nbytes
@@ -192,14 +193,40 @@ class Casting(NamedTuple):
         self.overflows.value = 0
         for (data,) in pieces:
             elements, overflowed = compute.cast_elements(data, self.source.name, self.target.name)
-            self.overflows.value += overflowed
-            if overflowed and self.refused:
-                values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
-                step = advice(
-                    "leave it out with ", Setting("exclude", None), ", or leave out ", Setting("no_overflow", None)
-                )
-                raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
+            self.note(overflowed, path)
             yield elements
+
+    def note(self, overflowed: int, path: str) -> None:
+        """Count finite values that became infinite or NaN; raise RefusedError if they are refused."""
+        self.overflows.value += overflowed
+        if overflowed and self.refused:
+            values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
+            step = advice(
+                "leave it out with ", Setting("exclude", None), ", or leave out ", Setting("no_overflow", None)
+            )
+            raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
+
+
+def cast_together(parameters: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """Return the results of ``elementwise`` for the parameters of each of many small storages.
+
+    One call casts all elements of a dtype.
+    """
+    data: list[bytes] = []
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, ((storage,), begin, numel, _, how) in enumerate(parameters):
+        width = how.source.itemsize
+        with adding_path(storage.path):
+            data.append(b"".join(storage.loaded(begin * width, numel * width)))
+        groups.setdefault((how.source.name, how.target.name), []).append(place)
+    for dtypes, group in groups.items():
+        for place, result in zip(group, compute.cast_each([data[place] for place in group], *dtypes)):
+            (storage,), _, _, width, how = parameters[place]
+            elements, overflowed = result
+            how.overflows.value = 0
+            how.note(overflowed, storage.path)
+            data[place] = swapped(elements, width)
+    return data
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:

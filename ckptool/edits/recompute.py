@@ -24,7 +24,7 @@ from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
-from ..files.sources import Computed, Piece, size_of
+from ..files.sources import Computed, Piece, Together, size_of
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
 from .optimizers import optimizers
@@ -199,10 +199,17 @@ class Recomputation:
         bits = any(has_bits(self.checkpoint.graph, use) for use in item.uses)
         return "it carries a conjugate or negative bit" if bits else ""
 
-    def compute(self, item: SharedStorage, how: Operation, others: Sequence[StorageReader] = ()) -> None:
+    def compute(
+        self,
+        item: SharedStorage,
+        how: Operation,
+        others: Sequence[StorageReader] = (),
+        together: Together | None = None,
+    ) -> None:
         """Replace the elements of a storage by the results of an operation on them.
 
-        ``others`` are storages of the same size, from which the operation reads as well.
+        ``others`` are storages of the same size, from which the operation reads as well. ``together`` returns the
+        results of ``elementwise`` for many small storages.
         """
         numel = item.storage.nbytes // how.source.itemsize
         piece = None
@@ -212,7 +219,8 @@ class Recomputation:
             parameters = (reader, *others), 0, numel, width, how
             for each in (reader, *others):
                 each.cache.checksums = self._checksums
-            piece = Computed(numel * how.target.itemsize, elementwise, parameters, part_of_results)
+            size = numel * how.target.itemsize
+            piece = Computed(size, elementwise, parameters, part_of_results, together=together)
         self.replace(item, piece, None if how.target == how.source else how.target)
 
     def replace(self, item: SharedStorage, piece: Piece | None, dtype: Dtype | None = None) -> None:

@@ -95,9 +95,13 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
         known.add(args)
         uses.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
     mentions = dict(reader.uses())
+    in_use = {use.storage for group in uses.values() for use in group}
+    # A reference that the pickle took only once has one parent: the arguments of its tensor. So nothing else holds it.
+    if graph.fetched is not None and mentions.keys() <= in_use and mentions.keys().isdisjoint(graph.fetched):
+        reachable = []
     for ref in reachable:
         node = graph.nodes[ref]
-        inside = node if type(node) is tuple else children(node)
+        inside = node if type(node) is tuple else () if type(node) is str else children(node)
         if mentions.keys().isdisjoint(inside):
             continue
         # The first argument of a rebuild call is the use itself.

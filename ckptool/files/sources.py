@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
+from types import FunctionType
 from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.dtypes import Dtype
@@ -374,7 +375,7 @@ def origins(span: Span) -> Iterable[Span]:
 
 
 #: Types of parameters that hold no spans.
-_LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None), Dtype))
+_LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None), Dtype, FunctionType))
 
 
 def spans_read(piece: object) -> Iterator[Span]:
@@ -382,14 +383,17 @@ def spans_read(piece: object) -> Iterator[Span]:
 
     The parameters of a computed piece are data, so they contain all spans that it reads, at any depth.
     """
-    if isinstance(piece, Span):
-        yield piece
-    elif isinstance(piece, tuple | list):
-        for part in piece:
-            if type(part) not in _LEAVES:
-                yield from spans_read(part)
-    else:
-        assert not hasattr(piece, "read"), f"{type(piece).__name__}: a piece reads spans, not sources"
+    work = [piece]
+    while work:
+        part = work.pop()
+        if isinstance(part, Span):
+            yield part
+        elif isinstance(part, Computed):
+            work.append(part.parameters)
+        elif isinstance(part, (tuple, list)):  # twice as fast as ``tuple | list``
+            work += [inner for inner in reversed(part) if type(inner) not in _LEAVES]
+        else:
+            assert not hasattr(part, "read"), f"{type(part).__name__}: a piece reads spans, not sources"
 
 
 #: Called with each (source, offset, bytes) that was read.
@@ -453,6 +457,8 @@ class Deferred:
 
 #: Called with the parameters of an operation, an offset and a size; returns the parameters that yield only those bytes.
 Divide: TypeAlias = "Callable[[tuple[Any, ...], int, int], tuple[object, ...]]"
+#: Called with the parameters of the same operation for several short pieces; returns the bytes of each piece.
+Together: TypeAlias = "Callable[[Sequence[tuple[Any, ...]]], list[bytes]]"
 
 
 class Computed(NamedTuple):
@@ -460,7 +466,8 @@ class Computed(NamedTuple):
 
     It is plain data: the operation is a module-level function, which a pickle stores by name. Every call yields the
     same bytes; a ``Deferred`` number starts again. ``divide`` makes the parameters for a part of the bytes, or is None
-    if that is impossible. ``late`` says that the bytes depend on numbers from earlier pieces.
+    if that is impossible. ``late`` says that the bytes depend on numbers from earlier pieces. ``together`` makes many
+    short pieces in one step, or is None: each call of torch takes longer than a short piece.
     """
 
     size: int
@@ -468,6 +475,7 @@ class Computed(NamedTuple):
     parameters: tuple[object, ...]
     divide: Divide | None = None
     late: bool = False
+    together: Together | None = None
 
     def chunks(self) -> Iterable[bytes]:
         """Return the bytes, in chunks."""
@@ -508,15 +516,15 @@ class ExpectedChecksum(NamedTuple):
 
     ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
     ``UNKNOWN_CRC`` if it is only to be computed. It is None as a placeholder for all of ``AssembledSource.checksums``,
-    which the source of the span knows once its bytes are read. ``known`` has the checksums of spans that were already
-    read, to compute a piece.
+    which the source of the span knows once its bytes are read. ``where`` may be an object that makes the words when it
+    is converted to a string. ``known`` has the checksums of spans that were already read, to compute a piece.
     """
 
     span: Span
     size: int
     compressed: bool
     crc: int | None
-    where: str
+    where: object
     known: Mapping[Span, int] | None = None
 
 

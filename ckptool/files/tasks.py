@@ -242,7 +242,7 @@ class _Draft:
 
     def _check(self, check: Check) -> list[Any]:
         span, size, compressed, crc, where, _ = check.expected
-        return [check.number, check.begin, self._encoder.piece(span), size, compressed, crc, where]
+        return [check.number, check.begin, self._encoder.piece(span), size, compressed, crc, str(where)]
 
     def taken(self) -> TaskJson:
         """Return the task, and begin the next one."""

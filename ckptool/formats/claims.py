@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import accumulate
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -106,12 +107,11 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
     If ``whole`` files are copied, this includes the records of tensors that are otherwise assembled.
     """
     seen = set[int]()
-    names: dict[str, str] = {}
     for each in checkpoint.inputs:
         if each.traits.no_checksums or id(each.container) in seen:
             continue
         seen.add(id(each.container))
-        names.clear()
+        names = _StorageNames(each)
         for record in each.container.records() if whole else each.container.outer_records():
             if not record.crc:
                 continue
@@ -120,22 +120,47 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
                     break
             else:
                 continue
-            names = names or _storage_names(each)
-            where = _place(record, names)
+            where = _Place(record, names)
             known = None if record.compressed else checkpoint.cache.checksums
             yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where, known)
 
 
-def _place(record: StoredRecord, names: Mapping[str, str]) -> str:
-    """Return the words for a record in a message: its name, and a tensor whose storage it holds."""
-    key = record.key
-    if key not in names:
-        keys = [key for key in (key, *record.part_of) if key]
-        key = next((key for key in keys if key in names), next(iter(keys), ""))
-    name = record.name
-    if ": " in name:
-        name = name.removeprefix(f"{record.span.source.name.rpartition('/')[2]}: ")
-    return f"record {name}: the storage of {names.get(key, key)}" if key else f"record {name}"
+class _StorageNames:
+    """A tensor path for the key of each storage in use; found when a message first needs one."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    @cached_property
+    def paths(self) -> Mapping[str, str]:
+        survey = self._checkpoint.lenient().survey
+        paths: dict[str, str] = {}
+        for entry in survey.tensors:
+            for part in survey.reader.parts(entry.tensor):
+                paths.setdefault(part.storage, entry.path)
+        return paths
+
+
+class _Place:
+    """The words for a record in a message: its name, and a tensor whose storage it holds."""
+
+    __slots__ = ("_names", "_record")
+
+    def __init__(self, record: StoredRecord, names: _StorageNames) -> None:
+        self._record, self._names = record, names
+
+    def __str__(self) -> str:
+        record, key, paths = self._record, self._record.key, self._names.paths
+        if key not in paths:
+            keys = [key for key in (key, *record.part_of) if key]
+            key = next((key for key in keys if key in paths), next(iter(keys), ""))
+        name = record.name
+        if ": " in name:
+            name = name.removeprefix(f"{record.span.source.name.rpartition('/')[2]}: ")
+        return f"record {name}: the storage of {paths.get(key, key)}" if key else f"record {name}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return str, (str(self),)
 
 
 def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
@@ -146,16 +171,6 @@ def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
             if isinstance(inner, SliceSource) and inner.crc:
                 where = f"the member {inner.name} of the archive"
                 yield ExpectedChecksum(Span(each.source, 0, inner.size), inner.size, False, inner.crc, where)
-
-
-def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return a tensor path for the key of each storage in use."""
-    survey = checkpoint.lenient().survey
-    names: dict[str, str] = {}
-    for entry in survey.tensors:
-        for part in survey.reader.parts(entry.tensor):
-            names.setdefault(part.storage, entry.path)
-    return names
 
 
 def _of_assembled(reads: _Reads) -> Iterator[ExpectedChecksum]:

@@ -53,11 +53,12 @@ class Promise(NamedTuple):
 
 def storage_facts(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int | None]]:
     """Return the size in bytes and recorded checksum (or None) of every storage that an object uses."""
-    crcs = {record.key: record.crc for record in checkpoint.container.outer_records() if record.key}
-    bodies = ((key, checkpoint.body(key)) for key in used_storages(graph, checkpoint.path))
+    bodies = {key: checkpoint.body(key) for key in used_storages(graph, checkpoint.path)}
+    copied = not bodies.keys() <= checkpoint.added.keys()
+    crcs = {record.key: record.crc for record in checkpoint.container.outer_records() if record.key} if copied else {}
     return {
         key: (body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None)
-        for key, body in bodies
+        for key, body in bodies.items()
         if body is not None
     }
 

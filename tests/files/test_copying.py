@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from ckptool.base.errors import MalformedError
 from ckptool.files import threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
-from ckptool.files.write import copying
+from ckptool.files.write import copying, prefetch
 from ckptool.files.zips.writer import combined_crc
 from ckptool.formats.pieces.chunks import Chunk, joined
 
@@ -40,6 +40,10 @@ def made(size: int) -> list[bytes]:
     return [bytes([size % 251]) * (size // 2), b"#" * (size - size // 2)]
 
 
+def made_together(parameters: Sequence[tuple[int]]) -> list[bytes]:
+    return [b"".join(made(size)) for (size,) in parameters]
+
+
 def plan_of(source: Path, chance: random.Random) -> tuple[Plan, bytes, list[Span]]:
     """Return a plan of pieces of all kinds, its bytes, and the spans whose checksums it expects."""
     data, file = source.read_bytes(), open_source(str(source))
@@ -55,8 +59,8 @@ def plan_of(source: Path, chance: random.Random) -> tuple[Plan, bytes, list[Span
             pieces.append(text)
             content += text
         elif kind == "computed":
-            size = chance.randrange(1, 100_000)
-            pieces.append(Computed(size, made, (size,)))
+            size = chance.randrange(1, chance.choice((3000, 100_000)))
+            pieces.append(Computed(size, made, (size,), together=chance.choice((None, made_together))))
             content += b"".join(made(size))
         else:
             begin, size = record.offset, record.size
@@ -187,7 +191,7 @@ def test_after_an_error_no_thread_goes_on(
 
 
 def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_MIN_AHEAD", 0)
+    monkeypatch.setattr(prefetch, "_MIN_AHEAD", 0)
     finished: list[int] = []
 
     def slow(number: int) -> Iterator[bytes]:
@@ -203,6 +207,21 @@ def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, mon
     for number in range(60):
         pieces += [Computed(1, late, (number,), late=True), Computed(2, slow, (number,))]
     assert written(Plan(tuple(pieces)), tmp_path / "out") == b"\1ab" * 60
+
+
+def test_short_pieces_are_computed_together(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def together(parameters: Sequence[tuple[int]]) -> list[bytes]:
+        calls.append(len(parameters))
+        return made_together(parameters)
+
+    sizes = [1 + 7 * number % 2999 for number in range(2000)]
+    pieces: list[Piece] = []
+    for size in sizes:
+        pieces += [b"header", Computed(size, made, (size,), together=together)]
+    assert written(Plan(tuple(pieces)), tmp_path / "out") == b"".join(b"header" + b"".join(made(s)) for s in sizes)
+    assert sum(calls) == 2000 and len(calls) <= 4
 
 
 def test_a_checksum_known_from_computing_is_not_read_again(
@@ -235,7 +254,7 @@ def test_what_cannot_be_computed_ends_all_that_is_computed_later(
     ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next thread would wait for ever for bytes that nobody computes any more."""
-    monkeypatch.setattr(copying, "_MIN_AHEAD", ahead)
+    monkeypatch.setattr(prefetch, "_MIN_AHEAD", ahead)
     plan = Plan(
         (*[Computed(4000, made, (4000,))] * 5, Computed(4000, failing, (4000,)), *[Computed(9, made, (9,))] * 30)
     )

@@ -12,11 +12,10 @@ import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from queue import Full, Queue
-from threading import Event, Lock, Thread
-from typing import Final, TypeAlias, TypeVar
+from threading import Event, Lock
+from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.records import NamedTuple
@@ -40,15 +39,13 @@ from ..sources import (
 from ..threads import READ_SIZE, Background, read_blocks, reused_block, run_in_threads
 from ..zips.reader import Nearby, checksum
 from ..zips.writer import combined_crc
+from .prefetch import Prefetcher
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20
 #: Shorter pieces are collected and written by one call, which is twice as fast for thousands of small tensors.
 _SMALL: Final = 16 << 10
 _COLLECTED: Final = 1 << 20
-#: Pieces and chunks of each computed ahead of writing, and the number of bytes from which this pays off.
-_QUEUE_SIZE: Final = 2
-_MIN_AHEAD: Final = 2 << 20
 #: Bytes that are copied before the checksums of a source are verified, because other threads may still be copying it.
 _LAG: Final = 4 * _COPY_SIZE
 _MOST_RECENT: Final = 100
@@ -61,8 +58,6 @@ _COMBINED: Final = 128 << 10
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
-_Chunks: TypeAlias = "Queue[bytes | BaseException | None]"
-_Item = TypeVar("_Item")
 
 
 def _ignore(size: int) -> None:
@@ -89,7 +84,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int 
     size, expected = plan.size, plan.expected_checksums
     writer = _Writer(fd, expected, progress or _ignore)
     work = size + sum(checksum.span.size for checksum in expected)
-    with _Flusher(fd, size), _Prefetcher(plan.pieces) as ahead:
+    with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
         run_in_threads(writer.steps(plan.pieces, ahead, at), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
     if os.fstat(fd).st_size < at + size:
         os.ftruncate(fd, at + size)  # it ends with a hole
@@ -103,7 +98,7 @@ def _do(step: Callable[[], None]) -> None:
 def rehearse(plan: Plan | FolderPlan) -> None:
     """Compute everything that writing the plan would compute, but write nothing; raises the same errors."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
-    with _Prefetcher(pieces) as ahead:
+    with Prefetcher(pieces, _SMALL) as ahead:
         for piece in pieces:
             for _ in ahead.chunks(piece) if isinstance(piece, Computed) else ():
                 pass
@@ -224,7 +219,7 @@ class _Writer:
         """Return the computed checksums, in the order of the plan."""
         return [check.computed[0] for check in self._checks]
 
-    def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
+    def steps(self, pieces: Sequence[Piece], ahead: Prefetcher, at: int) -> Iterator[Callable[[], None]]:
         """Yield the steps that write pieces from byte ``at`` on; adjacent short pieces become one step."""
         collected, nearby = bytearray(), Nearby()
         early = self._not_copied(pieces) if any(type(piece) is Computed for piece in pieces) else {}
@@ -342,7 +337,7 @@ class _Writer:
         finally:
             self._computing.release()
 
-    def _computed(self, piece: Computed, ahead: _Prefetcher) -> bytearray:
+    def _computed(self, piece: Computed, ahead: Prefetcher) -> bytearray:
         """Return the bytes of a short computed piece, after all pieces before it."""
         while not self._computing.acquire(timeout=0.1):
             self._advance(0)
@@ -439,15 +434,17 @@ class _Writer:
         source, at, end = span.source, span.offset, span.offset + span.size
         parts = sorted(check.parts)  # other threads may add to them
         found = 0
+        # Only these bytes may be impossible to read, and the words may take long to make.
+        name = str(where) if compressed or end > source.size else ""
         if known is not None and span in known:
             found, parts = known[span], []
         elif not parts:
-            found = checksum(span, size, compressed, where, self._advance)
+            found = checksum(span, size, compressed, name, self._advance)
         for begin, length, part in [*parts, (end, 0, 0)] if parts else ():
             if begin < at:
                 continue  # it was copied twice
             between = Span(source, at, begin - at)
-            found = combined_crc(found, checksum(between, between.size, False, where, self._advance), between.size)
+            found = combined_crc(found, checksum(between, between.size, False, name, self._advance), between.size)
             found, at = combined_crc(found, part, length), begin + length
         check.computed.append(found)
         if crc != UNKNOWN_CRC and found != crc:
@@ -471,77 +468,6 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
     os.lseek(fd, offset, os.SEEK_SET)  # Windows has no pwrite; one thread writes there
     return os.write(fd, data)
-
-
-class _Prefetcher:
-    """Computes pieces in threads while the caller writes finished chunks.
-
-    There are only two threads, because torch starts a thread pool for each thread that computes. The other pieces are
-    computed when they are written: short ones, and late ones, because all pieces before them are complete then.
-    """
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        computed = [piece for piece in pieces if isinstance(piece, Computed) and _is_ahead(piece)]
-        self._left = iter(computed)
-        self._taking = Lock()
-        self._stopped = Event()
-        #: The chunks of each piece, in the order of the plan.
-        self._begun: Queue[_Chunks] = Queue(_QUEUE_SIZE)
-        workers = 2 if sum(piece.size for piece in computed) >= _MIN_AHEAD else 0
-        self._threads = [Thread(target=self._run, daemon=True) for _ in range(workers)]
-
-    def __enter__(self) -> _Prefetcher:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join()
-
-    def chunks(self, piece: Computed) -> Iterable[bytes]:
-        """Return the chunks of the next computed piece, in the order of the plan."""
-        return self._taken() if self._threads and _is_ahead(piece) else piece.chunks()
-
-    def _taken(self) -> Iterator[bytes]:
-        chunks = self._begun.get()
-        while (data := chunks.get()) is not None:
-            if isinstance(data, BaseException):
-                raise data
-            yield data
-
-    def _run(self) -> None:
-        while True:
-            with self._taking:
-                piece = next(self._left, None)
-                if piece is None:
-                    return
-                chunks: _Chunks = Queue(_QUEUE_SIZE)
-                if not self._put(self._begun, chunks):
-                    return
-            try:
-                for data in piece.chunks():
-                    if not self._put(chunks, data):
-                        return
-                if not self._put(chunks, None):
-                    return
-            except BaseException as error:
-                self._put(chunks, error)
-                return
-
-    def _put(self, queue: Queue[_Item], item: _Item) -> bool:
-        """Put an item, and return True; False if the caller needs no more."""
-        while not self._stopped.is_set():
-            with suppress(Full):
-                queue.put(item, timeout=0.01)
-                return True
-        return False
-
-
-def _is_ahead(piece: Computed) -> bool:
-    """Return whether a piece is computed before it is written; handing over a short one takes longer than that."""
-    return not piece.late and piece.size >= _SMALL
 
 
 class _Flusher(Background):

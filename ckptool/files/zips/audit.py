@@ -93,8 +93,9 @@ def check_locations(archive: Archive) -> None:
     window, limit = archive.window, archive.end.directory
     unpack, padding_size = _LOCATION.unpack_from, _U16.unpack_from
     data, begin = b"", 0
-    # Unpacked at once, because attribute access on twenty thousand named tuples takes longer than the checks.
-    for where, _, _, _, compressed, _, at, _, _ in archive.records:
+    for record in archive.records:
+        # Unpacked at once, because attribute access on twenty thousand named tuples takes longer than the checks.
+        where, _, _, _, compressed, _, at, _, _ = record
         name = where.encode("utf-8", "surrogateescape")
         head = LOCAL.size + len(name)
         here = at - begin
@@ -110,6 +111,7 @@ def check_locations(archive: Archive) -> None:
             raise MalformedError("the extra fields of its local header do not parse", where=where, offset=at)
         if at + head + extra + compressed > limit:
             raise MalformedError("the record reaches into the directory", where=where, offset=at)
+        archive.remember(record, at + head + extra)
     result = Audit(archive)
     _check_end(archive, result)
     for oddity in result.oddities:

@@ -7,7 +7,7 @@ checksum and sizes are in a descriptor after it, and the end records always incl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any, Final
@@ -21,6 +21,7 @@ from ..sources import (
     Piece,
     Plan,
     Span,
+    Together,
     is_divisible,
     merge_pieces,
     part_of,
@@ -103,7 +104,9 @@ def checksummed(name: str, piece: Piece) -> RecordContent:
     crc = DeferredCrc()
     divide = _part_summed if is_divisible(piece) else None
     late = isinstance(piece, Computed) and piece.late
-    return RecordContent(name, Computed(size_of(piece), summed, (piece, crc), divide, late), crc, size_of(piece))
+    together = _summed_together if isinstance(piece, Computed) and piece.together is not None else None
+    body = Computed(size_of(piece), summed, (piece, crc), divide, late, together)
+    return RecordContent(name, body, crc, body.size)
 
 
 def _part_summed(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
@@ -116,6 +119,26 @@ def summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
     for data in _chunks(piece):
         crc.value = zlib.crc32(data, crc.value)
         yield data
+
+
+def computed_together(pieces: Sequence[Computed]) -> list[bytes]:
+    """Return the bytes of short pieces that have a function ``together``, with one call of each of these functions."""
+    places: dict[Together, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        assert piece.together is not None, "only alone"
+        places.setdefault(piece.together, []).append(place)
+    found = [b""] * len(pieces)
+    for together, group in places.items():
+        for place, data in zip(group, together([pieces[place].parameters for place in group])):
+            found[place] = data
+    return found
+
+
+def _summed_together(parameters: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    found = computed_together([piece for piece, _ in parameters])
+    for (_, crc), data in zip(parameters, found):
+        crc.value = zlib.crc32(data)
+    return found
 
 
 def _chunks(piece: Piece) -> Iterable[bytes]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
@@ -247,10 +248,13 @@ def stored_in(archive: Archive, record: Record) -> StorageLocation:
 
 def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:
     """Yield the records in file order; ``keys`` has the storage keys by directory entry."""
-    for record in sorted(archive.records, key=lambda record: record.header):
-        span, size, compressed, crc = stored_in(archive, record)
-        assert span is not None
-        yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
+    # Made from plain tuples, because there are ten thousands of records.
+    new = tuple.__new__
+    for record in sorted(archive.records, key=attrgetter("header")):
+        name, _, method, crc, _, size, _, entry, _ = record
+        known = crc if size or crc or method else None
+        values = name, archive.payload(record), size, known, method != 0, keys.get(entry, ""), ()
+        yield new(StoredRecord, values)
 
 
 def version_problem(archive: Archive) -> Finding | None:

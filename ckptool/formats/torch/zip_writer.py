@@ -10,8 +10,8 @@ from ...base.errors import RefusedError
 from ...base.steps import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import ARCHIVE_RECORDS, StorageData
-from ...checkpoint.graph_editor import used_storages, without_views
-from ...checkpoint.tensors import Storage, TensorReader
+from ...checkpoint.graph_editor import storage_mentions, used_storages, without_views
+from ...checkpoint.tensors import Storage
 from ...files.sources import Computed, Plan, size_of
 from ...files.zips.reader import MAX_NAME
 from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
@@ -136,14 +136,12 @@ def _identity(*contents: RecordContent) -> tuple[bytes]:
 
 def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
     """Return the graph with its storages renamed to 0, 1, ... in order of first mention, and the storages."""
-    reader = TensorReader(graph)
     numbers: dict[str, int] = {}
     storages: list[Storage] = []
     changes: dict[Ref, Node] = {}
     added: list[Node] = []
     names: dict[int, Ref] = {}
-    for ref in graph.reachable():
-        storage = reader.storage(ref)
+    for ref, storage in storage_mentions(graph):
         if storage is None:
             continue
         node = graph.nodes[ref]
