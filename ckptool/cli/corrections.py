@@ -84,8 +84,6 @@ def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
     writes = "--dry-run" in _names(command)
     typed = Typed.of(words, partial(rehearsed, group))
     line = [*words[:end], *(dry if writes else ()), *words[end:]]
-    if words[0] == "get":
-        line = without(without(line, "-o", "--output"), "--force")
     if _depth.get() > _ERRORS:
         return ""
     if isinstance(refusal := _refusal(group, words), NoOutput) and (meant := _output([*words], refusal.ctx)):
@@ -93,10 +91,14 @@ def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
     said, token = StringIO(), _depth.set(_depth.get() + 1)
     try:
         with redirect_stderr(said), redirect_stdout(StringIO()), group.make_context("ckptool", line, obj=typed) as ctx:
-            if writes or words[0] == "get":
+            if writes:
                 return said.getvalue().rstrip("\n") if _may_rehearse(words) and group.invoke(ctx) else ""
             with command.make_context(words[0], list(words[1:]), parent=ctx) as inner:
-                _open_inputs(inner)
+                if words[0] != "get":
+                    _open_inputs(inner)
+                else:
+                    inner.params.update(output=None, force=False)
+                    command.invoke(inner)
     except CkptoolError as error:
         with redirect_stderr(said):
             say_error(error, typed)
