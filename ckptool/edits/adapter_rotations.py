@@ -1,9 +1,10 @@
-"""Adapters that rotate the columns of a weight: BOFT of PEFT (``tuners/boft/layer.py``)."""
+"""Adapters that rotate the columns of a weight: BOFT and OFT of PEFT (``tuners/boft``, ``tuners/oft``)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from math import prod
+from math import isqrt, prod
 from typing import Final
 
 from ..base.text import pluralize, quoted, shape_text
@@ -13,6 +14,9 @@ from .adapter_settings import BY_PEFT, CONFIG, Adapter, WeightChange, fit, store
 
 #: The most columns that a butterfly may mix: their rotation is one square matrix in memory.
 _MOST_COLUMNS: Final = 4096
+#: The most terms of a series, and the PEFT release 0.N that changed the series of OFT.
+_MOST_TERMS: Final = 100
+_SERIES_CHANGED: Final = 18
 
 
 def butterfly(
@@ -48,6 +52,30 @@ def butterfly(
             found = shape_text(adapter.tensors[scales].shape)
             raise adapter.refusal(f"{quoted(scales)} is {found}, and the weight needs {shape_text(rows)}")
     return WeightChange(target, AdapterStep("butterfly", (stored(adapter, rotations), stored(adapter, scales))))
+
+
+def rotation(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:
+    """Return the change of OFT: one block-diagonal rotation, stored as the upper triangle of each block."""
+    shape, config = adapter.tensors[key].shape, adapter.config
+    shared = config.get("block_share") is True
+    size = (1 + isqrt(1 + 8 * shape[-1])) // 2 if len(shape) == 2 else 0
+    if config.get("peft_type") != "OFT" or not size or size * (size - 1) != 2 * shape[1] or (shape[0] > 1 and shared):
+        raise adapter.refusal(f"{quoted(key)} is {shape_text(shape)}, which is not the shape of OFT rotations")
+    series, terms = config.get("use_cayley_neumann"), config.get("num_cayley_neumann_terms", 5)
+    if type(series) is not bool or type(terms) is not int or not 1 <= terms <= _MOST_TERMS:
+        raise adapter.refusal(f"{CONFIG} does not say how the rotation is computed (use_cayley_neumann)", BY_PEFT)
+    version = re.match(r"0\.(\d{1,4})\.|[1-9]", str(config.get("peft_version")))
+    if series and (version is None or int(version[1] or _SERIES_CHANGED) < _SERIES_CHANGED):
+        message = f"it was trained with another Cayley-Neumann series than that of PEFT 0.{_SERIES_CHANGED} and later"
+        raise adapter.refusal(message, "merge it with the PEFT that trained it")
+    if config.get("coft"):
+        raise adapter.refusal("a constrained OFT (coft) is not supported", BY_PEFT)
+    target = f"{module}.weight"
+    if (weight := base.get(target)) is not None:
+        columns = prod(weight.shape[1:]) // size * size if shared else shape[0] * size
+        _fit_columns(adapter, key, columns, target, weight, path)
+    step = AdapterStep("rotation", (stored(adapter, key),), rank=terms if series else 0)
+    return WeightChange(target, step)
 
 
 def _fit_columns(adapter: Adapter, key: str, columns: int, target: str, weight: Tensor, path: str) -> None:

@@ -25,7 +25,7 @@ from ..files.archives import read_object
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.torch.adapters import AdapterStep
-from .adapter_rotations import butterfly
+from .adapter_rotations import butterfly, rotation
 from .adapter_settings import (
     BY_PEFT,
     CONFIG,
@@ -45,7 +45,7 @@ from .storages import refuse_bits
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|boft_[Rs]|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|b?oft_R|boft_s|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
@@ -53,11 +53,11 @@ _KEY: Final = regex(
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
-_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR OFT RANDLORA SHIRA VBLORA VERA"))
+_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR RANDLORA SHIRA VBLORA VERA"))
 _NO_WEIGHTS: Final = frozenset(
     words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
 )
-_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "TRAINABLE_TOKENS")
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "OFT", "TRAINABLE_TOKENS")
 #: Settings that do not change the result, or that are read here.
 _KNOWN: Final = frozenset(
     words(
@@ -68,6 +68,7 @@ _KNOWN: Final = frozenset(
         " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
         " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
         " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
+        " oft_block_size block_share eps coft use_cayley_neumann num_cayley_neumann_terms"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
@@ -78,7 +79,9 @@ _REFUSED: Final = {
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
-_ORDER: Final = ("copy", "product", "adalora", "hadamard", "butterfly", "scale", "sum", "rows")
+_ORDER: Final = ("copy", "product", "adalora", "hadamard", "butterfly", "rotation", "scale", "sum", "rows")
+#: Kinds of steps that replace or multiply.
+_NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -227,9 +230,7 @@ def changes_of(
         changes += found
     if missing or not matched:
         raise _wrong_base(adapter, missing or list(modules), len(modules), base, path)
-    if weight != 1 and (
-        other := next((item for item in changes if item.step.kind in ("copy", "rows", "scale", "butterfly")), None)
-    ):
+    if weight != 1 and (other := next((item for item in changes if item.step.kind in _NOT_ADDED), None)):
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
         raise adapter.refusal(message, "merge it with the weight 1")
     return sorted(changes, key=lambda change: _ORDER.index(change.step.kind))
@@ -287,6 +288,8 @@ def _module_changes(
     rotations, scales = rest.pop("boft_R.weight", ""), rest.pop("boft_s.weight", "")
     if rotations or scales:
         yield butterfly(adapter, module, rotations, scales, base, path)
+    if key := rest.pop("oft_R.weight", ""):
+        yield rotation(adapter, module, key, base, path)
     if bias := rest.pop("lora_B.bias", ""):
         target = f"{module}.bias"
         if f"{module}.weight" in base and target not in base:

@@ -1,4 +1,4 @@
-"""merge-lora with AdaLoRA, LoHa and BOFT, against the formulas of PEFT, and PEFT itself where it is installed."""
+"""merge-lora with AdaLoRA, LoHa, BOFT and OFT, against the formulas of PEFT, and PEFT itself where it is installed."""
 
 from __future__ import annotations
 
@@ -127,6 +127,41 @@ def test_boft_gives_the_values_of_peft(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
 
 
+OFT = {"peft_type": "OFT", "r": 0, "lora_alpha": None, "peft_version": "0.21.2", "use_cayley_neumann": True}
+#: What PEFT 0.21.2 made of ``numbers``: the shape of the weight, the parameters, more settings, the result.
+OFT_BY_PEFT: dict[str, tuple[tuple[int, ...], tuple[int, int], dict[str, Any], str]] = {
+    "series": (
+        (2, 6),
+        (2, 3),
+        {"oft_block_size": 3},
+        "-0.6989 0.06768 -0.14751 0.62041 0.00331 -0.40209 0.40204 0.20594 -0.54319 0.29811 -0.10868 -0.66787",
+    ),
+    "convolution, exact": (
+        (2, 2, 2, 2),
+        (2, 6),
+        {"oft_block_size": 0, "r": 2, "use_cayley_neumann": False},
+        "-0.4139 0.42146 -0.08186 0.74203 0.20513 -0.42308 0.40064 -0.15705"
+        " -0.40359 0.59271 -0.13702 -0.51372 0.31868 -0.29121 0.57555 -0.11676",
+    ),
+    "shared block": (
+        (2, 8),
+        (1, 6),
+        {"oft_block_size": 4, "block_share": True, "num_cayley_neumann_terms": 6},
+        "-0.76443 -0.01834 -0.3028 0.47945 0.26294 -0.14743 0.54432 0.13816"
+        " -0.50768 0.15362 -0.01896 -0.71776 0.33249 0.04178 0.58318 0.28082",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OFT_BY_PEFT)
+def test_oft_gives_the_values_of_peft(kind: str, tmp_path: Path) -> None:
+    shape, parameters, settings, expected = OFT_BY_PEFT[kind]
+    adapter = {f"{PREFIX}.oft_R.weight": numbers(*parameters) / 4}
+    result = merged({f"{MODULE}.weight": numbers(*shape)}, adapter, tmp_path, **{**OFT, **settings})
+    wanted = torch.tensor([float(number) for number in expected.split()]).view(shape)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
+
+
 def rotation(parameters: torch.Tensor) -> torch.Tensor:
     """Return the rotation of all columns as one matrix."""
     skew = (parameters - parameters.transpose(-1, -2)) / 2
@@ -164,6 +199,7 @@ def test_a_rotation_in_float64_is_computed_in_float64(tmp_path: Path) -> None:
 LOHA = {"peft_type": "LOHA", "r": RANK, "lora_alpha": None}
 ADALORA = {"peft_type": "ADALORA"}
 ROTATED = boft(torch.ones(OUT, INNER), 1, 3)
+TURNED = {f"{PREFIX}.oft_R.weight": numbers(32, 3)}
 TWO = {"boft_n_butterfly_factor": 2}
 
 
@@ -194,6 +230,17 @@ TWO = {"boft_n_butterfly_factor": 2}
         (boft(torch.ones(OUT, 96), 2, 3), BOFT, "has 2 butterfly factors, and adapter_config.json says 1"),
         (boft(torch.ones(OUT, 96), 2, 3), {**BOFT, **TWO}, "32 blocks of size 3 cannot have 2 butterfly factors"),
         (boft(torch.ones(OUT, 66), 1, 3), BOFT, "another base"),
+        (TURNED, {**OFT, "peft_type": "LORA"}, "is 32x3, which is not the shape of OFT rotations"),
+        (TURNED, {**OFT, "block_share": True}, "is 32x3, which is not the shape of OFT rotations"),
+        ({f"{PREFIX}.oft_R.weight": torch.ones(32, 4)}, OFT, "is 32x4, which is not the shape of OFT rotations"),
+        ({f"{PREFIX}.oft_R.weight": torch.ones(3)}, OFT, "is 3, which is not the shape of OFT rotations"),
+        ({f"{PREFIX}.oft_R.weight": torch.ones(31, 3)}, OFT, "another base"),
+        (TURNED, {**OFT, "use_cayley_neumann": None}, "does not say how the rotation is computed"),
+        (TURNED, {**OFT, "num_cayley_neumann_terms": 10**9}, "does not say how the rotation is computed"),
+        (TURNED, {**OFT, "peft_version": "0.17.1"}, "another Cayley-Neumann series than that of PEFT 0.18 and later"),
+        (TURNED, {**OFT, "peft_version": None}, "another Cayley-Neumann series"),
+        (TURNED, {**OFT, "coft": True}, r"\(coft\) is not supported"),
+        ({f"{PREFIX}.oft_r": torch.ones(32, 3, 3)}, OFT, "is not known"),
         ({**ROTATED, f"{PREFIX}.boft_R": torch.full((1, 32, 3, 3), torch.nan)}, BOFT, "boft_R .* holds NaN"),
     ],
 )
@@ -220,6 +267,7 @@ def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
 OWN: dict[str, dict[str, Any]] = {
     "AdaLora": {"target_r": 2, "init_r": 4, "tinit": 1, "tfinal": 2, "total_step": 10},
     "LoHa": {"r": 4},
+    "OFT": {"oft_block_size": 32, "bias": "oft_only"},
     "BOFT": {"bias": "boft_only", "boft_block_size": 8, "modules_to_save": ["lm_head"]},
 }
 
@@ -230,7 +278,7 @@ def test_peft_merges_to_the_same_bytes(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "intermediate_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, vocab_size=150, attention_bias=kind == "BOFT")
+    config = transformers.LlamaConfig(**sizes, vocab_size=150, attention_bias="OFT" in kind)
     model = transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "base")
     own = getattr(peft, f"{kind}Config")(target_modules=["q_proj", "up_proj"], **OWN[kind])
@@ -257,20 +305,44 @@ def test_boft_of_a_convolution_has_the_values_of_peft(
     monkeypatch.setattr(layers, "get_fbd_cuda", lambda: factors > 1)
     blocks = staticmethod(lambda data: torch.stack([torch.block_diag(*each) for each in data]))
     monkeypatch.setattr(layers.FastBlockDiag, "apply", blocks)
-    torch.manual_seed(2)
-    model = torch.nn.Sequential(torch.nn.Conv2d(32, 70, 3), torch.nn.Conv2d(70, 16, 1), torch.nn.Linear(48, 80))
-    save_file(model.state_dict(), tmp_path / "base.safetensors")
-    settings = {"boft_block_size": 0, "boft_block_num": 2 if factors == 1 else 8, "boft_n_butterfly_factor": factors}
-    targets = ["0", "2"] if factors == 1 else ["0"]
-    config = peft.BOFTConfig(target_modules=targets, bias="all", **settings)
-    wrapped = peft.get_peft_model(model, config)
-    for parameter in wrapped.parameters():
-        parameter.data += torch.randn(parameter.shape) / 9 if parameter.requires_grad else 0
-    wrapped.save_pretrained(tmp_path / "adapter")
-    with ckptool.open(tmp_path / "adapter") as opened:
-        ckptool.save(ckptool.merge_lora(tmp_path / "base.safetensors", opened), tmp_path / "out.safetensors")
-    result, wanted = load_file(tmp_path / "out.safetensors"), wrapped.merge_and_unload().state_dict()
+    own = {"boft_block_size": 0, "boft_block_num": 8, "boft_n_butterfly_factor": factors}
+    config = peft.BOFTConfig(target_modules=["0", "2"], bias="all", **own)
+    result, wanted = results_of_both(peft, config, tmp_path)
     assert result.keys() == wanted.keys()
     for key, value in wanted.items():
         assert factors > 1 or torch.equal(result[key], value)
         torch.testing.assert_close(result[key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"oft_block_size": 32},
+        {"oft_block_size": 7},
+        {"oft_block_size": 0, "r": 4},
+        {"oft_block_size": 16, "block_share": True},
+        {"oft_block_size": 24, "use_cayley_neumann": False},
+        *({"oft_block_size": 16, "num_cayley_neumann_terms": terms} for terms in (1, 2, 3, 4, 6)),
+    ],
+    ids=str,
+)
+def test_oft_has_the_bytes_of_peft(own: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT adjusts the block size of a layer that cannot be divided by it."""
+    peft = pytest.importorskip("peft")
+    result, wanted = results_of_both(peft, peft.OFTConfig(target_modules=["0", "2"], bias="all", **own), tmp_path)
+    assert result.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(result[key], value)] == []
+
+
+def results_of_both(peft: Any, config: Any, tmp_path: Path) -> tuple[State, State]:
+    """Return what ckptool and PEFT make of a new adapter for convolutions and a linear layer."""
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Conv2d(32, 70, 3), torch.nn.Conv2d(70, 16, 1), torch.nn.Linear(48, 80))
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    wrapped = peft.get_peft_model(model, config)
+    for parameter in wrapped.parameters():
+        parameter.data += torch.randn(parameter.shape) / 20 if parameter.requires_grad else 0
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with ckptool.open(tmp_path / "adapter") as opened:
+        ckptool.save(ckptool.merge_lora(tmp_path / "base.safetensors", opened), tmp_path / "out.safetensors")
+    return load_file(tmp_path / "out.safetensors"), wrapped.merge_and_unload().state_dict()

@@ -8,7 +8,7 @@ the whole matrix, but not always smaller ones, so blocks have at least 64 rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isfinite, lcm, prod
+from math import isfinite, isqrt, lcm, prod
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
@@ -63,7 +63,8 @@ class AdapterStep(NamedTuple):
 
     ``adalora`` adds B @ (A * E), divided by ``rank``; ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
     ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
-    blocks x size x size) and a number for each row.
+    blocks x size x size) and a number for each row. ``rotation`` rotates by one factor (blocks x upper triangle), by a
+    series of ``rank`` terms or, with 0, exactly.
     """
 
     kind: str
@@ -113,7 +114,7 @@ def merged_elements(
         () if step.by_rows else tuple(_checked(torch, part, _elements(torch, part)).to(wide) for part in step.tensors)
         for step in steps
     ]
-    factors = [_prepared(torch, step, tensors) for step, tensors in zip(steps, factors)]
+    factors = [_prepared(torch, step, tensors, prod(shape[1:])) for step, tensors in zip(steps, factors)]
     scratch = _Scratch(torch)
     for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
         if first * row >= begin + size or last * row <= begin:
@@ -242,23 +243,48 @@ def _hadamard(
     return values + delta * step.factor
 
 
-def _prepared(torch: Any, step: AdapterStep, tensors: Any) -> Any:
+def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
-    if step.kind != "butterfly":
-        return tensors
-    return _rotations(torch, tensors[0]), *tensors[1:]
+    if step.kind == "butterfly":
+        blocks = tensors[0].flatten(0, 1)
+        rotations = _cayley(torch, 0.5 * (blocks - blocks.transpose(1, 2))).view(tensors[0].shape)
+        return rotations, *tensors[1:]
+    if step.kind == "rotation":
+        rotations = _from_triangles(torch, tensors[0], step.rank)
+        return (rotations.expand(1, columns // rotations.shape[1], -1, -1),)
+    return tensors
 
 
-def _rotations(torch: Any, parameters: Any) -> Any:
-    """Return the Cayley transform (I - S) / (I + S) of the skew-symmetric part of each block.
+def _cayley(torch: Any, skew: Any) -> Any:
+    """Return the rotations (I - S) / (I + S) of skew-symmetric matrices.
 
-    MKL of torch 2.13 returns wrong values for batches of large blocks with more than one thread.
+    MKL of torch 2.13 returns wrong values for batches of large matrices with more than one thread.
     """
-    blocks = parameters.flatten(0, 1)
-    skew = 0.5 * (blocks - blocks.transpose(1, 2))
-    unit = torch.eye(blocks.shape[1], dtype=blocks.dtype).expand_as(blocks)
+    unit = torch.eye(skew.shape[1], dtype=skew.dtype).expand_as(skew)
     with one_thread(torch):
-        return torch.linalg.solve(unit + skew, unit - skew, left=False).view(parameters.shape)
+        return torch.linalg.solve(unit + skew, unit - skew, left=False)
+
+
+def _from_triangles(torch: Any, triangles: Any, terms: int) -> Any:
+    """Return the rotations of skew-symmetric matrices, given their upper triangles; with ``terms``, by PEFT's series.
+
+    The series is I + 2 S + 2 S^2 + ... + S^n: the last power counts once, and 4 terms are the same as 3.
+    """
+    size = (1 + isqrt(1 + 8 * triangles.shape[1])) // 2
+    half = triangles.new_zeros(len(triangles), size, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    half[:, rows, columns] = triangles
+    skew = half - half.transpose(1, 2)
+    if not terms:
+        return _cayley(torch, skew)
+    total = torch.eye(size, dtype=skew.dtype).repeat(len(skew), 1, 1)
+    if terms > 1:
+        total.add_(skew, alpha=2.0)
+    power = skew
+    for left in reversed(range(max(terms - 2, 2) if terms > 2 else 0)):
+        power = torch.bmm(power, skew)
+        total.add_(power, alpha=2.0 if left else 1.0)
+    return total
 
 
 def _matrices(torch: Any, rotations: Any) -> Iterator[Any]:
@@ -282,10 +308,10 @@ def _matrices(torch: Any, rotations: Any) -> Iterator[Any]:
         yield product
 
 
-def _butterfly(
+def _rotation(
     torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
 ) -> Any:
-    rotations, scales = tensors
+    rotations = tensors[0]
     rows = values.flatten(1).to(rotations.dtype)
     rotated = scratch.empty("rotated", rows.dtype, tuple(rows.shape))
     begin = 0
@@ -293,7 +319,9 @@ def _butterfly(
         end = begin + len(matrix)
         rotated[:, begin:end] = (matrix @ rows[:, begin:end].T).T
         begin = end
-    return rotated.mul_(scales.view(-1, 1)[first:last]).view(values.shape)
+    for scales in tensors[1:]:
+        rotated.mul_(scales.view(-1, 1)[first:last])
+    return rotated.view(values.shape)
 
 
 def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
@@ -324,7 +352,8 @@ _STEPS: Final = {
     "product": _product,
     "adalora": _adalora,
     "hadamard": _hadamard,
-    "butterfly": _butterfly,
+    "butterfly": _rotation,
+    "rotation": _rotation,
     "sum": _sum,
     "copy": _copy,
     "rows": _replace_rows,
