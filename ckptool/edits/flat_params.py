@@ -34,7 +34,8 @@ _STEP: Final = advice(
     "convert it with ",
     Setting("unflatten", "OTHER"),
     ": a checkpoint of the same model that torch saved, or its lock file; or with ",
-    Setting("model", "MODULE:CALLABLE"),
+    Setting("model", "train:make_model"),
+    ", if make_model in your train.py returns the model",
 )
 
 
