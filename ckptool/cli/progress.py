@@ -67,11 +67,11 @@ def note(text: str, wanted: bool = True) -> Iterator[None]:
     if not wanted or not watched():
         yield
         return
-    width = 80
+    width = 0
     with suppress(OSError):
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     # A line that wraps could not be erased.
-    tell_part(cut(text, width - 1))
+    tell_part(cut(text, (width or 80) - 1))
     try:
         yield
     finally:

@@ -70,7 +70,7 @@ class PooledFile(FileSource):
         finally:
             self._release()
 
-    def read_into(self, offset: int, buffer: bytearray) -> None:
+    def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
         with self.kept_open():
             super().read_into(offset, buffer)
 

@@ -87,7 +87,7 @@ class FileSource:
             raise self._changed(f"it ends at byte {offset + got:,} of {self.size:,}: it shrank while it was read")
         return b"".join(parts)
 
-    def read_into(self, offset: int, buffer: bytearray) -> None:
+    def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
         """Fill a reusable buffer with the bytes from ``offset`` on; raises ChangedError if the file has fewer."""
         done = _preadv(self.fd, buffer, offset) if self.fd >= 0 else 0
         if done < len(buffer):
@@ -272,7 +272,7 @@ else:  # Windows has no pread; one thread reads one source, so a seek works as w
         return os.read(fd, size)
 
 
-def _preadv(fd: int, buffer: bytearray, offset: int) -> int:
+def _preadv(fd: int, buffer: bytearray | memoryview, offset: int) -> int:
     """Read into a buffer; return the number of bytes, or 0 if that fails (``read`` then raises the reason)."""
     if not hasattr(os, "preadv"):
         return 0

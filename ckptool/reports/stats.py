@@ -21,7 +21,7 @@ from ..checkpoint.tensors import Tensor, is_contiguous, view_id
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
-from ..values.elements import StorageReader, dtype_of, elements, in_storage_order, storage_axes, tensor_size
+from ..values.elements import StorageReader, dtype_of, elements, filling, in_storage_order, storage_axes, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.batches import (
@@ -34,7 +34,7 @@ from ..values.torch.batches import (
     measure_rows,
     read_pair,
 )
-from ..values.torch.blocks import ElementRule, Layout, layout_of, row_major, rule_of
+from ..values.torch.blocks import PACKED, ElementRule, Layout, layout_of, row_major, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure
@@ -402,7 +402,16 @@ class _Work(NamedTuple):
                 yield data
                 advance(len(data))
 
-        return measure(pieces(), self.rule, self.layout, _BINS)
+        fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
+        if fill is None:
+            return measure(pieces(), self.rule, self.layout, _BINS)
+
+        def counted(buffer: memoryview) -> int:
+            size = fill(buffer)
+            advance(size)
+            return size
+
+        return measure(counted, self.rule, self.layout, _BINS)
 
 
 def _work(reading: Reading) -> _Work:

@@ -7,10 +7,10 @@ does not need torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from zlib import crc32
 
 from ..base.dtypes import BY_NAME, Dtype, is_complex
@@ -21,7 +21,7 @@ from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
-from ..files.sources import Computed, Span
+from ..files.sources import Computed, FileSource, Span
 from ..files.zips.reader import content_chunks
 
 #: Bytes read at a time.
@@ -80,6 +80,10 @@ class BitDifference(NamedTuple):
     differing: int = 0
 
 
+#: Fills memory with the next bytes, and returns their number: 0 at the end.
+Filling: TypeAlias = "Callable[[memoryview], int]"
+
+
 class StorageReader(NamedTuple):
     """The bytes of a storage as plain data, with all that is needed to read them in this or another process.
 
@@ -125,6 +129,35 @@ class StorageReader(NamedTuple):
             begin = max(begin - len(data), 0)
         if left:
             raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
+
+    def filling(self, begin: int, size: int) -> Filling | None:
+        """Return a function that reads these bytes straight into memory, part by part.
+
+        Return None if they are not in a file as torch has them in memory.
+        """
+        body = self.body
+        if body is None or self.width > 1 or body.compressed or not isinstance(body.piece, Span):
+            return None
+        (source, start, stored), sums = body.piece, self.cache.checksums
+        if not isinstance(source, FileSource) or start + begin + size > source.size or begin + size > stored:
+            return None
+        if not begin == 0 < size == body.size == stored:
+            sums = None
+        at, end, crc = begin, begin + size, 0
+
+        def fill(buffer: memoryview) -> int:
+            nonlocal at, crc
+            part = buffer[: end - at]
+            if part:
+                source.read_into(start + at, part)
+                at += len(part)
+            if sums is not None:
+                crc = crc32(part, crc)
+                if at == end:
+                    sums[Span(source, start, stored)] = crc
+            return len(part)
+
+        return fill
 
     def loaded(self, begin: int = 0, size: int | None = None, step: int = _CHUNK) -> Iterator[bytes]:
         """Yield the bytes as torch has them in memory on a little-endian machine; otherwise like ``stored``."""
@@ -264,6 +297,16 @@ def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
         yield from whole_chunks(storage.loaded(begin, tensor_size(tensor)), width)
     else:
         yield from _strided_elements(storage, tensor, width)
+
+
+def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:
+    """Return a function that reads what ``elements`` yields into memory, or None if that takes more than reading."""
+    dtype = dtype_of(tensor)
+    if dtype is None or dtype.packed > 1 or not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
+        return None
+    if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or not is_contiguous(tensor):
+        return None
+    return storage.filling(tensor.offset * dtype.itemsize, tensor_size(tensor))
 
 
 def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Iterator[bytes]:

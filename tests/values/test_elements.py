@@ -17,7 +17,7 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.tensors import is_contiguous
 from ckptool.values import elements as elements_module
-from ckptool.values.elements import elements, in_storage_order, storage_reader, tensor_size
+from ckptool.values.elements import elements, filling, in_storage_order, storage_reader, tensor_size
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128)
 
@@ -47,6 +47,27 @@ def deflated(path: Path) -> Path:
         for name in old.namelist():
             new.writestr(name, old.read(name))
     return path.with_suffix(".zip")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@settings(max_examples=examples(150))
+@given(tensor=views(), step=st.integers(1, 300))
+def test_memory_is_filled_with_the_elements(compressed: bool, tensor: torch.Tensor, step: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save(tensor, path)
+    with ckptool.open(deflated(path) if compressed else path) as checkpoint:
+        (entry,) = checkpoint.survey.tensors
+        reader = storage_reader(checkpoint, entry.tensor.storage)
+        reader.cache.checksums = expected = {}
+        whole = b"".join(elements(reader, entry.tensor))
+        reader.cache.checksums = found = {}
+        fill = filling(reader, entry.tensor)
+        assert (fill is None) == (compressed or not tensor.is_contiguous() or not tensor.numel())
+        if fill is not None:
+            memory, got = memoryview(bytearray(step)), bytearray()
+            while size := fill(memory):
+                got += memory[:size]
+            assert got == whole and fill(memory) == 0 and found == expected
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -91,6 +112,7 @@ def test_what_cannot_be_is_malformed(change: dict[str, object], tmp_path: Path) 
     torch.save(torch.zeros(2, 3), tmp_path / "a.pth")
     with ckptool.open(tmp_path / "a.pth") as checkpoint:
         tensor = checkpoint.survey.tensors[0].tensor._replace(**change)  # type: ignore[arg-type]
+        assert filling(storage_reader(checkpoint, tensor.storage), tensor) is None
         with pytest.raises(MalformedError):
             list(elements(storage_reader(checkpoint, tensor.storage), tensor))
 

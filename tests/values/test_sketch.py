@@ -152,8 +152,8 @@ def test_parts_are_the_tensor_in_order(outer: int, channels: int, inner: int, st
         here = places[:, part.first : part.first + part.channels].flatten()
         assert at in here.tolist()
         at += part.numel
-        whole = part.channels % group == 0
-        assert outer > 1 or whole or part.first // group == (part.first + part.channels - 1) // group
+        begins = part.first % group == 0
+        assert outer > 1 or begins or part.first // group == (part.first + part.channels - 1) // group
     assert groups_of(channels) <= 64
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.records import NamedTuple
 from ...checkpoint.tensors import Tensor
+from ..elements import Filling
 from ..interpretation import Reading
 from .loads import torch_dtype
 
@@ -140,27 +141,25 @@ class Part(NamedTuple):
 def parts(layout: Layout, group: int) -> Iterator[Part]:
     """Yield the parts of a tensor in order, each with at most ``STEP`` numbers.
 
-    If the channels follow one another, a part has whole groups of ``group`` channels, or lies within one group.
+    If the channels follow one another, a part begins with a group of ``group`` channels, or lies within one group.
     """
     outer, channels, inner = layout
     if outer > 1 and channels * inner <= STEP:
         most = STEP // (channels * inner)
         yield from (Part(min(most, outer - at), 0, channels, inner) for at in range(0, outer, most))
         return
-    runs = list(_runs(channels, max(STEP // max(inner, 1), 1), group)) if outer * inner else []
+    runs = list(_runs(channels, max(STEP // max(inner, 1), 1), group)) if layout.numel else []
     for _ in range(outer):
         for first, count in runs:
             yield from (Part(1, first, count, min(STEP, inner - at)) for at in range(0, inner, STEP))
 
 
 def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) for stretches of at most ``most`` channels."""
+    """Yield (first, number) for about equal stretches of at most ``most`` channels."""
     if most >= group:
-        most -= most % group
-        full = channels - channels % group
-        yield from ((first, min(most, full - first)) for first in range(0, full, most))
-        if full < channels:
-            yield full, channels - full
+        number = -(-channels // (most - most % group))
+        step = group * -(-channels // (number * group))
+        yield from ((first, min(step, channels - first)) for first in range(0, channels, step))
         return
     for begin in range(0, channels, group):
         end = min(begin + group, channels)
@@ -168,25 +167,36 @@ def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
 
 
 def raw_blocks(
-    torch: Any, pieces: Iterable[bytes], rule: ElementRule, sizes: Iterable[int], name: str
+    torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, sizes: Iterable[int], name: str
 ) -> Iterator[Any]:
     """Yield the elements in torch dtypes, in blocks of ``sizes``; each block is valid until the next one is requested.
 
     Packed elements become codes, one byte each. The blocks end with the bytes. ``name`` selects the memory.
     """
     dtype, width = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
-    block = SCRATCH.bytes(name, width)
-    rest = memoryview(b"")
-    unread = iter(_unpacked(pieces, rule.dtype))
+    block = memoryview(SCRATCH.bytes(name, width))
+    fill = pieces if callable(pieces) else _filling(_unpacked(pieces, rule.dtype))
     for size in sizes:
+        done = fill(block[: size * width])
+        if done:
+            yield torch.frombuffer(block[:done], dtype=dtype)
+
+
+def _filling(pieces: Iterable[bytes]) -> Filling:
+    """Return a function that copies the next bytes into memory, as many as fit, and returns their number."""
+    unread, rest = iter(pieces), memoryview(b"")
+
+    def fill(block: memoryview) -> int:
+        nonlocal rest
         at = 0
-        while at < size * width and (rest or (rest := memoryview(next(unread, b"")))):
-            part = rest[: size * width - at]
+        while at < len(block) and (rest or (rest := memoryview(next(unread, b"")))):
+            part = rest[: len(block) - at]
             block[at : at + len(part)] = part
             at += len(part)
             rest = rest[len(part) :]
-        if at:
-            yield torch.frombuffer(memoryview(block)[:at], dtype=dtype)
+        return at
+
+    return fill
 
 
 def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from ...base.records import NamedTuple
+from ..elements import Filling
 from .blocks import SCRATCH, STEP, ElementRule, Layout, Part, doubles, modulus, numbers_of, parts, raw_blocks
 from .loads import need_torch, torch_dtype
 
@@ -23,8 +24,9 @@ PERCENT: Final = (1, 5, 25, 50, 75, 95, 99)
 _GROUPS: Final = 64
 #: Up to this many numbers are sorted; for more, a sketch is faster.
 SORTED: Final = 1 << 12
-#: If the square of the mean is at most this part of the mean square, squares give the deviation without a second pass.
-_CLOSE: Final = 0.75
+#: If the square of the mean is at most this part of the mean square, squares give the deviation without a second pass,
+#: and lose at most 5 bits.
+_CLOSE: Final = 1 - 2**-5
 #: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
 SMALL, LARGE = 1e-130, 1e130
 
@@ -142,7 +144,9 @@ class Block(NamedTuple):
     raw: Any
 
 
-def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layout, name: str = "a") -> Iterator[Block]:
+def blocks(
+    torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, layout: Layout, name: str = "a"
+) -> Iterator[Block]:
     """Yield the blocks of a tensor in order, given little-endian bytes of whole elements.
 
     Each block is valid until the next one is requested. ``name`` selects the memory; a thread that reads two tensors
@@ -155,7 +159,7 @@ def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layou
         at += part.numel
 
 
-def measure(pieces: Iterable[bytes], rule: ElementRule, layout: Layout, bins: int) -> Measured:
+def measure(pieces: Iterable[bytes] | Filling, rule: ElementRule, layout: Layout, bins: int) -> Measured:
     """Measure the elements in ``pieces``, little-endian bytes of whole elements, which are read once.
 
     Complex numbers count by absolute value. Sums are exact for integers, and pairwise in float64 otherwise. Memory:
@@ -172,7 +176,8 @@ class Gauge:
     """Accumulates the statistics of the blocks of a tensor.
 
     ``alive`` marks channels with a number that is not 0. Groups of channels have ``sizes``, counts of ``nonfinite``
-    numbers, and ``rms``, in which nonfinite numbers count as 0.
+    numbers, and sums of ``squares``, in which nonfinite numbers count as 0. Where squares leave the range of float64,
+    ``rms`` has their root mean squares.
     """
 
     def __init__(self, torch: Any, rule: ElementRule, layout: Layout, bins: int) -> None:
@@ -184,6 +189,10 @@ class Gauge:
         self.low: Any = math.inf
         self.high: Any = -math.inf
         self.moments = Moments()
+        #: Blocks that are not in the moments: their sums, sums of squares, and the count of their numbers.
+        self.totals: list[float] = []
+        self.square_totals: list[float] = []
+        self.count = 0
         self.sketch = Sketch(torch, rule) if layout.numel > SORTED else None
         #: The finite numbers of a small tensor, and the bias to add to them.
         self.kept: list[Any] = []
@@ -192,7 +201,7 @@ class Gauge:
         self.alive = torch.zeros(layout.channels, dtype=torch.bool)
         first = torch.arange(0, layout.channels, self.group)
         self.sizes = (layout.channels - first).clamp(max=self.group) * layout.inner * layout.outer
-        self.rms = torch.zeros(len(first), dtype=torch.float64)
+        self.squares, self.rms = torch.zeros(2, len(first), dtype=torch.float64)
         self.nonfinite = torch.zeros_like(first)
 
     def add(self, block: Block) -> None:
@@ -237,12 +246,33 @@ class Gauge:
             channels |= nonzero.any(2).any(0)
 
     def add_sums(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part) -> None:
-        """Add to the moments, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers."""
+        """Add to the sums, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers."""
+        torch, count, (low, high) = self.torch, len(finite), ends
+        if finite.dtype == torch.int64 or low == high or shift_of(max(abs(low), abs(high))):
+            self.add_exactly(finite, filled, bias, ends, part)
+            return
+        total = float(finite.sum())
+        if self.layout.channels > 1:
+            squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
+            size = float(self.spread(squared, part, self.squares).sum())
+        else:
+            size = float(torch.dot(finite, finite))
+        middle = total / count
+        if count * middle**2 <= size * _CLOSE:
+            self.totals.append(total)
+            self.square_totals.append(size)
+            self.count += count
+        else:
+            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
+            apart = Fraction(float(torch.dot(distances, distances)))
+            self.moments = self.moments.plus(Moments(count, Fraction(total), Fraction(middle), apart))
+
+    def add_exactly(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part) -> None:
+        """Add large integers, equal numbers, or numbers whose squares leave the range of float64."""
         torch, count, (low, high) = self.torch, len(finite), ends
         base, unit = Fraction(), Fraction(1)
-        wide = finite.dtype == torch.int64
         factors: tuple[float, ...] = ()
-        if wide:
+        if finite.dtype == torch.int64:
             # Distances from the smallest number are exact as long as they fit in 64 bits.
             base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
             finite = (finite - (low - bias)).double() if high - low < 1 << 62 else finite.double() - (low - bias)
@@ -252,11 +282,9 @@ class Gauge:
             for factor in factors:
                 finite, filled, unit = finite * factor, filled * factor, unit * Fraction(factor)
             total = Fraction(float(finite.sum())) / unit
-        size: float | None = None  # the sum of squares, unless it could be inexact for large integers
         if self.layout.channels > 1:
-            squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
-            squares = self.spread(squared, part, torch.zeros_like(self.rms))
-            size = None if wide else float(squares.sum())
+            squares = torch.zeros_like(self.rms)
+            self.spread(filled.square(), part, squares)
             roots = (squares / self.sizes).sqrt_()
             for factor in factors:
                 roots /= factor
@@ -265,28 +293,30 @@ class Gauge:
             moments = Moments(count, Fraction(low) * count, Fraction(low))
         else:
             middle = float((total / count - base) * unit)
-            if size is None and not wide:
-                size = float(torch.dot(finite, finite))
-            if size is not None and count * middle**2 <= size * _CLOSE:
-                moments = Moments(count, total, Fraction(), Fraction(size) / unit**2)
-            else:
-                distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
-                apart = Fraction(float(torch.dot(distances, distances))) / unit**2
-                moments = Moments(count, total, base + Fraction(middle) / unit, apart)
+            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
+            apart = Fraction(float(torch.dot(distances, distances))) / unit**2
+            moments = Moments(count, total, base + Fraction(middle) / unit, apart)
         self.moments = self.moments.plus(moments)
 
     def spread(self, numbers: Any, part: Part, into: Any) -> Any:
-        """Add numbers to the sums of their groups of channels."""
-        units = part.channels
-        if self.layout.outer == 1:
-            # The part has whole groups, or channels of one group.
-            units = units // self.group if units % self.group == 0 else 1
-        sums = numbers.view(part.repeats, units, -1).sum((0, 2))
-        first = self.torch.arange(part.first, part.first + part.channels, part.channels // units)
-        return into.index_add_(0, first // self.group, sums.to(into.dtype))
+        """Add numbers to the sums of their groups of channels, and return what was added."""
+        if self.layout.outer > 1:
+            sums = numbers.view(part.repeats, part.channels, -1).sum((0, 2))
+            groups = self.torch.arange(part.first, part.first + part.channels) // self.group
+            into.index_add_(0, groups, sums)
+            return sums
+        first, whole = part.first // self.group, part.channels // self.group
+        size = self.group * part.length
+        sums = numbers[: whole * size].view(whole, size).sum(1)
+        if whole * size < len(numbers):
+            sums = self.torch.cat((sums, numbers[whole * size :].sum().view(1)))
+        into[first : first + len(sums)] += sums
+        return sums
 
     def measured(self) -> Measured:
-        """Return the statistics of all added numbers."""
+        """Return the statistics of all added numbers. Call this once."""
+        totals, squares = (Fraction(math.fsum(part)) for part in (self.totals, self.square_totals))
+        self.moments = self.moments.plus(Moments(self.count, totals, Fraction(), squares))
         torch, count, channels = self.torch, self.moments.numel, self.channels()
         if not count:
             return Measured(0, self.nans, self.infs, 0, channels=channels)
@@ -319,13 +349,14 @@ class Gauge:
 
     def channels(self) -> Channels:
         """Return the statistics by channel."""
-        layout = self.layout
+        torch, layout = self.torch, self.layout
         dead = layout.channels - int(self.alive.sum())
         if layout.channels == 1:
             count = self.moments.numel
             return Channels(1, dead, (root(self.moments.around(Fraction()) / count) if count else None,))
         left = self.sizes - self.nonfinite
-        roots = (self.rms * (self.sizes / left).sqrt()).tolist()
+        rms = torch.hypot(self.rms, (self.squares / self.sizes).sqrt_())
+        roots = (rms * (self.sizes / left).sqrt()).tolist()
         rms = tuple(root if count else None for root, count in zip(roots, left.tolist()))
         return Channels(layout.channels, dead, rms)
 
@@ -400,12 +431,13 @@ class Distribution(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The meaning of codes: ``order`` has the codes of finite numbers, sorted by ``values``; ``zeros`` are the codes of
-    0.
+    """The meaning of codes: ``order`` has the codes of finite numbers, sorted by ``values``; ``ranks`` has the place of
+    each code in it, -1 for NaN and infinities; ``zeros`` are the codes of 0.
     """
 
     order: Any
     values: Any
+    ranks: Any
     zeros: Any
 
 
@@ -413,7 +445,9 @@ def _table_of(torch: Any, numbers: Any) -> _Table:
     """Return the table for codes with these numbers; NaN and infinities are left out."""
     values, order = torch.sort(numbers)
     finite = torch.isfinite(values)
-    return _Table(order[finite], values[finite], (numbers == 0).nonzero().flatten())
+    order, ranks = order[finite], torch.full(numbers.shape, -1, dtype=torch.int32)
+    ranks[order] = torch.arange(len(order), dtype=torch.int32)
+    return _Table(order, values[finite], ranks, (numbers == 0).nonzero().flatten())
 
 
 @lru_cache(maxsize=64)
@@ -472,7 +506,8 @@ class Sketch:
         torch.bitwise_right_shift(numbers.float().view(torch.int32), 16, out=codes).add_(_CODES // 2)
         counts = torch.bincount(codes, minlength=_CODES)
         halves = counts.view(2, _CODES // 2)
-        small, huge = int(halves[:, :_COARSE].sum()), int(halves[:, _FINITE + 1 :].sum())
+        small = int(halves[:, :_COARSE].sum())
+        huge = int(halves[:, _FINITE + 1 :].sum()) if numbers.dtype == torch.float64 else 0
         zeros = len(numbers) - int(torch.count_nonzero(numbers)) if small else 0
         if small > zeros or huge:
             sizes = numbers.float().abs()
@@ -491,9 +526,9 @@ class Sketch:
     def distribution(self, low: float, high: float) -> Distribution:
         """Return the distribution of the numbers, which lie between ``low`` and ``high``; integers stay integers."""
         torch = self.torch
-        counts = self.counts[self.table.order]
-        places = counts.nonzero().flatten()
-        values, counts = self.table.values[places], counts[places]
+        ranks = torch.sort(self.table.ranks[self.counts.nonzero().flatten()])[0]
+        ranks = ranks[torch.count_nonzero(ranks < 0) :]
+        values, counts = self.table.values[ranks], self.counts[self.table.order[ranks]]
         if self.rare:
             keys, times = (torch.tensor(list(part)) for part in (self.rare.keys(), self.rare.values()))
             sizes = keys & (1 << 63 - _REST) - 1
