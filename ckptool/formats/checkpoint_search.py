@@ -299,7 +299,9 @@ def _recognised(path: str) -> tuple[str, bool]:
         if known.name == BARE_PICKLE:
             return "" if named else "a bare pickle", False
         archive = read_archive(source) if known.name == "torch-zip" else None
-        other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
+        # A checkpoint of torch needs no further look, and most files are one.
+        plain = archive is None or archive.find("data.pkl") is not None or kind_of(archive) is not None
+        other = None if archive is None or plain else explain_zip(archive)
         claims = other is None or (named and other.kind not in others) or bool(checkpoints_in(source))
         if other is None:
             return "", False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from ..base.findings import (
@@ -209,35 +209,35 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
 _BLOCKING: Final = {name for name, code in CODES.items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 
 
-def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
-    """Map codes of container problems to the next step; codes without a step may be missing or have ""."""
-    container, path = checkpoint.container, checkpoint.path
-    rescue = rescue_step(checkpoint)
-    untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
-    in_files = isinstance(checkpoint.source, FolderSource)
-    return {
-        **(dict.fromkeys(_BLOCKING, rescue) if in_files else {}),
-        CUT: rescue,
-        "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
-        DAMAGED: "get the file again",
-        **dict.fromkeys((DEFLATED, NO_INDEX, STALE_INDEX), edit_step("repack", path, word="clean")),
-        UNJOINED: WHOLE,
-        MISPLACED: RENAME_BACK,
-        "torch-tar": edit_step("convert", path, word="converted"),
-        "unpacked": edit_step("convert", path, extension=".pth"),
-        "no-folder": edit_step("repack", path, word="clean"),
-        "in-pieces": edit_step("convert", path, extension=".safetensors"),
-        JOINED: _weights_step(checkpoint),
-        EDITED: edit_step("repack", path, word="clean"),
-        "unfinished-edit": undo_step(path),
-        PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
+def problem_steps(checkpoint: Checkpoint, codes: Collection[str]) -> dict[str, AnyStep]:
+    """Map these codes of container problems to the next step; codes without a step may be missing or have ""."""
+    path = checkpoint.path
+    # Functions, because each step looks for a free file name, and most files have no problem.
+    known: dict[str, Callable[[], AnyStep]] = {
+        CUT: lambda: rescue_step(checkpoint),
+        "legacy-untyped": lambda: sanitize_step(checkpoint),
+        DAMAGED: lambda: "get the file again",
+        **dict.fromkeys((DEFLATED, NO_INDEX, STALE_INDEX), lambda: edit_step("repack", path, word="clean")),
+        UNJOINED: lambda: WHOLE,
+        MISPLACED: lambda: RENAME_BACK,
+        "torch-tar": lambda: edit_step("convert", path, word="converted"),
+        "unpacked": lambda: edit_step("convert", path, extension=".pth"),
+        "no-folder": lambda: edit_step("repack", path, word="clean"),
+        "in-pieces": lambda: edit_step("convert", path, extension=".safetensors"),
+        JOINED: lambda: _weights_step(checkpoint),
+        EDITED: lambda: edit_step("repack", path, word="clean"),
+        "unfinished-edit": lambda: undo_step(path),
+        PROGRAM: lambda: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
+    if isinstance(checkpoint.source, FolderSource):
+        known = {**dict.fromkeys(_BLOCKING, known[CUT]), **known}
+    return {code: known[code]() for code in dict.fromkeys(codes) if code in known}
 
 
 def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the problems of the container, and the storage flaws for which edits are refused."""
     container = checkpoint.container
-    steps = problem_steps(checkpoint)
+    steps = problem_steps(checkpoint, [problem.code for problem in container.problems])
     in_files = isinstance(checkpoint.source, FolderSource)
     lost = in_files and any(problem.blocks_edits for problem in container.problems)
     for problem in container.problems:

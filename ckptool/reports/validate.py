@@ -317,9 +317,9 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     if errors == {EMPTY_WEIGHTS}:
         return gather_step(checkpoint)
     if damaged and isinstance(checkpoint.source, FolderSource):
-        steps = problem_steps(checkpoint)
-        codes = (note.code for check in damaged for note in check.notes if note.level == "error")
-        return next((steps[code] for code in codes if steps.get(code)), rescue_step(checkpoint))
+        codes = [note.code for check in damaged for note in check.notes if note.level == "error"]
+        steps = problem_steps(checkpoint, codes)
+        return next((step for step in steps.values() if step), rescue_step(checkpoint))
     if damaged:
         return rescue_step(checkpoint) if checkpoint.pickled else _DAMAGED_FILE
     bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}

@@ -34,6 +34,7 @@ from .versions import versions
 _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
+_NO_SIZES: Final = bytes(12)
 _WINDOW: Final = 1 << 20
 #: Directories of former versions are read until their total exceeds the file size plus this many bytes. The end records
 #: of each version count 4 KiB.
@@ -269,13 +270,15 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     if local_name != name:
         note("local-name", f"its local header calls it {quoted(local_name)}")
     entry = result.entries.read(record.entry, 46)
-    compared = (
-        ("version", raw[4:6], entry[6:8]),
-        ("flags", raw[6:8], entry[8:10]),
-        ("method", raw[8:10], entry[10:12]),
-        ("time", raw[10:14], entry[12:16]),
-    )
-    for field, here, there in compared if raw[4:14] != entry[6:16] else ():
+    compared: tuple[tuple[str, bytes, bytes], ...] = ()
+    if raw[4:14] != entry[6:16]:
+        compared = (
+            ("version", raw[4:6], entry[6:8]),
+            ("flags", raw[6:8], entry[8:10]),
+            ("method", raw[8:10], entry[10:12]),
+            ("time", raw[10:14], entry[12:16]),
+        )
+    for field, here, there in compared:
         # The writers of torch 1.4 to 1.9 set the flags of an empty record to 0 in only one of the two places.
         if here != there and not (field == "flags" and not record.size):
             values = [int.from_bytes(value, "little") for value in (here, there)]
@@ -296,7 +299,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
 def _check_sizes(record: Record, raw: bytes, note: _Note) -> None:
     """Compare the checksum and sizes in a local header; zeros mean that the descriptor has them."""
     deferred = record.flags & 8
-    if deferred and not any(raw[14:26]):
+    if deferred and raw[14:26] == _NO_SIZES:
         return
     crc, packed, plain = _SIZES(raw, 14)
     wide = dict(extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
