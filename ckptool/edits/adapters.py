@@ -45,19 +45,21 @@ from .storages import refuse_bits
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|b?oft_R|boft_s|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
+#: The two matrices that all modules of VeRA share.
+_PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
-_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR RANDLORA SHIRA VBLORA VERA"))
+_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR RANDLORA SHIRA VBLORA"))
 _NO_WEIGHTS: Final = frozenset(
     words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
 )
-_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "OFT", "TRAINABLE_TOKENS")
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "OFT", "VERA", "TRAINABLE_TOKENS")
 #: Settings that do not change the result, or that are read here.
 _KNOWN: Final = frozenset(
     words(
@@ -69,6 +71,7 @@ _KNOWN: Final = frozenset(
         " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
         " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
         " oft_block_size block_share eps coft use_cayley_neumann num_cayley_neumann_terms"
+        " vera_dropout d_initial projection_prng_key save_projection"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
@@ -79,7 +82,7 @@ _REFUSED: Final = {
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
-_ORDER: Final = ("copy", "product", "adalora", "hadamard", "butterfly", "rotation", "scale", "sum", "rows")
+_ORDER: Final = ("copy", "product", "adalora", "vera", "hadamard", "butterfly", "rotation", "scale", "sum", "rows")
 #: Kinds of steps that replace or multiply.
 _NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
@@ -241,6 +244,8 @@ def _modules(adapter: Adapter) -> dict[str, dict[str, str]]:
     modules: dict[str, dict[str, str]] = {}
     names: set[str] = set()
     for key in adapter.tensors:
+        if key in _PROJECTIONS and adapter.config.get("peft_type") == "VERA":
+            continue
         match = _KEY.match(key)
         if match is None:
             module, _, last = key.rpartition(".")
@@ -285,6 +290,9 @@ def _module_changes(
     hadamard = [rest.pop(f"hada_w{number}.weight", "") for number in ("1_a", "1_b", "2_a", "2_b")]
     if any(hadamard):
         yield _hadamard(adapter, module, hadamard, base, path, weight)
+    vectors = [rest.pop(f"vera_lambda_{which}.weight", "") for which in "bd"]
+    if any(vectors):
+        yield _vera(adapter, module, vectors, base, path, weight)
     rotations, scales = rest.pop("boft_R.weight", ""), rest.pop("boft_s.weight", "")
     if rotations or scales:
         yield butterfly(adapter, module, rotations, scales, base, path)
@@ -362,6 +370,32 @@ def _product(
         return WeightChange(target, AdapterStep("adalora", tuple(tensors), factor, transposed, rank=int(first)))
     step = AdapterStep("product", tuple(tensors), scale(adapter, module, rank) * weight, transposed, embedding)
     return WeightChange(target, step)
+
+
+def _vera(
+    adapter: Adapter, module: str, keys: Sequence[str], base: Mapping[str, Tensor], path: str, weight: float
+) -> WeightChange:
+    """Return the change of VeRA: the product of parts of two shared matrices, whose rows are scaled."""
+    if not all(keys):
+        raise adapter.refusal(f"{quoted(''.join(keys))} has no partner: the file is incomplete")
+    if adapter.config.get("save_projection") is not True or not adapter.tensors.keys() >= set(_PROJECTIONS):
+        message = "it lacks the random matrices that its modules share (save_projection is false)"
+        raise adapter.refusal(message, BY_PEFT)
+    tensors = [adapter.tensors[key] for key in (*_PROJECTIONS, *keys)]
+    if [len(tensor.shape) for tensor in tensors] != [2, 2, 1, 1]:
+        raise adapter.refusal(f"{quoted(keys[0])} and the shared matrices do not have the shapes of VeRA")
+    (rank, inner), (most, width), (out,), (length,) = (tensor.shape for tensor in tensors)
+    if not rank == width == length or most < out:
+        raise adapter.refusal(f"{quoted(keys[0])} and {quoted(keys[1])} do not fit the shared matrices")
+    check_rank(adapter, _PROJECTIONS[0], rank)
+    target, transposed = f"{module}.weight", is_set(adapter, "fan_in_fan_out")
+    wanted = base.get(target)
+    if wanted is not None and len(wanted.shape) == 2:
+        inner = min(inner, wanted.shape[0 if transposed else 1])
+    fit(adapter, keys[0], (inner, out) if transposed else (out, inner), target, wanted, path)
+    a, b, *vectors = (stored(adapter, key) for key in (*_PROJECTIONS, *keys))
+    a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
+    return WeightChange(target, AdapterStep("vera", (b, a, *vectors), weight, transposed))
 
 
 def _hadamard(

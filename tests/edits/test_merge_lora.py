@@ -380,7 +380,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "no type": (GOOD, {"peft_type": None}, "peft_type null is not known"),
     "a list of types": (GOOD, {"peft_type": ["LORA"]}, "peft_type .* is not known"),
     "a prompt": (GOOD, {"peft_type": "P_TUNING"}, "adds inputs or layers, and has no merge"),
-    "another type": (GOOD, {"peft_type": "VERA"}, "VERA are not supported"),
+    "another type": (GOOD, {"peft_type": "SHIRA"}, "SHIRA are not supported"),
     "PiSSA": (GOOD, {"init_lora_weights": "pissa_niter_4"}, "PEFT changes the base"),
     "OLoRA": (GOOD, {"init_lora_weights": "olora"}, "PEFT changes the base"),
     "CorDA": (GOOD, {"init_lora_weights": "corda"}, "PEFT changes the base"),

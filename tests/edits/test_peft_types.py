@@ -1,4 +1,4 @@
-"""merge-lora with AdaLoRA, LoHa, BOFT and OFT, against the formulas of PEFT, and PEFT itself where it is installed."""
+"""merge-lora with other types than LoRA, against the formulas of PEFT, and PEFT itself where it is installed."""
 
 from __future__ import annotations
 
@@ -196,6 +196,24 @@ def test_a_rotation_in_float64_is_computed_in_float64(tmp_path: Path) -> None:
     torch.testing.assert_close(turned @ turned.T, weight @ weight.T, rtol=0, atol=1e-15)
 
 
+def vera(out: int = OUT, inner: int = INNER) -> State:
+    """Return an adapter whose shared matrices are larger than the weight."""
+    torch.manual_seed(8)
+    shared = {"base_model.vera_A": torch.randn(RANK, inner + 9), "base_model.vera_B": torch.randn(out + 5, RANK)}
+    return {**shared, f"{PREFIX}.vera_lambda_b": torch.randn(out), f"{PREFIX}.vera_lambda_d": torch.randn(RANK)}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_vera_scales_the_rows_of_shared_matrices(dtype: torch.dtype, transposed: bool, tmp_path: Path) -> None:
+    weight = torch.randn(INNER, OUT) if transposed else torch.randn(OUT, INNER)
+    result = merged({f"{MODULE}.weight": weight.to(dtype)}, vera(), tmp_path, **{**VERA, "fan_in_fan_out": transposed})
+    a, b, out, inner = vera().values()
+    delta = (out[:, None] * b[:OUT]) @ (inner[:, None] * a[:, :INNER])
+    assert torch.equal(result, (weight.to(dtype).float() + (delta.T if transposed else delta)).to(dtype))
+
+
+VERA = {"peft_type": "VERA", "r": RANK, "lora_alpha": None, "save_projection": True}
 LOHA = {"peft_type": "LOHA", "r": RANK, "lora_alpha": None}
 ADALORA = {"peft_type": "ADALORA"}
 ROTATED = boft(torch.ones(OUT, INNER), 1, 3)
@@ -230,6 +248,15 @@ TWO = {"boft_n_butterfly_factor": 2}
         (boft(torch.ones(OUT, 96), 2, 3), BOFT, "has 2 butterfly factors, and adapter_config.json says 1"),
         (boft(torch.ones(OUT, 96), 2, 3), {**BOFT, **TWO}, "32 blocks of size 3 cannot have 2 butterfly factors"),
         (boft(torch.ones(OUT, 66), 1, 3), BOFT, "another base"),
+        (dict([*vera().items()][:3]), VERA, "vera_lambda_b' has no partner"),
+        (dict([*vera().items()][2:]), VERA, "lacks the random matrices that its modules share"),
+        (vera(), {**VERA, "save_projection": False}, "save_projection is false"),
+        (vera(), {**VERA, "peft_type": "LORA"}, "1 of 2 modules matched; not in .*: 'base_model'"),
+        (vera(), {**VERA, "r": 5}, "has the rank 4"),
+        ({**vera(), "base_model.vera_A": torch.tensor(1.0)}, VERA, "do not have the shapes of VeRA"),
+        ({**vera(), "base_model.vera_B": torch.ones(OUT - 1, RANK)}, VERA, "do not fit the shared matrices"),
+        (vera(out=OUT - 1), VERA, "another base"),
+        ({**vera(), "base_model.vera_A": torch.ones(RANK, 7)}, VERA, "another base"),
         (TURNED, {**OFT, "peft_type": "LORA"}, "is 32x3, which is not the shape of OFT rotations"),
         (TURNED, {**OFT, "block_share": True}, "is 32x3, which is not the shape of OFT rotations"),
         ({f"{PREFIX}.oft_R.weight": torch.ones(32, 4)}, OFT, "is 32x4, which is not the shape of OFT rotations"),
@@ -267,6 +294,7 @@ def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
 OWN: dict[str, dict[str, Any]] = {
     "AdaLora": {"target_r": 2, "init_r": 4, "tinit": 1, "tfinal": 2, "total_step": 10},
     "LoHa": {"r": 4},
+    "Vera": {"r": 16, "bias": "vera_only"},
     "OFT": {"oft_block_size": 32, "bias": "oft_only"},
     "BOFT": {"bias": "boft_only", "boft_block_size": 8, "modules_to_save": ["lm_head"]},
 }
@@ -278,7 +306,7 @@ def test_peft_merges_to_the_same_bytes(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "intermediate_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, vocab_size=150, attention_bias="OFT" in kind)
+    config = transformers.LlamaConfig(**sizes, vocab_size=150, attention_bias=True)
     model = transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "base")
     own = getattr(peft, f"{kind}Config")(target_modules=["q_proj", "up_proj"], **OWN[kind])

@@ -61,7 +61,8 @@ class AdapterStep(NamedTuple):
     have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
 
-    ``adalora`` adds B @ (A * E), divided by ``rank``; ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
+    ``adalora`` adds B @ (A * E), divided by ``rank``; ``vera`` adds B @ A with scaled rows (``tensors``: B, A, and the
+    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
     ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
     blocks x size x size) and a number for each row. ``rotation`` rotates by one factor (blocks x upper triangle), by a
     series of ``rank`` terms or, with 0, exactly.
@@ -245,6 +246,8 @@ def _hadamard(
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
+    if step.kind == "vera":
+        return tuple(vector.view(-1, 1) * matrix for matrix, vector in zip(tensors[:2], tensors[2:]))
     if step.kind == "butterfly":
         blocks = tensors[0].flatten(0, 1)
         rotations = _cayley(torch, 0.5 * (blocks - blocks.transpose(1, 2))).view(tensors[0].shape)
@@ -350,6 +353,7 @@ def _scale(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int,
 
 _STEPS: Final = {
     "product": _product,
+    "vera": _product,
     "adalora": _adalora,
     "hadamard": _hadamard,
     "butterfly": _rotation,
