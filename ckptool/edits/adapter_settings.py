@@ -24,7 +24,8 @@ from ..values.torch.adapters import AdapterStep, StoredTensor
 
 CONFIG: Final = "adapter_config.json"
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
-#: Limits of alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with all modules.
+#: Limits of rank_pattern and alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with
+#: all modules.
 _LONGEST_PATTERN: Final = 300
 _MOST_PATTERNS: Final = 5000
 _MOST_STEPS: Final = 2e10
@@ -92,29 +93,32 @@ def check_rank(adapter: Adapter, key: str, rank: int) -> None:
         raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {CONFIG} says {known}")
 
 
-def scale(adapter: Adapter, module: str, rank: int) -> float:
-    """Return the factor of a product; raise RefusedError if the settings do not give one."""
+def scale(adapter: Adapter, module: str, rank: int, name: str = "lora_alpha") -> float:
+    """Return the factor of a product; raise RefusedError if the settings do not give one. ``name`` is the setting."""
     if module in adapter.scales:
         return adapter.scales[module]
-    config = adapter.config
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
+    alpha = by_pattern(adapter, module, "alpha_pattern", adapter.config.get(name, 8))
+    if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
+        raise adapter.refusal(f"its {name} {json.dumps(alpha)[:80]} is not a number")
+    return float(alpha / sqrt(rank) if is_set(adapter, "use_rslora") else alpha / rank)
+
+
+def by_pattern(adapter: Adapter, module: str, name: str, default: Any) -> Any:
+    """Return the value that the first matching pattern of a setting gives a module, or the default."""
+    patterns = adapter.config.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
-        raise adapter.refusal("its alpha_pattern is too large", BY_PEFT)
+        raise adapter.refusal(f"its {name} is too large", BY_PEFT)
     comparisons = len(patterns) * len(adapter.tensors)
     for pattern, value in patterns.items():
         if len(pattern) > _LONGEST_PATTERN or _steps(pattern, len(module)) * comparisons > _MOST_STEPS:
-            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
+            raise adapter.refusal(f"the {name} {quoted(pattern)} is too complex", BY_PEFT)
         try:
             matches = _compiled(pattern).match(module)
         except (re.error, OverflowError, RecursionError) as error:
-            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is not valid: {error}") from error
+            raise adapter.refusal(f"the {name} {quoted(pattern)} is not valid: {error}") from error
         if matches:
-            alpha = value
-            break
-    if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
-        raise adapter.refusal(f"its lora_alpha {json.dumps(alpha)[:80]} is not a number")
-    return float(alpha / sqrt(rank) if is_set(adapter, "use_rslora") else alpha / rank)
+            return value
+    return default
 
 
 def _steps(pattern: str, length: int) -> float:

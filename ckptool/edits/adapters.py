@@ -32,6 +32,7 @@ from .adapter_settings import (
     Adapter,
     AdapterChanges,
     WeightChange,
+    by_pattern,
     check_rank,
     fit,
     is_set,
@@ -45,21 +46,28 @@ from .storages import refuse_bits
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|lokr_t2|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
 #: The two matrices that all modules of VeRA share.
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
+#: The tensors of LoKr, and which of them make two factors: matrices, or products of them.
+_LOKR: Final = ("w1", "w1_a", "w1_b", "w2", "t2", "w2_a", "w2_b")
+_LOKR_FORMS: Final = tuple(
+    (*first, *second)
+    for first in (("w1",), ("w1_a", "w1_b"))
+    for second in (("w2",), ("w2_a", "w2_b"), ("t2", "w2_a", "w2_b"))
+)
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
 #: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
-_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING LOKR RANDLORA SHIRA VBLORA"))
+_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING RANDLORA SHIRA VBLORA"))
 _NO_WEIGHTS: Final = frozenset(
     words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
 )
-_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "IA3", "BOFT", "OFT", "VERA", "TRAINABLE_TOKENS")
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "BOFT", "OFT", "VERA", "TRAINABLE_TOKENS")
 #: Settings that do not change the result, or that are read here.
 _KNOWN: Final = frozenset(
     words(
@@ -72,6 +80,7 @@ _KNOWN: Final = frozenset(
         " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
         " oft_block_size block_share eps coft use_cayley_neumann num_cayley_neumann_terms"
         " vera_dropout d_initial projection_prng_key save_projection"
+        " use_effective_conv2d decompose_both decompose_factor rank_dropout_scale"
     )
 )
 #: Settings with which PEFT does not merge, or computes something else.
@@ -82,7 +91,19 @@ _REFUSED: Final = {
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
-_ORDER: Final = ("copy", "product", "adalora", "vera", "hadamard", "butterfly", "rotation", "scale", "sum", "rows")
+_ORDER: Final = (
+    "copy",
+    "product",
+    "adalora",
+    "vera",
+    "hadamard",
+    "kronecker",
+    "butterfly",
+    "rotation",
+    "scale",
+    "sum",
+    "rows",
+)
 #: Kinds of steps that replace or multiply.
 _NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
@@ -290,6 +311,10 @@ def _module_changes(
     hadamard = [rest.pop(f"hada_w{number}.weight", "") for number in ("1_a", "1_b", "2_a", "2_b")]
     if any(hadamard):
         yield _hadamard(adapter, module, hadamard, base, path, weight)
+    factors = {name: rest.pop(f"lokr_{name}.weight", "") for name in _LOKR}
+    if any(factors.values()):
+        used = {name: key for name, key in factors.items() if key}
+        yield _kronecker(adapter, module, used, base, path, weight)
     vectors = [rest.pop(f"vera_lambda_{which}.weight", "") for which in "bd"]
     if any(vectors):
         yield _vera(adapter, module, vectors, base, path, weight)
@@ -411,9 +436,48 @@ def _hadamard(
         raise adapter.refusal(f"{quoted(keys[0])} and its partners are not matrices of one rank", BY_PEFT)
     check_rank(adapter, keys[1], rank)
     fit(adapter, keys[0], (out, inner), f"{module}.weight", base.get(f"{module}.weight"), path)
-    own = adapter._replace(config={**adapter.config, "lora_alpha": adapter.config.get("alpha", 8)})
-    step = AdapterStep("hadamard", tuple(stored(adapter, key) for key in keys), scale(own, module, rank) * weight)
-    return WeightChange(f"{module}.weight", step)
+    factor = scale(adapter, module, rank, "alpha") * weight
+    return WeightChange(
+        f"{module}.weight", AdapterStep("hadamard", tuple(stored(adapter, key) for key in keys), factor)
+    )
+
+
+def _kronecker(
+    adapter: Adapter, module: str, keys: Mapping[str, str], base: Mapping[str, Tensor], path: str, weight: float
+) -> WeightChange:
+    """Return the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
+    found = {name: adapter.tensors[key].shape for name, key in keys.items()}
+    first, second = ([name for name in _LOKR if name in found and number in name] for number in "12")
+    if (*first, *second) not in _LOKR_FORMS or adapter.config.get("peft_type") != "LOKR":
+        raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
+    target, wanted = f"{module}.weight", base.get(f"{module}.weight")
+    rank = by_pattern(adapter, module, "rank_pattern", adapter.config.get("r", 8))
+    if type(rank) is not int or rank < 1:
+        raise adapter.refusal(f"its rank {json.dumps(rank)[:80]} is not a positive number")
+    if wanted is not None:
+        rows, columns, *kernel = (*wanted.shape, 1, 1)[: max(len(wanted.shape), 2)]
+        height, width = (*found[first[0]], 1)[0], (*found[first[-1]], 1, 1)[1]
+        below, inside = rows // max(height, 1), columns // max(width, 1)
+        mixed = "t2" in found
+        fitting = {
+            "w1": (height, width),
+            "w1_a": (height, rank),
+            "w1_b": (rank, width),
+            "w2": (below, inside, *kernel),
+            "t2": (rank, rank, *kernel, 1)[:4],
+            "w2_a": (rank, below) if mixed else (below, rank),
+            "w2_b": (rank, inside if mixed else inside * prod(kernel)),
+        }
+        wrong = next((name for name, shape in found.items() if shape != fitting[name]), "")
+        if wrong or (height * below, width * inside) != (rows, columns):
+            key, shape = keys[wrong or first[0]], found[wrong or first[0]]
+            message = f"{quoted(key)} is {shape_text(shape)} and the rank {rank:,}, but {quoted(target)} of {path} is"
+            raise adapter.refusal(f"{message} {shape_text(wanted.shape)}: another base")
+        if len(kernel) == 1 and "w2" in found:
+            raise adapter.refusal(f"{quoted(keys['w2'])} changes a Conv1d, which is not supported", BY_PEFT)
+    tensors = tuple(stored(adapter, keys[name]) for name in (*first, *second))
+    step = AdapterStep("kronecker", tensors, scale(adapter, module, rank, "alpha") * weight, rank=len(first))
+    return WeightChange(target, step)
 
 
 def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:

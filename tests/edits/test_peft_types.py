@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,48 @@ def test_boft_gives_the_values_of_peft(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
 
 
+LOKR = {"peft_type": "LOKR", "r": 2, "alpha": 3, "lora_alpha": None}
+
+
+def lokr(*shape: int, names: str = "w1 w2_a w2_b") -> State:
+    """Return an adapter whose first factor is 2 x 3."""
+    (below, inside), kernel = (shape[0] // 2, shape[1] // 3), shape[2:]
+    shapes: dict[str, tuple[int, ...]] = {
+        "w1": (2, 3),
+        "w1_a": (2, 2),
+        "w1_b": (2, 3),
+        "w2": (below, inside, *kernel),
+        "w2_a": (2, below) if "t2" in names else (below, 2),
+        "w2_b": (2, inside * (1 if "t2" in names else prod(kernel))),
+        "t2": (2, 2, *kernel),
+    }
+    return {f"{PREFIX}.lokr_{name}": numbers(*shapes[name]) for name in names.split()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        *itertools.product(
+            [(150, 96), (140, 12, 3, 3)], ["w1 w2", "w1 w2_a w2_b", "w1_a w1_b w2", "w1_a w1_b w2_a w2_b"]
+        ),
+        ((140, 12, 3, 3), "w1 t2 w2_a w2_b"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lokr_adds_a_kronecker_product(dtype: torch.dtype, shape: tuple[int, ...], names: str, tmp_path: Path) -> None:
+    weight, adapter = numbers(*shape).to(dtype), lokr(*shape, names=names)
+    result = merged({f"{MODULE}.weight": weight}, adapter, tmp_path, **LOKR)
+    part = {key.rpartition("lokr_")[2]: value for key, value in adapter.items()}
+    one = part["w1"] if "w1" in part else part["w1_a"] @ part["w1_b"]
+    if "t2" in part:
+        two = torch.einsum("ijkl, ip, jr -> prkl", part["t2"], part["w2_a"], part["w2_b"])
+    else:
+        two = part["w2"] if "w2" in part else part["w2_a"] @ part["w2_b"]
+    delta = (torch.kron(one, two.flatten(1)) * 1.5).view(shape)
+    assert torch.equal(result, (weight.float() + delta).to(dtype))
+
+
 OFT = {"peft_type": "OFT", "r": 0, "lora_alpha": None, "peft_version": "0.21.2", "use_cayley_neumann": True}
 #: What PEFT 0.21.2 made of ``numbers``: the shape of the weight, the parameters, more settings, the result.
 OFT_BY_PEFT: dict[str, tuple[tuple[int, ...], tuple[int, int], dict[str, Any], str]] = {
@@ -248,6 +291,16 @@ TWO = {"boft_n_butterfly_factor": 2}
         (boft(torch.ones(OUT, 96), 2, 3), BOFT, "has 2 butterfly factors, and adapter_config.json says 1"),
         (boft(torch.ones(OUT, 96), 2, 3), {**BOFT, **TWO}, "32 blocks of size 3 cannot have 2 butterfly factors"),
         (boft(torch.ones(OUT, 66), 1, 3), BOFT, "another base"),
+        (lokr(150, 96, names="w2"), LOKR, "and its partners are not the two factors of LoKr"),
+        (lokr(150, 96, names="w1 w2 w2_a"), LOKR, "are not the two factors"),
+        (lokr(150, 96), {**LOKR, "peft_type": "LORA"}, "are not the two factors"),
+        (lokr(150, 96), {**LOKR, "r": 3}, "w2_a' is 75x2 and the rank 3, but .* is 150x96: another base"),
+        (lokr(150, 96), {**LOKR, "r": "x"}, 'its rank "x" is not a positive number'),
+        (lokr(150, 96), {**LOKR, "alpha": "x"}, 'its alpha "x" is not a number'),
+        (lokr(150, 93), LOKR, "lokr_w2_b' is 2x31 and the rank 2, .*another base"),
+        (lokr(148, 96), LOKR, "another base"),
+        ({f"{PREFIX}.lokr_w1": torch.tensor(1.0), f"{PREFIX}.lokr_w2": torch.ones(150, 96)}, LOKR, "another base"),
+        ({**lokr(150, 96), f"{PREFIX}.lokr_w1": torch.ones(4, 5)}, LOKR, "another base"),
         (dict([*vera().items()][:3]), VERA, "vera_lambda_b' has no partner"),
         (dict([*vera().items()][2:]), VERA, "lacks the random matrices that its modules share"),
         (vera(), {**VERA, "save_projection": False}, "save_projection is false"),
@@ -286,6 +339,12 @@ def test_boft_rotates_only_layers_that_peft_rotates(tmp_path: Path) -> None:
         merged({f"{MODULE}.weight": torch.ones(1, 8192)}, mixed, tmp_path, **settings)
 
 
+def test_lokr_of_some_convolutions_is_refused(tmp_path: Path) -> None:
+    """PEFT orders the elements of such a product in another way."""
+    with pytest.raises(RefusedError, match="changes a Conv1d, which is not supported"):
+        merged({f"{MODULE}.weight": numbers(4, 6, 3)}, lokr(4, 6, 3, names="w1 w2"), tmp_path, **LOKR)
+
+
 def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"a weight of 0.5 does not describe"):
         merged({f"{MODULE}.weight": torch.ones(OUT, INNER)}, ROTATED, tmp_path, 0.5, **BOFT)
@@ -294,6 +353,7 @@ def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
 OWN: dict[str, dict[str, Any]] = {
     "AdaLora": {"target_r": 2, "init_r": 4, "tinit": 1, "tfinal": 2, "total_step": 10},
     "LoHa": {"r": 4},
+    "LoKr": {"r": 4, "decompose_both": True, "rank_pattern": {"up_proj": 9}, "alpha_pattern": {"q_proj": 5}},
     "Vera": {"r": 16, "bias": "vera_only"},
     "OFT": {"oft_block_size": 32, "bias": "oft_only"},
     "BOFT": {"bias": "boft_only", "boft_block_size": 8, "modules_to_save": ["lm_head"]},
@@ -362,10 +422,29 @@ def test_oft_has_the_bytes_of_peft(own: dict[str, Any], tmp_path: Path) -> None:
     assert [key for key, value in wanted.items() if not torch.equal(result[key], value)] == []
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"r": 40, "alpha": 3, "rank_pattern": {"3": 3}},
+        {"r": 2},
+        {"r": 2, "decompose_both": True, "decompose_factor": 8},
+        {"r": 3, "use_effective_conv2d": True, "alpha_pattern": {"0": 5}},
+        {"r": 8, "rank_pattern": {"2": 2, "0": 70, "3": 3}, "use_effective_conv2d": True},
+    ],
+    ids=str,
+)
+def test_lokr_has_the_bytes_of_peft(own: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    result, wanted = results_of_both(peft, peft.LoKrConfig(target_modules=["0", "1", "2", "3"], **own), tmp_path)
+    assert result.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(result[key], value)] == []
+
+
 def results_of_both(peft: Any, config: Any, tmp_path: Path) -> tuple[State, State]:
     """Return what ckptool and PEFT make of a new adapter for convolutions and a linear layer."""
     torch.manual_seed(2)
-    model = torch.nn.Sequential(torch.nn.Conv2d(32, 70, 3), torch.nn.Conv2d(70, 16, 1), torch.nn.Linear(48, 80))
+    layers = torch.nn.Conv2d(32, 70, 3), torch.nn.Conv2d(70, 16, 1), torch.nn.Linear(48, 80), torch.nn.Conv1d(64, 96, 3)
+    model = torch.nn.Sequential(*layers)
     save_file(model.state_dict(), tmp_path / "base.safetensors")
     wrapped = peft.get_peft_model(model, config)
     for parameter in wrapped.parameters():

@@ -62,7 +62,9 @@ class AdapterStep(NamedTuple):
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
 
     ``adalora`` adds B @ (A * E), divided by ``rank``; ``vera`` adds B @ A with scaled rows (``tensors``: B, A, and the
-    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2).
+    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2); ``kronecker`` adds the Kronecker product of two
+    factors; the first ``rank`` tensors give the first factor.
+
     ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
     blocks x size x size) and a number for each row. ``rotation`` rotates by one factor (blocks x upper triangle), by a
     series of ``rank`` terms or, with 0, exactly.
@@ -248,6 +250,12 @@ def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
     if step.kind == "vera":
         return tuple(vector.view(-1, 1) * matrix for matrix, vector in zip(tensors[:2], tensors[2:]))
+    if step.kind == "kronecker":
+        first, second = tensors[: step.rank], tensors[step.rank :]
+        if len(second) == 3:
+            second = (torch.einsum("i j k l, i p, j r -> p r k l", *second),)
+        one, two = (part[0] if len(part) == 1 else part[0] @ part[1] for part in (first, second))
+        return one, two.flatten(1)
     if step.kind == "butterfly":
         blocks = tensors[0].flatten(0, 1)
         rotations = _cayley(torch, 0.5 * (blocks - blocks.transpose(1, 2))).view(tensors[0].shape)
@@ -327,6 +335,15 @@ def _rotation(
     return rotated.view(values.shape)
 
 
+def _kronecker(
+    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
+) -> Any:
+    one, two = tensors
+    rows = torch.arange(first, last)
+    delta = one[rows // len(two)].unsqueeze(2) * two[rows % len(two)].unsqueeze(1)
+    return values + delta.mul_(step.factor).view(values.shape)
+
+
 def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
     return values + tensors[0].to(torch.promote_types(values.dtype, torch.float32)) * step.factor
 
@@ -356,6 +373,7 @@ _STEPS: Final = {
     "vera": _product,
     "adalora": _adalora,
     "hadamard": _hadamard,
+    "kronecker": _kronecker,
     "butterfly": _rotation,
     "rotation": _rotation,
     "sum": _sum,
