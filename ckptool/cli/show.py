@@ -280,7 +280,7 @@ def _read(
     elif names:
         text = "\n".join(labels(entries))
     elif style == "table":
-        parts = sections(survey, entries, how["sort"] == "bytes")
+        parts = sections(survey, entries, how["sort"] == "bytes", together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
     else:
         rows = [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
@@ -310,11 +310,16 @@ class Section(NamedTuple):
     total: str
 
 
-def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) -> list[Section]:
-    """Return a table per state dict, and one for the tensors outside of them. ``bars`` adds a column of byte shares."""
+def sections(
+    survey: Survey, listed: Sequence[TensorEntry], bars: bool = False, *, together: bool = False
+) -> list[Section]:
+    """Return a table per state dict, and one for the tensors outside of them; ``together``: one table with paths.
+
+    ``bars`` adds a column of byte shares.
+    """
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
-        groups.setdefault(entry.state_dict, []).append(entry)
+        groups.setdefault(-1 if together else entry.state_dict, []).append(entry)
     # Many tensors share few dtypes, shapes and sizes, so each shape and size is formatted only once.
     shape, size = cache(shape_text), cache("{:,}".format)
     tables = []

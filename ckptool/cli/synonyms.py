@@ -58,6 +58,7 @@ OPTIONS: Final = (
     ("--top --largest --biggest --limit --head --order --order-by", ("--sort",)),
     ("-j --workers --num-workers --threads --processes", ("--jobs",)),
     ("-s --silent", ("--quiet",)),
+    ("--help-all --usage", ("--help",)),
     ("--shard-size --shards", ("--max-shard-size",)),
 )
 #: Options that other tools give a part of a name, which here is a pattern.

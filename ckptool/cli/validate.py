@@ -105,7 +105,10 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--prefix", metavar="none|PREFIX", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
 @repeatable(
-    "--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors", shell_complete=complete_words
+    "--dtype",
+    metavar="DTYPE",
+    help="Expect this dtype of floating-point tensors; of all, if an integer dtype is named too",
+    shell_complete=complete_words,
 )
 @repeatable("--require", metavar="GLOB", help=f"Expect a matching key ({SYNTAX})")
 @repeatable("--forbid", metavar="GLOB", help=f"Expect no matching key ({SYNTAX})")

@@ -263,13 +263,14 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     tensors = chosen.tensors(checkpoint.survey)
     entries = [entry for entry in tensors if entry.state_dict >= 0] or tensors
     floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
-    # Every model has integer counters and indices, so they are checked only if the policy lists no floating-point
-    # dtype.
-    checked = floating if any(BY_NAME[name].floating for name in names) else entries
+    # Every model has integer counters and indices, so they are checked only if the policy lists an integer dtype too.
+    only_floating = all(BY_NAME[name].floating for name in names)
+    checked = floating if only_floating else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
     notes = [Finding.of("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
-    return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}{of}", bool(notes), bad, notes)
+    which = "floating-point tensors" if only_floating else "tensors"
+    return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bool(notes), bad, notes)
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:

@@ -313,7 +313,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
             return
         message = f"{call} refuses it: {join_limited(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
-            message += "; with weights_only=False their code runs"
+            message += f"; with weights_only=False {'its' if len(names) == 1 else 'their'} code runs"
         yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) or where_installed(checkpoint, names))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         message = f"{call} refuses it: {join_limited(rule_texts(rules, checkpoint.graph.style.protocol))}"

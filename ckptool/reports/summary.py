@@ -112,11 +112,11 @@ def _state_dict_words(item: StateDictReport) -> str:
 
 
 def safety_words(safety: VerdictReport) -> str:
-    """Return the verdict and the first reason: ``unsafe: posix.system('id') when unpickled, and 2 more``."""
+    """Return the verdict and the first reason: ``unsafe: posix.system('id') when unpickled, and 2 more reasons``."""
     reasons = [cut(reason, shown(100)) for reason in safety["reasons"][: shown(1)]]
     rest = len(safety["reasons"]) - len(reasons)
     words = f"{safety['verdict']}: {'; '.join(reasons)}" if any(reasons) else safety["verdict"]
-    return words + (f", and {rest:,} more" if rest else "")
+    return words + (f", and {pluralize(rest, 'more reason')}" if rest else "")
 
 
 def _without_list(verdict: str, report: InspectReport) -> str:

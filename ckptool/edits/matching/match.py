@@ -46,6 +46,7 @@ from .report import (
     differences,
     group_sizes,
     module_reports,
+    not_strict,
     other_number,
 )
 from .search import (
@@ -137,6 +138,7 @@ def match_checkpoint(
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
     shown: list[Cause] = []
+    renaming: tuple[str, str] | None = None
     if loads:
         next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
@@ -146,14 +148,15 @@ def match_checkpoint(
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model)
+        renaming = _renaming(checkpoint, target, best, steps, fix)
+        next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model, renaming)
         next_step = ("", str(merged)) if merged else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
         complete = fix is not None and fix["complete"]
         next_step = _from_program(checkpoint, target, steps if complete else (), complete or _is_good(now, strict))
         steps, fix = (), None
-    notes = _notes(checkpoint, target, best, attempts, key)
+    notes = _notes(checkpoint, target, best, attempts, key, doubts=best.doubts if renaming is None else 0)
     if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
         notes += other_number(groups, target.tensors, target.tied)
     report: MatchReport = {
@@ -404,6 +407,23 @@ def _command(
     return str(command("match", *paths, output=output, settings=named, key=key, other_key=other_key, apply=True))
 
 
+def _renaming(
+    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, steps: Steps, fix: Fix | None
+) -> tuple[str, str] | None:
+    """Return advice and the command to rename the only module whose name differs; None if there is no such module."""
+    specs = best.renamed if fix is not None else best.specs
+    after = compare(specs, target.tensors, best.filled)
+    names = renamed_module(after, {name: spec.shape for name, spec in specs.items()}, target.shapes)
+    if names is None or not _is_editable(checkpoint) or best.misplaced:
+        return None
+    own, other = names
+    step = FixStep("rename", f"{own}.*={other}.*")
+    words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
+    edited = _edited_key(checkpoint, best, words)
+    line = str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
+    return f"the file has {own} where the target has {other}: if both are the same layer", line
+
+
 def _next(
     checkpoint: Checkpoint,
     target: MatchTarget,
@@ -412,10 +432,11 @@ def _next(
     causes: Sequence[Cause],
     fix: Fix | None,
     other_model: bool,
+    renaming: tuple[str, str] | None,
 ) -> tuple[str, str]:
     """Return advice for problems that no edit solves, and a command ("" if none exists).
 
-    Both are "" if the fix is complete, or if the causes say what helps.
+    Both are "" if the fix is complete, or if the causes say what helps. ``renaming`` comes from ``_renaming``.
     """
     if fix is not None and fix["complete"]:
         return "", ""
@@ -428,14 +449,8 @@ def _next(
         )
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
-    shapes = {name: spec.shape for name, spec in renamed.items()}
-    if (names := renamed_module(after, shapes, target.shapes)) is not None and _is_editable(checkpoint):
-        own, other = names
-        step = FixStep("rename", f"{own}.*={other}.*")
-        words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
-        edited = _edited_key(checkpoint, best, words)
-        renaming = edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited)
-        return f"the target has {other} where the file has {own}; if that is one layer: {renaming}", ""
+    if renaming is not None:
+        return renaming
     if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
         same = [name for name in best.specs if name in target.tensors]
@@ -450,7 +465,7 @@ def _next(
     if not after.sizes:
         if causes:  # strict=False would hide them
             return "", ""
-        return f"load_state_dict(..., strict=False) loads the other keys; {_not_strict(after, target)}", ""
+        return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after, target.tied)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
     others = [cause for cause in causes if not cause.replaceable and cause.kind not in _SOLVED]
@@ -491,25 +506,13 @@ def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport
     return message, str(step) if possible else ""
 
 
-def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
-    """Describe what happens to missing or unexpected keys with strict=False."""
-    if not comparison.missing:
-        return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
-    loaded = {*comparison.loads}
-    tied = [name for name in comparison.missing if target.tied.get(name) in loaded]
-    kept = len(comparison.missing) - len(tied)
-    parts = []
-    if kept:
-        names = join_limited([name for name in comparison.missing if name not in tied], most=3)
-        parts.append(f"{pluralize(kept, 'key')} of the model would stay untrained, with initial values: {names}")
-    if tied:
-        pairs = join_limited([f"{name} is {target.tied[name]} under another name" for name in tied], most=3)
-        parts.append(f"{pairs}: it loads with that where the model ties them")
-    return "; ".join(parts)
-
-
 def _notes(
-    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, attempts: Sequence[Attempt], key: str | None
+    checkpoint: Checkpoint,
+    target: MatchTarget,
+    best: Attempt,
+    attempts: Sequence[Attempt],
+    key: str | None,
+    doubts: int,
 ) -> list[str]:
     notes = []
     path = best.state_dict.path
@@ -547,8 +550,8 @@ def _notes(
         notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
     if target.part is not None and not target.part.tensors_whole:
         notes.append(f"the target: {target.part.message}")
-    if best.doubts:
-        keys = "1 key would fit" if best.doubts == 1 else f"{best.doubts:,} keys would fit"
+    if doubts:
+        keys = "1 key would fit" if doubts == 1 else f"{doubts:,} keys would fit"
         notes.append(
             f"{keys} by order or shape under other names, which show neither the order of rows nor a transpose,"
             " and no equal rows prove it: no edit is offered for that"

@@ -107,14 +107,21 @@ def agrees(have: Shape, wanted: Shape) -> bool:
 def renamed_module(after: Comparison, have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> tuple[str, str] | None:
     """Return the only module that the target does not have, and the only one that it lacks, if their shapes agree.
 
-    The shapes cannot show that they are the same layer, so this is never more than a question.
+    Shapes do not prove that they are the same layer, so this is a question. Nothing is returned for square matrices,
+    which may also be transposed.
     """
     if after.sizes or not (after.loads and after.missing) or len(after.missing) != len(after.unexpected):
         return None
     own, other = _parent(after.unexpected), _parent(after.missing)
     pairs = {name: other + name.removeprefix(own) for name in after.unexpected}
-    fits = {*pairs.values()} == {*after.missing} and all(agrees(have[name], wanted[new]) for name, new in pairs.items())
+    fits = {*pairs.values()} == {*after.missing} and all(
+        agrees(have[name], wanted[new]) and not _is_square(have[name]) for name, new in pairs.items()
+    )
     return (own, other) if fits and own and other and not NOT_IN_GLOBS & {*own, *other} else None
+
+
+def _is_square(shape: Shape) -> bool:
+    return shape is not None and len(shape) == 2 and shape[0] == shape[1]
 
 
 def _parent(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from ...base.records import TypedDict
-from ...base.text import pluralize
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import list_items
 from ..optimizers import BUFFERS, optimizers
@@ -224,3 +224,20 @@ def mismatch(report: OptimizerReport) -> str:
         f"{name}: {pluralize(have[at], 'parameter')}{which} here, {wanted[at]:,} in the target; load_state_dict"
         " says \"loaded state dict contains a parameter group that doesn't match the size of optimizer's group\""
     )
+
+
+def not_strict(comparison: Comparison, tied_to: Mapping[str, str]) -> str:
+    """Describe what happens to missing or unexpected keys with strict=False."""
+    if not comparison.missing:
+        return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
+    loaded = {*comparison.loads}
+    tied = [name for name in comparison.missing if tied_to.get(name) in loaded]
+    kept = len(comparison.missing) - len(tied)
+    parts = []
+    if kept:
+        names = join_limited([name for name in comparison.missing if name not in tied], most=3)
+        parts.append(f"{pluralize(kept, 'key')} of the model would stay untrained, with initial values: {names}")
+    if tied:
+        pairs = join_limited([f"{name} is {tied_to[name]} under another name" for name in tied], most=3)
+        parts.append(f"{pairs}: it loads with that where the model ties them")
+    return "; ".join(parts)
