@@ -162,12 +162,13 @@ def statistics_of(
     globs: Globs = Globs(),
     sort: str = "file",
     known: Mapping[object, Measured] = MappingProxyType({}),
+    readings_of: Mapping[Ref, Reading | str] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> StatsReport:
     """Return the report of ``stats`` on the tensors that ``select_entries`` selects.
 
-    ``known`` has earlier measurements by ``reading_id``. ``progress`` is called with numbers of bytes. Raise
-    TargetError as ``select_entries`` does, UnreadableError if torch is not installed.
+    ``known`` has earlier measurements by ``reading_id``, and ``readings_of`` readings by nodes. ``progress`` is called
+    with numbers of bytes. Raise TargetError as ``select_entries`` does, UnreadableError if torch is not installed.
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
@@ -177,7 +178,7 @@ def statistics_of(
     numbers: dict[object, int] = {}
     for entry in entries:
         if entry.ref not in numbers:
-            reading = interpret(checkpoint, entry.ref)
+            reading = readings_of.get(entry.ref) or interpret(checkpoint, entry.ref)
             number = numbers.setdefault(reading_id(reading), len(readings))
             numbers[entry.ref] = number
             if number == len(readings):
@@ -324,9 +325,13 @@ def _no_statistics(of: str | None, reason: str) -> _Statistics:
 
 
 class MeasuredPairs(NamedTuple):
-    """Measurements of pairs of tensors: numbers of each side by ``reading_id``, and comparisons by pairs of nodes."""
+    """Measurements of pairs of tensors: numbers of each side by ``reading_id``, and comparisons by pairs of nodes.
+
+    ``readings`` has the readings of each side by nodes, because making one takes longer than measuring a small tensor.
+    """
 
     sides: tuple[dict[object, Measured], dict[object, Measured]]
+    readings: tuple[dict[Ref, Reading | str], dict[Ref, Reading | str]]
     compared: dict[tuple[Ref, Ref], Compared]
 
 
@@ -341,8 +346,12 @@ def measure_pairs(
     """
     pairs: dict[object, tuple[Reading, Reading]] = {}
     names: dict[tuple[Ref, Ref], tuple[object, object]] = {}
+    readings: tuple[dict[Ref, Reading | str], dict[Ref, Reading | str]] = {}, {}
     for nodes in refs:
-        one, other = interpret(a, nodes[0]), interpret(b, nodes[1])
+        one, other = (
+            known.setdefault(ref, known.get(ref) or interpret(side, ref))
+            for side, ref, known in zip((a, b), nodes, readings)
+        )
         if not isinstance(one, str) and not isinstance(other, str) and _in_step(one, other):
             names[nodes] = name = reading_id(one), reading_id(other)
             pairs.setdefault(name, (one, other))
@@ -363,7 +372,7 @@ def measure_pairs(
 
     kinds = [kind_of_pair(*pair) for pair in work]
     found = dict(zip(pairs, _in_threads(measured, kinds, sizes, progress) if pairs else ()))
-    result = MeasuredPairs(({}, {}), {})
+    result = MeasuredPairs(({}, {}), readings, {})
     for nodes, name in names.items():
         pair = found[name]
         if not isinstance(pair, MalformedError):

@@ -19,7 +19,7 @@ from ...pickles.nodes import Ref
 from ...values.elements import BitDifference, dtype_of, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.batches import batches, distance_rows, kind_of_pair, measure_batch, read_pair
-from ...values.torch.distance import Compared, Distance, distance
+from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread
 from ...values.torch.measure import Measured
 from .graphs import TensorPair
@@ -48,6 +48,9 @@ class Figures(TypedDict):
     mean_abs: float | None
     rel_l2: float | None
     cosine: float | None
+
+
+_FIGURES: Final = frozenset(Figures.__annotations__)
 
 
 class Quantiles(TypedDict):
@@ -162,7 +165,13 @@ def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Di
 
 
 def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:
-    found = reduce(Distance.plus, (item.distance for item in items if item.distance is not None), Distance())
+    """Return the figures of differences that have a distance."""
+    distances = [item.distance for item in items if item.distance is not None]
+    if len(distances) == 1:
+        report = items[0].report
+        figures = cast("Figures", {name: value for name, value in report.items() if name in _FIGURES})
+        return {"layer": layer, "tensors": 1, "numbers": distances[0].finite, **figures}
+    found = total(distances)
     tensors = len({item.report["path"] for item in items})
     return {"layer": layer, "tensors": tensors, "numbers": found.finite, **_figures(found)}
 

@@ -10,6 +10,7 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from ...base.prefixes import common_length
@@ -25,12 +26,14 @@ FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "p50_abs", "p99_abs
 QUANTILES: Final = ("p1", "p5", "p25", "p50", "p75", "p95", "p99")
 #: Digits kept in the profile of channels, which is only drawn.
 _PROFILE_DIGITS: Final = 3
+#: The level of compression: a third of the time of the default level for 3 % more bytes.
+_LEVEL: Final = 4
 
 
 def packed(content: Content) -> str:
     """Return the columns as JSON, deflated, in base64."""
     text = json.dumps(columns(content), ensure_ascii=True, separators=(",", ":"))
-    return b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
+    return b64encode(zlib.compress(text.encode("ascii"), _LEVEL)).decode("ascii")
 
 
 def columns(content: Content) -> dict[str, Any]:
@@ -138,9 +141,9 @@ def _firsts(tensors: Tensors, size: int) -> list[int]:
 
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of numbers; missing values are null."""
-    result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
+    result: dict[str, Any] = {name: _exact([row.get(name) for row in rows]) for name in NUMBERS}
     quantiles = [row.get("quantiles") or {} for row in rows]
-    result |= {name: [_exact(row.get(name)) for row in quantiles] for name in QUANTILES}
+    result |= {name: _exact([row.get(name) for row in quantiles]) for name in QUANTILES}
     result["quantile_error"] = [row.get("quantile_error") for row in rows]
     result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
     channels = [row.get("channels") or {} for row in rows]
@@ -152,9 +155,13 @@ def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _exact(value: Any) -> Any:
-    """Return a number that JavaScript can read; large integers and non-finite numbers become text."""
-    return str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value)
+def _exact(values: list[Any]) -> list[Any]:
+    """Return numbers that JavaScript can read; large integers and non-finite numbers become text."""
+    with suppress(TypeError, OverflowError):
+        # A sum of all takes a tenth of the time, and most columns are small numbers.
+        if sum(abs(value) for value in values if value is not None) < 1 << 53:
+            return values
+    return [str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value) for value in values]
 
 
 def _rounded(profile: Sequence[Any] | None) -> list[Any] | None:

@@ -29,6 +29,8 @@ from ..validate import ValidateReport, report_on
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
+    from ...pickles.nodes import Ref
+    from ...values.interpretation import Reading
 
 #: Depth of the entries without tensors, and how many of them a page shows.
 _DEPTH: Final = 4
@@ -131,11 +133,14 @@ def _tensors(
     measured: bool,
     progress: Progress | None,
     known: Mapping[object, Measured] = MappingProxyType({}),
+    readings: Mapping[Ref, Reading | str] = MappingProxyType({}),
 ) -> Tensors:
     entries = select_entries(checkpoint, key, True, only)
     rows: Sequence[Mapping[str, Any]]
     if measured:
-        report = statistics_of(checkpoint, key=key, everything=True, globs=only, known=known, progress=progress)
+        report = statistics_of(
+            checkpoint, key=key, everything=True, globs=only, known=known, readings_of=readings, progress=progress
+        )
         rows = report["tensors"]
     else:
         rows = [{**tensor_report(checkpoint.survey, entry), "numel": entry.tensor.numel} for entry in entries]
@@ -188,9 +193,13 @@ def _compared(
         count=measured,
         sort="file",
         known=pairs.compared,
+        paired=(sides, graphs),
         progress=progress,
     )
-    ours, theirs = (_tensors(side, None, only, measured, progress, known) for side, known in zip((a, b), pairs.sides))
+    ours, theirs = (
+        _tensors(side, None, only, measured, progress, known, readings)
+        for side, known, readings in zip((a, b), pairs.sides, pairs.readings)
+    )
     figures: dict[int, Mapping[str, Any]] = {}
     for item in (*diff["values"], *diff["within_tolerance"]):
         for number in rows.get(item["path"], ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Final
 
@@ -48,20 +48,7 @@ class Distance(NamedTuple):
 
     def plus(self, other: Distance) -> Distance:
         """Return the distance over the pairs of both; the pairs of ``other`` follow."""
-        return Distance(
-            self.finite + other.finite,
-            self.nonfinite + other.nonfinite,
-            self.differing + other.differing,
-            self.first if self.first >= 0 else other.first,
-            self.far + other.far,
-            max(self.largest, other.largest),
-            max(self.largest_relative, other.largest_relative),
-            self.total + other.total,
-            self.squares + other.squares,
-            self.a_squares + other.a_squares,
-            self.b_squares + other.b_squares,
-            self.product + other.product,
-        )
+        return total((self, other))
 
     @property
     def max_abs(self) -> float | None:
@@ -76,20 +63,41 @@ class Distance(NamedTuple):
     @property
     def mean_abs(self) -> float | None:
         """The mean |a - b|; None without finite pairs."""
-        return _float(self.total / self.finite) if self.finite else None
+        return _ratio(self.total, self.finite) if self.finite else None
 
     @property
     def rel_l2(self) -> float | None:
         """The L2 norm of a - b divided by the L2 norm of b; None if b is all zeros."""
-        return _root(self.squares / self.b_squares) if self.b_squares else None
+        one, other = self.squares, self.b_squares
+        return _root(one.numerator * other.denominator, one.denominator * other.numerator) if other else None
 
     @property
     def cosine(self) -> float | None:
         """The cosine of the angle between a and b, with complex numbers as pairs; None if either is all zeros."""
         if not self.a_squares or not self.b_squares:
             return None
-        size = _root(self.product**2 / (self.a_squares * self.b_squares))
+        one, other, product = self.a_squares, self.b_squares, self.product
+        size = _root(
+            product.numerator**2 * (one.denominator * other.denominator),
+            product.denominator**2 * (one.numerator * other.numerator),
+        )
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
+
+
+def total(parts: Iterable[Distance]) -> Distance:
+    """Return the distance over the pairs of all parts, which follow one another."""
+    columns = tuple(zip(*parts)) or tuple((value,) for value in Distance())
+    finite, nonfinite, differing, firsts, far, largest, largest_relative, *sums = columns
+    counts = sum(finite), sum(nonfinite), sum(differing), next((first for first in firsts if first >= 0), -1), sum(far)
+    return Distance(*counts, max(largest), max(largest_relative), *map(_exact_sum, sums))
+
+
+def _exact_sum(numbers: Iterable[Fraction]) -> Fraction:
+    """Return the sum. Few denominators differ, and integers add up much faster than fractions."""
+    numerators: dict[int, int] = {}
+    for number in numbers:
+        numerators[number.denominator] = numerators.get(number.denominator, 0) + number.numerator
+    return sum((Fraction(numerator, denominator) for denominator, numerator in numerators.items()), Fraction())
 
 
 class Compared(NamedTuple):
@@ -308,14 +316,15 @@ def _ldexp(value: float, shift: int) -> float:
         return math.inf
 
 
-def _float(value: Fraction) -> float | None:
+def _ratio(value: Fraction, count: int) -> float | None:
+    """Return the value for each of ``count``, or None beyond float64."""
     try:
-        return float(value)
+        return value.numerator / (value.denominator * count)
     except OverflowError:
         return None
 
 
-def _root(value: Fraction) -> float | None:
-    """Return the square root, or None beyond float64."""
-    size = root(value)
+def _root(numerator: int, denominator: int) -> float | None:
+    """Return the square root of a fraction, or None beyond float64."""
+    size = root(numerator, denominator)
     return size if math.isfinite(size) else None

@@ -121,15 +121,25 @@ class Moments(NamedTuple):
         return max(self.squares - excess, Fraction())
 
 
-def root(value: Fraction) -> float:
-    """Return the square root; infinity beyond float64."""
-    if not value:
+def root(numerator: int, denominator: int) -> float:
+    """Return the square root of a fraction, which need not be reduced; infinity beyond float64."""
+    if not numerator:
         return 0.0
-    half = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
+    # Divide by a power of four, so that the quotient is about 1. Fractions would search for common divisors.
+    half = (numerator.bit_length() - denominator.bit_length()) // 2
+    if half > 0:
+        denominator <<= 2 * half
+    else:
+        numerator <<= -2 * half
     try:
-        return math.ldexp(math.sqrt(value / Fraction(4) ** half), half)
+        return math.ldexp(math.sqrt(numerator / denominator), half)
     except OverflowError:
         return math.inf
+
+
+def _mean_root(value: Fraction, count: int) -> float:
+    """Return the square root of the value for each of ``count``."""
+    return root(value.numerator, value.denominator * count)
 
 
 class Block(NamedTuple):
@@ -336,8 +346,8 @@ class Gauge:
             low,
             high,
             float(self.moments.total / count),
-            root(self.moments.deviations / (count - 1)) if count > 1 else None,
-            root(self.moments.around(Fraction())),
+            _mean_root(self.moments.deviations, count - 1) if count > 1 else None,
+            _mean_root(self.moments.around(Fraction()), 1),
             _histogram(torch, kept or spread, low, high, self.bins) if low < high else (count,),
             _edges(low, high, self.bins) if low < high else (float(low), float(high)),
             # As float64 the largest integers could exceed their bounds.
@@ -353,7 +363,7 @@ class Gauge:
         dead = layout.channels - int(self.alive.sum())
         if layout.channels == 1:
             count = self.moments.numel
-            return Channels(1, dead, (root(self.moments.around(Fraction()) / count) if count else None,))
+            return Channels(1, dead, (_mean_root(self.moments.around(Fraction()), count) if count else None,))
         left = self.sizes - self.nonfinite
         rms = torch.hypot(self.rms, (self.squares / self.sizes).sqrt_())
         roots = (rms * (self.sizes / left).sqrt()).tolist()
