@@ -283,6 +283,8 @@ def _modules(adapter: Adapter) -> dict[str, dict[str, str]]:
         parts[f"{part}.{last}"] = key
     if len(names) > 1:
         raise adapter.refusal(f"it holds several adapters: {join_limited(sorted(names))}")
+    if not modules:
+        raise adapter.refusal("it holds no tensor that changes a weight: the file is incomplete")
     return modules
 
 

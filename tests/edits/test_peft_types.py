@@ -302,6 +302,7 @@ TWO = {"boft_n_butterfly_factor": 2}
         ({f"{PREFIX}.lokr_w1": torch.tensor(1.0), f"{PREFIX}.lokr_w2": torch.ones(150, 96)}, LOKR, "another base"),
         ({**lokr(150, 96), f"{PREFIX}.lokr_w1": torch.ones(4, 5)}, LOKR, "another base"),
         (dict([*vera().items()][:3]), VERA, "vera_lambda_b' has no partner"),
+        (dict([*vera().items()][:2]), VERA, "no tensor that changes a weight"),
         (dict([*vera().items()][2:]), VERA, "lacks the random matrices that its modules share"),
         (vera(), {**VERA, "save_projection": False}, "save_projection is false"),
         (vera(), {**VERA, "peft_type": "LORA"}, "1 of 2 modules matched; not in .*: 'base_model'"),
