@@ -299,6 +299,10 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 
+    def forget_survey(self) -> None:
+        """Free the memory of the survey; the next use computes it again."""
+        self.__dict__.pop("_survey", None)
+
     @property
     def state_dicts(self) -> list[StateDict]:
         """All state dicts, including the ones of low confidence."""

@@ -259,10 +259,11 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
             edited = ckptool.update_config(edited)
         _say_unmatched(request.only, checkpoint, edited)
         kept += (checkpoint, edited)
+        low = [item.path for item in checkpoint.state_dicts if request.of_keys and item.confidence == "low"]
+        checkpoint.forget_survey()  # the output needs this memory
         outcome = _in_place(request, edited, how) if how.in_place else _to_file(edited, target, how)
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
-        low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         changes = chain(edited.changes, *(deferred() for deferred in edited.deferred_changes))
         report: EditReport = {
             "schema": f"ckptool.{request.command}/1",
@@ -275,7 +276,7 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
             "changes": [cast("ChangeReport", change.in_shell._asdict()) for change in changes],
             "pickled_modules": _modules(edited),
             "next": _module_step(edited),
-            "left_alone": low if request.of_keys else [],
+            "left_alone": [path for path in low if path not in done],
         }
         if how.update_config or stays:
             report["config"], report["config_updated"] = untrue, how.update_config

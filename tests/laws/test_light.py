@@ -3,6 +3,7 @@ the file, and files beyond 4 GiB, with storages beyond 4 GiB, are like any other
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -323,6 +324,18 @@ def test_memory_is_bounded_while_bytes_are_copied_through_a_buffer(tmp_path: Pat
     assert (found.code, found.err) == (0, "")
     assert out.stat().st_size > 256 * MIB
     assert found.peak < PEAK
+
+
+def test_memory_for_each_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
+    """An edit holds the header once, not also parsed again and as nested dicts."""
+    path, count = tmp_path / "in.safetensors", 20_000
+    entries = ((f"module.layers.{at}.weight", [4 * at, 4 * at + 4]) for at in range(count))
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": place} for name, place in entries}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * count))
+    found = command("strip-module", str(path), "-o", str(tmp_path / "out.safetensors"), "--quiet")
+    assert (found.code, found.err) == (0, "")
+    assert found.peak < 24 * MIB + 4200 * count
 
 
 def test_a_format_is_imported_only_when_a_file_may_be_of_it(tmp_path: Path) -> None:

@@ -88,10 +88,16 @@ class Safetensors(Container):
             what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
             self.problems.append(Finding.of(TWO_FORMATS, "error", what, refused=True))
         self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
-        #: Every tensor by name, in file order like ``load_file``.
-        self.tensors = [(entry.name, self._tensor(key, entry)) for key, entry in self.entries.items()]
+        for key, entry in self.entries.items():
+            if entry.dtype not in BY_SAFETENSORS or entry.dtype == "F4":
+                self._tensor(key, entry)  # raises if torch has no such tensor
         framework = self.metadata.get("format")
         self.writer = "safetensors" + ("" if framework is None else f" for {_FRAMEWORKS.get(framework, framework)}")
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, PlainTensor]]:
+        """Every tensor by name, in file order like ``load_file``."""
+        return ((entry.name, self._tensor(key, entry)) for key, entry in self.entries.items())
 
     def _tensor(self, key: str, entry: TensorEntry) -> PlainTensor:
         """Return a tensor as torch has it; raise MalformedError if torch has no such tensor."""

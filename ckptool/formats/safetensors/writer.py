@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any, Final, cast
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
@@ -21,14 +22,14 @@ from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
-from ...files.sources import Piece, Plan, Source, Span, merge_pieces
+from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
 from ..losses import Fit, Loss, entries_outside, refuse_edited, refuse_emptied, storages_within, whole_state_dict
 from ..nested_rows import is_more, rows
 from ..promises import Promise
-from .header import MAX_HEADER, METADATA
+from .header import MAX_HEADER, METADATA, TensorEntry
 from .sharding_info import metadata_for
 
 _ALIGNMENT: Final = 8
@@ -134,8 +135,8 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
-    style = _style_of(checkpoint.source) if in_order and checkpoint.format == "safetensors" else LIBRARY
-    header: dict[str, dict[str, object]] = {}
+    style = _style_of(checkpoint) if in_order and checkpoint.format == "safetensors" else LIBRARY
+    header: dict[str, TensorEntry] = {}
     pieces: list[Piece] = []
     at = 0
     arranged, kept = _arranged(checkpoint, chosen, in_order)
@@ -147,11 +148,11 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         size = tensor_size(tensor)
         if name == METADATA:
             raise TargetError(f"a tensor is called {METADATA}, which a safetensors file has for itself")
-        header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
+        header[name] = TensorEntry(name, _dtype(tensor), tuple(_shape(tensor)), at, at + size)
         pieces.append(piece)
         at += size
     try:
-        text = (style if kept else style._replace(order=())).text(list(header.items()), texts)
+        text = (style if kept else style._replace(order=())).text(list(header.values()), texts)
     except UnicodeEncodeError as error:
         half = error.object[max(error.start - 40, 0) :]
         what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
@@ -275,14 +276,26 @@ class HeaderStyle(NamedTuple):
     fields: tuple[str, ...] = ("dtype", "shape", "data_offsets")
     aligned: bool = True
 
-    def text(self, tensors: Sequence[tuple[str, Mapping[str, Any]]], texts: Mapping[str, str]) -> bytes:
-        """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair."""
+    def text(self, tensors: Sequence[TensorEntry], texts: Mapping[str, str]) -> bytes:
+        """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair.
+
+        The offsets of the tensors count from the end of the header.
+        """
         order = self.order if len(self.order) == len(tensors) else range(len(tensors))
-        items = [(name, {field: entry[field] for field in self.fields}) for name, entry in (tensors[n] for n in order)]
-        pairs: list[tuple[str, Any]] = list(items)
+        between, colon = self.separators
+        quoted_text = encode_basestring_ascii if self.is_ascii else encode_basestring
+        # Joined from strings, because a dict and two lists for each tensor take ten times as much memory.
+        values_of = {"dtype": '"%(dtype)s"', "shape": "[%(shape)s]", "data_offsets": f"[%(begin)d{between}%(end)d]"}
+        fields = between.join([f'"{field}"{colon}{values_of[field]}' for field in self.fields])
+        entries = []
+        for name, dtype, shape, begin, end in map(tensors.__getitem__, order):
+            values = {"dtype": dtype, "shape": between.join(map(str, shape)), "begin": begin, "end": end}
+            entries.append(f"{quoted_text(name)}{colon}{{{fields % values}}}")
         if texts or self.empty:
-            pairs.insert(self.metadata_at, (METADATA, dict(texts) if texts or self.empty == "{}" else None))
-        text = json.dumps(dict(pairs), ensure_ascii=self.is_ascii, separators=self.separators).encode()
+            value = dict(texts) if texts or self.empty == "{}" else None
+            spelled = json.dumps(value, ensure_ascii=self.is_ascii, separators=self.separators)
+            entries.insert(self.metadata_at, f'"{METADATA}"{colon}{spelled}')
+        text = f"{{{between.join(entries)}}}".encode()
         if self.aligned:
             return text + b" " * (-len(text) % _ALIGNMENT)
         # A length that looks aligned gets a space, so that the next reader sees the header is not aligned.
@@ -293,25 +306,43 @@ class HeaderStyle(NamedTuple):
 LIBRARY: Final = HeaderStyle()
 
 
-def _style_of(source: Source) -> HeaderStyle:
+def _style_of(checkpoint: Checkpoint) -> HeaderStyle:
     """Return the spelling of a valid file's header, or the library's if no known spelling reproduces it."""
+    source, container = checkpoint.source, checkpoint.container
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER:
         return LIBRARY
     raw = source.read(8, size)
+    facts = zip(container.manifest().items(), container.records())
+    tensors = [
+        TensorEntry(
+            name,
+            str(dtype),
+            cast("tuple[int, ...]", shape),
+            record.span.offset - 8 - size,
+            record.span.offset - 8 - size + record.size,
+        )
+        for (name, (dtype, shape)), record in facts
+    ]
+    if LIBRARY.text(tensors, container.metadata) == raw:
+        return LIBRARY  # nearly every file; parsing the header takes five times as much memory as this
+    del tensors
     fields: dict[str, Any] = json.loads(raw)
     metadata, at = fields.get(METADATA), list(fields).index(METADATA) if METADATA in fields else 0
     spelled = "" if METADATA not in fields else "null" if metadata is None else "{}" if not metadata else ""
     named = [(name, entry) for name, entry in fields.items() if name != METADATA]
     places = sorted(range(len(named)), key=lambda number: tuple(named[number][1]["data_offsets"]))
-    tensors = [named[number] for number in places]
     order = [0] * len(places)
     for place, number in enumerate(places):
         order[number] = place
     keys = tuple(named[0][1]) if named else LIBRARY.fields
-    known = LIBRARY._replace(metadata_at=at, empty=spelled, order=tuple(order), fields=keys)
-    if any(len(entry) != len(keys) or {*entry} != {*keys} for _, entry in named):
+    if any({*entry} != {*LIBRARY.fields} for _, entry in named):
         return LIBRARY
+    tensors = [
+        TensorEntry(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in (named[number] for number in places)
+    ]
+    known = LIBRARY._replace(metadata_at=at, empty=spelled, order=tuple(order), fields=keys)
     for separators in _SEPARATORS:
         for is_ascii in (False, True):
             for aligned in (True, False):
