@@ -13,6 +13,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from command_line import say
 from conftest import FIXTURES, ROOT
 
 import ckptool
@@ -232,3 +234,13 @@ def test_a_policy_that_is_a_pipe_is_not_found(tmp_path: Path) -> None:
     shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
     os.mkfifo(tmp_path / "ckptool.toml")
     assert hung(tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "code"),
+    [(["float32"], 0), (["float16"], 1), (["float32", "int64"], 1), (["float32", "int64", "int32"], 0), (["int64"], 1)],
+)
+def test_integer_dtypes_count_if_one_is_named(dtypes: list[str], code: int, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "n": torch.ones(1, dtype=torch.int32)}, tmp_path / "a.pth")
+    named = [word for dtype in dtypes for word in ("--dtype", dtype)]
+    assert say("validate", tmp_path / "a.pth", *named).code == code

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from command_line import say
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,3 +57,14 @@ def test_labels_pass_over_the_tensors_a_fixed_number_of_times() -> None:
     entries = Counted(TensorEntry(f"w{number}", f"w{number}", number, TENSOR, 0, 0) for number in range(50))
     assert list(labels(entries)) == [f"w{number}" for number in range(50)]
     assert entries.passes <= 3
+
+
+def test_keys_of_a_whole_file_are_sorted_together(tmp_path: Path) -> None:
+    """Otherwise the largest tensors of a file may be in its last table."""
+    state = {f"layer.{name}": torch.zeros(size) for name, size in (("small", 1), ("large", 9))}
+    torch.save({"state_dict": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(7)}}}}, tmp_path / "a.pth")
+    lines = say("keys", tmp_path / "a.pth", "--all", "--sort", "bytes").out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == [
+        'state_dict["layer.large"]', "optimizer.state[0].exp_avg", 'state_dict["layer.small"]'
+    ]  # fmt: skip
+    assert len([line for line in say("keys", tmp_path / "a.pth", "--all").out.splitlines() if "dtype" in line]) == 2
