@@ -134,6 +134,8 @@ def storage_mention(graph: Graph, ref: Ref) -> tuple[str, int]:
 
 #: Classes that torch 0.1 to 0.3 pickled as Parameter(data[, requires_grad]), built with (requires_grad, ...).
 OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
+#: The function that makes a dense tensor; nearly all calls use it.
+_USUAL: Final = "torch._utils._rebuild_tensor_v2"
 #: Functions that take (function, class, arguments, state); the call of the inner function is not a separate node.
 _FROM_TYPE: Final = frozenset(("_rebuild_from_type_v2", "_rebuild_from_type"))
 #: Functions that take (tensor, requires_grad, hooks[, state]), and the number of their arguments.
@@ -266,13 +268,19 @@ class TensorReader:
         node = self.graph.nodes[ref]
         if not isinstance(node, Call):
             return None
+        name, args = self._functions.get(node.func), self.graph.nodes[node.args]
+        if name is None:
+            name = self._functions[node.func] = self._global(node.func)
+        if name == _USUAL and type(args) is tuple and len(args) > 4 and self._depth < LIMITS.tensor_depth:
+            # Nearly every tensor, and no other is inside.
+            plain = self._dense(args, self.graph.nodes[args[4]] is True, None)
+            if plain is not None:
+                tensors[ref] = plain
+                return plain
         # None while the tensor is being read, because a tensor that contains itself is invalid.
         tensors[ref] = None
         self._depth += 1
         if self._depth <= LIMITS.tensor_depth:
-            name, args = self._functions.get(node.func), self.graph.nodes[node.args]
-            if name is None:
-                name = self._functions[node.func] = self._global(node.func)
             tensor = self._rebuilt(name, args, node.states) if type(args) is tuple else None
             if tensor is None and self._owns_bytes and not name.startswith(CONTAINERS):
                 tensor = self._unknown(node)
@@ -359,7 +367,7 @@ class TensorReader:
         return offset, size
 
     def _rebuilt(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref] = ()) -> Tensor | None:
-        if name == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
+        if name == _USUAL and len(args) >= 4:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         count = len(args)

@@ -169,6 +169,8 @@ class _Writer:
         #: The checks of each source, ordered by offset.
         self._places: dict[int, list[_Check]] = {}
         self._add(self._checks)
+        #: The checksums of records that were copied whole in one short piece; -1 while it is not copied.
+        self._copied = {check.expected.span: -1 for check in self._checks if check.expected.span.size < _SMALL}
         #: Sources that know more checksums, and were not asked yet.
         self._left = {id(item.span.source): item.span.source for item in expected if item.crc is None}
         #: Sources that were asked: their checksums, and the offset in the output after them. They are verified soon.
@@ -364,7 +366,10 @@ class _Writer:
     def _content(self, piece: Span, nearby: Nearby) -> bytes | bytearray:
         """Return the bytes of a short piece."""
         if not isinstance(piece.source, AssembledSource):
-            return nearby.content(piece)
+            content = nearby.content(piece)
+            if piece in self._copied:
+                self._copied[piece] = zlib.crc32(content)
+            return content
         data = bytearray(piece.size)
         with self._tallied() as seen, memoryview(data) as buffer:
             piece.source.read_into(piece.offset, buffer, seen)
@@ -438,6 +443,8 @@ class _Writer:
         name = str(where) if compressed or end > source.size else ""
         if known is not None and span in known:
             found, parts = known[span], []
+        elif not compressed and self._copied.get(span, -1) >= 0:
+            found, parts = self._copied[span], []
         elif not parts:
             found = checksum(span, size, compressed, name, self._advance)
         for begin, length, part in [*parts, (end, 0, 0)] if parts else ():

@@ -70,6 +70,9 @@ MAX_HEADER: Final = 100_000_000
 METADATA: Final = "__metadata__"
 _FIELDS: Final = ("dtype", "shape", "data_offsets")
 _MAX_SIZE: Final = 1 << 64
+_INTEGERS: Final = frozenset((int,))
+#: The number of kinds of tensors to remember. More would let a hostile file fill a dict with colliding hashes.
+_MOST_KINDS: Final = 64
 #: The deepest nesting of objects and lists that the library reads, including the header itself.
 _MAX_DEPTH: Final = 127
 #: "-0" as an integer: the library reads it as a float.
@@ -119,7 +122,7 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         raise _broken(source, f"{METADATA} must be an object whose values are all strings")
     data = 8 + size
-    alike: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
+    alike: dict[tuple[str, tuple[int, ...]], _Kind] = {}
     # Each parsed entry is freed before the next one is made, because it takes more memory than the result.
     entries = tuple([_entry(source, name, fields.pop(name), data, alike) for name in list(fields)])
     _check_tiling(source, entries, data, cut)
@@ -168,17 +171,21 @@ def _integer(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)
 
 
+class _Kind(NamedTuple):
+    """A valid dtype and shape, and the size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
 def _entry(
-    source: Source,
-    name: str,
-    value: Any,
-    data: int,
-    alike: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]],
+    source: Source, name: str, value: Any, data: int, alike: dict[tuple[str, tuple[int, ...]], _Kind]
 ) -> TensorEntry:
     """Return a tensor; raise MalformedError with the rule that it breaks.
 
-    ``data`` is the end of the header. ``alike`` has the dtypes and shapes of tensors before it. Such a tensor has the
-    same objects, which take a third of its memory.
+    ``data`` is the end of the header. ``alike`` has the first kinds of tensors in it: most tensors have one of few
+    kinds. They share its objects, which take a third of their memory, and its checks.
     """
 
     def broken(rule: str) -> MalformedError:
@@ -196,25 +203,31 @@ def _entry(
     dtype, shape, offsets = (value[field] for field in _FIELDS)
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {quoted(str(dtype))} is unknown")
-    if type(shape) is not list or not all(_is_size(size) for size in shape):
+    if type(shape) is not list or not _INTEGERS.issuperset(map(type, shape)):
+        raise broken("its shape must be a list of integers of at least 0")
+    known = alike.get((dtype, tuple(shape)))
+    if known is None and not all(_is_size(size) for size in shape):
         raise broken("its shape must be a list of integers of at least 0")
     if len(shape) > LIMITS.dimensions:
         raise broken(f"{len(shape):,} dimensions are more than any tensor has, {LIMITS.dimensions:,} are followed")
-    if type(offsets) is not list or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise broken("its data_offsets must be two integers of at least 0")
     begin, end = offsets
     if begin > end:
         raise broken(f"its data_offsets are reversed: {begin:,} and {end:,}")
-    bits = prod(shape) * BITS[dtype]
-    # The library multiplies from the left, so a zero after an overflowing product does not help.
-    if max(accumulate(shape, mul), default=0) >= _MAX_SIZE or bits >= _MAX_SIZE:
-        raise broken("its shape has too many elements")
-    if bits % 8:
-        raise broken(f"{pluralize(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte boundary")
-    if bits // 8 != end - begin:
-        raise broken(f"its shape takes {bits // 8:,} bytes, its data_offsets span {end - begin:,}")
-    kind = dtype, tuple(shape)
-    return TensorEntry(name, *alike.setdefault(kind, kind), data + begin, data + end)
+    if known is None:
+        bits = prod(shape) * BITS[dtype]
+        # The library multiplies from the left, so a zero after an overflowing product does not help.
+        if max(accumulate(shape, mul), default=0) >= _MAX_SIZE or bits >= _MAX_SIZE:
+            raise broken("its shape has too many elements")
+        if bits % 8:
+            raise broken(f"{pluralize(prod(shape), 'element')} of {BITS[dtype]} bits do not end on a byte boundary")
+        known = _Kind(dtype, tuple(shape), bits // 8)
+        if len(alike) < _MOST_KINDS:
+            alike[dtype, known.shape] = known
+    if known.size != end - begin:
+        raise broken(f"its shape takes {known.size:,} bytes, its data_offsets span {end - begin:,}")
+    return TensorEntry(name, known.dtype, known.shape, data + begin, data + end)
 
 
 def _unreadable(values: list[Any]) -> str:

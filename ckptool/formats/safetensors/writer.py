@@ -10,7 +10,8 @@ tensors out of byte order, or do not pad. An edit keeps the spelling of the file
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final, cast
 
@@ -199,14 +200,15 @@ def _may_learn(tensor: Tensor) -> bool:
     return tensor.requires_grad or tensor.cls in ("Parameter", "Variable")
 
 
-def _sharing(tensors: Iterable[Named]) -> list[str]:
+def _sharing(tensors: Sequence[Named]) -> list[str]:
     """Return the names of tensors that share bytes, by the rules of ``save_file``: two rows of one storage do not.
 
     Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
     """
     uses: dict[str, list[tuple[int, int, int, str]]] = {}
-    for number, (name, tensor, _) in enumerate(tensors):
-        if tensor_size(tensor):
+    times = Counter([tensor.storage for _, tensor, _ in tensors])
+    for number, (name, tensor, _) in enumerate(tensors if len(times) < len(tensors) else ()):
+        if times[tensor.storage] > 1 and tensor_size(tensor):
             size = BY_NAME[tensor.dtype].itemsize
             begin = tensor.offset * size
             end = begin + extent(tensor.shape, tensor.stride) * size
