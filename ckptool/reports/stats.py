@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Bins of a histogram; the chart in the table has one character per bin.
 _BINS: Final = 10
+_QUANTILES: Final = tuple(f"p{percent}" for percent in PERCENT)
 #: Tensors whose largest absolute value exceeds their 99th percentile by this factor are reported.
 OUTLIERS: Final = 10
 #: The sort orders of rows: as in the file, by name, or by a number, largest first.
@@ -286,7 +287,6 @@ def _statistics(reading: Reading | str, measured: Measured | MalformedError | No
 def statistics(reading: Reading, measured: Measured) -> _Statistics:
     """Return the measured numbers of a tensor in the form of the report."""
     histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
-    names = (f"p{percent}" for percent in PERCENT)
     return {
         "of": "absolute values" if is_complex(reading.tensor.dtype) else reading.of,
         "finite": measured.finite,
@@ -300,7 +300,7 @@ def statistics(reading: Reading, measured: Measured) -> _Statistics:
         "nans": measured.nans,
         "infs": measured.infs,
         "histogram": histogram if measured.finite else None,
-        "quantiles": cast("Quantiles", dict(zip(names, measured.quantiles))) if measured.finite else None,
+        "quantiles": cast("Quantiles", dict(zip(_QUANTILES, measured.quantiles))) if measured.finite else None,
         "quantile_error": measured.error if measured.finite else None,
         "outlier_ratio": measured.outlier_ratio,
         "channels": _channels(reading, measured.channels),

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from ...base.records import NamedTuple
-from ..elements import BitDifference
+from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
@@ -18,6 +18,8 @@ from .measure import Block, Gauge, Measured, blocks, factors_of, root, shift_of
 _WIDE: Final = frozenset(("float64", "complex128"))
 #: Numbers of each side compared at a time. They and the intermediate results fit in the cache.
 _SLICE: Final = 1 << 15
+#: Distances of so many parts are added at a time, because adding fractions one by one takes as long as computing them.
+_TOGETHER: Final = 64
 #: The rule for differences, which are plain float64 numbers.
 DIFFERENCE: Final = ElementRule("float64")
 #: Integer differences below this do not overflow 64 bits.
@@ -45,10 +47,6 @@ class Distance(NamedTuple):
     a_squares: Fraction = Fraction()
     b_squares: Fraction = Fraction()
     product: Fraction = Fraction()
-
-    def plus(self, other: Distance) -> Distance:
-        """Return the distance over the pairs of both; the pairs of ``other`` follow."""
-        return total((self, other))
 
     @property
     def max_abs(self) -> float | None:
@@ -153,15 +151,18 @@ def _compare(
     layout = row_major(one.tensor)
     gauge = Gauge(torch, DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
-    whole, bits, at = Distance(), BitDifference(), 0
+    found: list[Distance] = []
+    bits, at = BitDifference(), 0
     for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
         each(*pair)
         gauge.add(Block(Part(1, 0, 1, len(difference)), difference, 0, difference))
-        whole = whole.plus(part)
+        found.append(part)
+        if len(found) == _TOGETHER:
+            found = [total(found)]
         if alike:
             bits = _bits(torch, *pair, bits, at)
         at += len(difference)
-    return Compared(whole, gauge.measured(), bits if alike else None)
+    return Compared(total(found), gauge.measured(), bits if alike else None)
 
 
 def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> BitDifference:
@@ -190,13 +191,13 @@ def _blocks(
     """Yield pairs of blocks, with their distance and their difference."""
     rules = [resolved_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
-    sides = [blocks(torch, resolved_bytes(side), rule, layout, name) for name, side, rule in named]
+    sides = [blocks(torch, _bytes_of(side), rule, layout, name) for name, side, rule in named]
     wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
     at, known = 0, False
     for left, right in zip(*sides):
         difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
         same = rules[0] == rules[1] and _same_bits(torch, left.raw, right.raw)
-        found = _no_distance(torch, left, wide, difference) if same else Distance()
+        found = [_no_distance(torch, left, wide, difference)] if same else []
         for begin in range(0, 0 if same else left.part.numel, _SLICE):
             here = slice(begin, begin + _SLICE)
             one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
@@ -204,9 +205,15 @@ def _blocks(
             difference[here] = modulus(torch, gaps)
             if part.differing and not known:
                 known, part = True, part._replace(first=at + begin + int(unequal.to(torch.uint8).argmax()))
-            found = found.plus(part)
-        yield (left, right), found, difference
+            found.append(part)
+        yield (left, right), total(found), difference
         at += left.part.numel
+
+
+def _bytes_of(reading: Reading) -> Iterable[bytes] | Filling:
+    """Return the resolved bytes of a tensor, or a function that reads them straight into memory."""
+    as_stored = not (reading.negated or reading.conjugated) and reading.tensor.dtype not in PACKED
+    return (filling(reading.storage, reading.tensor) if as_stored else None) or resolved_bytes(reading)
 
 
 def _same_bits(torch: Any, a: Any, b: Any) -> bool:
@@ -217,7 +224,7 @@ def _same_bits(torch: Any, a: Any, b: Any) -> bool:
 
 def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Distance:
     """Return the distance of a block's numbers from themselves, and write their difference into ``difference``."""
-    found = Distance()
+    found = []
     difference.zero_()
     for begin in range(0, block.part.numel, _SLICE):
         here = block.numbers[begin : begin + _SLICE]
@@ -233,8 +240,8 @@ def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Dista
         shift = _shift(torch, numbers) if wide else 0
         scaled = _scaled(numbers, shift)
         square = _exact(torch.dot(scaled, scaled), 2 * shift)
-        found = found.plus(Distance(count, a_squares=square, b_squares=square, product=square))
-    return found
+        found.append(Distance(count, a_squares=square, b_squares=square, product=square))
+    return total(found)
 
 
 def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any, Any]:
@@ -306,6 +313,8 @@ def _scaled(values: Any, shift: int) -> Any:
 
 def _exact(value: Any, shift: int) -> Fraction:
     number = Fraction(float(value))
+    if not shift:
+        return number
     return number / (1 << shift) if shift > 0 else number * (1 << -shift)
 
 
