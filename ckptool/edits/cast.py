@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
@@ -214,11 +215,12 @@ def cast_together(parameters: Sequence[tuple[Any, ...]]) -> list[bytes]:
     """
     data: list[bytes] = []
     groups: dict[tuple[str, str], list[int]] = {}
-    for place, ((storage,), begin, numel, _, how) in enumerate(parameters):
-        width = how.source.itemsize
-        with adding_path(storage.path):
-            data.append(b"".join(storage.loaded(begin * width, numel * width)))
-        groups.setdefault((how.source.name, how.target.name), []).append(place)
+    for path, same in groupby(parameters, lambda item: item[0][0].path):
+        with adding_path(path):
+            for (storage,), begin, numel, _, how in same:
+                width = how.source.itemsize
+                groups.setdefault((how.source.name, how.target.name), []).append(len(data))
+                data.append(b"".join(storage.loaded(begin * width, numel * width)))
     for dtypes, group in groups.items():
         for place, result in zip(group, compute.cast_each([data[place] for place in group], *dtypes)):
             (storage,), _, _, width, how = parameters[place]

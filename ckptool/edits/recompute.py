@@ -44,11 +44,15 @@ _STEP_OF_SEVERAL: Final = 1 << 20
 
 
 class SharedStorage(NamedTuple):
-    """A storage that an edit may change, the path of one tensor in it, and the uses of all tensors that read it."""
+    """A storage that an edit may change, the path of one tensor in it, and the uses of all tensors that read it.
+
+    ``body`` has its bytes, or None if they are missing or were not looked up.
+    """
 
     storage: Storage
     path: str
     uses: list[Use]
+    body: StorageData | None = None
 
     @property
     def key(self) -> str:
@@ -58,8 +62,9 @@ class SharedStorage(NamedTuple):
     @property
     def dtype(self) -> Dtype | None:
         """The dtype of all its tensors; None if they differ or torch does not have it."""
-        dtypes = {use.tensor.dtype for use in self.uses}
-        return BY_NAME.get(dtypes.pop()) if len(dtypes) == 1 else None
+        first = self.uses[0].tensor.dtype
+        alike = len(self.uses) == 1 or all(use.tensor.dtype == first for use in self.uses)
+        return BY_NAME.get(first) if alike else None
 
     @property
     def view(self) -> Tensor | None:
@@ -115,6 +120,8 @@ class Recomputation:
         self._key, self._only = key, only
         #: The CRC-32 of everything that is read to compute values.
         self._checksums = self.checkpoint.cache.checksums = {}
+        #: Whether a function that rebuilds tensors takes their dtype.
+        self._is_v3: dict[Ref, bool] = {}
         self._optimizer = bool(optimizer or only.include or key is not None)
 
     @cached_property
@@ -163,9 +170,11 @@ class Recomputation:
         for key in self._uses.tensors:
             if key not in paths:
                 continue
-            item = self.storage(key, paths[key])
-            present = item.storage.location == "meta" or self.checkpoint.body(key) is not None
-            dtype = item.dtype
+            storage = self.reader.storages[key]
+            on_meta = storage.location == "meta"
+            body = None if on_meta else self.checkpoint.body(key)
+            item = SharedStorage(storage, paths[key], self._uses.tensors[key], body)
+            present, dtype = on_meta or body is not None, item.dtype
             if self.is_pinned(key) or dtype is None or not present:
                 self.left.append(f"{item.path} (its storage has other uses as well)")
             elif reason := unfit(item, dtype):
@@ -214,7 +223,7 @@ class Recomputation:
         numel = item.storage.nbytes // how.source.itemsize
         piece = None
         if item.storage.location != "meta":
-            reader = storage_reader(self.checkpoint, item.key)
+            reader = storage_reader(self.checkpoint, item.key, item.body)
             width = reader.width if how.target == how.source else self.width(how.target)
             parameters = (reader, *others), 0, numel, width, how
             for each in (reader, *others):
@@ -294,7 +303,9 @@ class Recomputation:
         args = repointed(editor, use, key, numel, cls=editor.named(module, storage_class))
         func = editor.graph.nodes[use.func]
         assert type(func) is Global
-        is_v3 = mapped_name(func).endswith("._rebuild_tensor_v3")
+        is_v3 = self._is_v3.get(use.func)
+        if is_v3 is None:
+            is_v3 = self._is_v3[use.func] = mapped_name(func).endswith("._rebuild_tensor_v3")
         if target.storage and is_v3:
             # (..., hooks, dtype[, metadata]) -> (..., hooks[, metadata])
             args = (*args[:6], *args[7:])

@@ -386,14 +386,17 @@ def spans_read(piece: object) -> Iterator[Span]:
     work = [piece]
     while work:
         part = work.pop()
+        kind = type(part)
+        if kind in _LEAVES:
+            continue
         if isinstance(part, Span):
             yield part
         elif isinstance(part, Computed):
             work.append(part.parameters)
         elif isinstance(part, (tuple, list)):  # twice as fast as ``tuple | list``
-            work += [inner for inner in reversed(part) if type(inner) not in _LEAVES]
+            work += part[::-1]
         else:
-            assert not hasattr(part, "read"), f"{type(part).__name__}: a piece reads spans, not sources"
+            assert not hasattr(part, "read"), f"{kind.__name__}: a piece reads spans, not sources"
 
 
 #: Called with each (source, offset, bytes) that was read.

@@ -200,10 +200,13 @@ def part_stored(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[obj
     return reader, first + begin, size
 
 
-def storage_reader(checkpoint: Checkpoint, key: str) -> StorageReader:
-    """Return a reader for the storage ``key``, whether its bytes are in the file or made by an edit."""
+def storage_reader(checkpoint: Checkpoint, key: str, body: StorageData | None = None) -> StorageReader:
+    """Return a reader for the storage ``key``, whether its bytes are in the file or made by an edit.
+
+    ``body`` has its bytes if they are known.
+    """
     width = swapped_width(checkpoint, key)
-    return StorageReader(key, checkpoint.body(key), width, checkpoint.path, checkpoint.cache)
+    return StorageReader(key, body or checkpoint.body(key), width, checkpoint.path, checkpoint.cache)
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ _CHUNK: Final = 4 << 20
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 #: A directory entry: signature, flags, method, CRC-32, sizes stored and inflated, lengths of name, extra fields and
 #: comment, offset of the local header; versions, time, disk and attributes are zeros.
-_ENTRY: Final = Struct("<4s4x2H4x3I3H8xI").pack
+_ENTRY: Final = Struct("<4s4x2H4x3I3H8xI")
 #: The signature and disks of a plain end record.
 _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
@@ -161,14 +161,15 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
         pieces += [header, content.body, descriptor]
         at += len(header) + size_of(content.body) + size_of(descriptor)
     deferred = any(isinstance(content.crc, DeferredCrc) and content.size for content, _ in directory)
-    pieces.append(_deferred(_directory, *directory) if deferred else _directory(*directory))
+    size = sum([_entry_size(content, at) for content, at in directory])
+    pieces.append(_deferred(size, _directory, *directory) if deferred else _directory(*directory))
     end = end_records(len(directory), at, size_of(pieces[-1]), wide=_u16(0x031E) + _u16(45) + bytes(8))
     return Plan(merge_pieces([*pieces, end]))
 
 
-def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:
+def _deferred(size: int, build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose size is known now, but whose content is known only when they are written."""
-    return Computed(len(build(*parameters)), _built, (build, *parameters), late=True)
+    return Computed(size, _built, (build, *parameters), late=True)
 
 
 def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:
@@ -205,8 +206,10 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
         return header, b""
     parts = content, bool(wide)
     if isinstance(content.crc, RecordedCrc):
-        return header, Computed(len(_descriptor(*parts)), _looked_up, parts, late=True)
-    return header, _deferred(_descriptor, *parts) if isinstance(content.crc, DeferredCrc) else _descriptor(*parts)
+        return header, Computed(_descriptor_size(*parts), _looked_up, parts, late=True)
+    if isinstance(content.crc, DeferredCrc):
+        return header, _deferred(_descriptor_size(*parts), _descriptor, *parts)
+    return header, _descriptor(*parts)
 
 
 def _looked_up(content: RecordContent, wide: bool) -> tuple[bytes]:
@@ -218,6 +221,10 @@ def _looked_up(content: RecordContent, wide: bool) -> tuple[bytes]:
 def _descriptor(content: RecordContent, wide: bool) -> bytes:
     pack = _u64 if wide else _u32
     return b"PK\x07\x08" + _u32(_crc_bytes(content)) + pack(size_of(content.body)) + pack(content.size)
+
+
+def _descriptor_size(content: RecordContent, wide: bool) -> int:
+    return 24 if wide else 16
 
 
 def padding_field(archive: Archive, record: Record) -> bytes | None:
@@ -251,7 +258,15 @@ def directory_entry(content: RecordContent, at: int) -> bytes:
     method = 8 if content.deflated else 0
     sizes = min(stored, FULL32), min(content.size, FULL32)
     lengths = len(name), len(wide), 0
-    return _ENTRY(b"PK\x01\x02", flags, method, _crc_bytes(content), *sizes, *lengths, min(at, FULL32)) + name + wide
+    return (
+        _ENTRY.pack(b"PK\x01\x02", flags, method, _crc_bytes(content), *sizes, *lengths, min(at, FULL32)) + name + wide
+    )
+
+
+def _entry_size(content: RecordContent, at: int) -> int:
+    """Return the size of ``directory_entry`` without its checksum."""
+    wide = sum([value >= FULL32 for value in (content.size, size_of(content.body), at)])
+    return _ENTRY.size + len(content.name.encode("utf-8", "surrogateescape")) + (4 + 8 * wide if wide else 0)
 
 
 def end_records(
