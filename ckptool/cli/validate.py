@@ -107,7 +107,7 @@ it, up to that with .git. One that is found can only add requirements.
 @repeatable(
     "--dtype",
     metavar="DTYPE",
-    help="Expect this dtype of floating-point tensors; of all, if an integer dtype is named too",
+    help="Expect this dtype of floating-point tensors (of all tensors if an integer dtype is named)",
     shell_complete=complete_words,
 )
 @repeatable("--require", metavar="GLOB", help=f"Expect a matching key ({SYNTAX})")

@@ -421,7 +421,7 @@ def _renaming(
     words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
     edited = _edited_key(checkpoint, best, words)
     line = str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
-    return f"the file has {own} where the target has {other}: if both are the same layer", line
+    return f"the file has {own} where the target has {other}; if both are the same layer, rename it", line
 
 
 def _next(

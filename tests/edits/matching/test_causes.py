@@ -602,7 +602,7 @@ def test_a_renamed_layer_comes_with_the_renaming_and_no_claim(prefix: str, tmp_p
     have, model = with_prefix(Headed("fc").state_dict(), prefix), Headed("head")
     report = matched({"state_dict": have, "epoch": 1}, model.state_dict(), tmp_path, anywhere=True)
     assert not (report["fix"] and report["fix"]["complete"])
-    assert report["advice"] == "the file has fc where the target has head: if both are the same layer"
+    assert report["advice"] == "the file has fc where the target has head; if both are the same layer, rename it"
     out = tmp_path / "fits.pth"
     assert typed(report["next"], out) == 0
     loaded = torch.load(out)
