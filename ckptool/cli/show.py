@@ -108,9 +108,10 @@ def inspect(
         files = chain(first, files)
         overview = len(first) > 1 and not all(names_one_file([path]) for path in inputs.paths)
     own_bar = not no_progress and working.alone
+    style = OVERVIEW if overview and style == "table" else style
     work = partial(_inspected, location=mapped, depth=depth if tree else 0, load=load, own_bar=own_bar, style=style)
     label = "reading" if not no_progress and (style == "json" or not on_terminal()) else ""
-    if overview and style == "table":
+    if style == OVERVIEW:
         from ..reports.summary import OVERVIEW_COLUMNS
 
         spare = [OVERVIEW_COLUMNS.index(name) for name in _SPARE]
@@ -127,7 +128,7 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_
 
     code = 0
     with open_checkpoint(path) as checkpoint:
-        report = inspection(checkpoint, location)
+        report = inspection(checkpoint, location, judged=style != OVERVIEW)
         if depth:
             from ..reports.entries import tree_of
 
@@ -142,7 +143,8 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_
     if style in JSON:
         return Answer(verdict, report_text(report, style))
     row = overview_row(report)
-    return Answer(verdict, summary(report), (row,), level=row[-1].partition(":")[0], size=report["bytes"])
+    text = "" if style == OVERVIEW else summary(report)
+    return Answer(verdict, text, (row,), level=row[-1].partition(":")[0], size=report["bytes"])
 
 
 def _not_inspected(path: str, error: CkptoolError) -> Answer:

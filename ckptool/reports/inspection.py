@@ -21,7 +21,9 @@ from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
+from ..safety.outcomes import UNKNOWN
 from ..safety.storages import storage_flaws
+from ..safety.verdict import Verdict
 from ..safety.weights_only import LoadPrediction, weights_only
 from .findings import findings
 from .loads import VerdictReport, checkpoint_verdict, verdict_report
@@ -191,8 +193,8 @@ class InspectReport(_Optional):
     findings: list[FindingReport]
 
 
-def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> InspectReport:
-    """Return the report of ``inspect``."""
+def inspection(checkpoint: Checkpoint, map_location: MapLocation = None, *, judged: bool = True) -> InspectReport:
+    """Return the report of ``inspect``. Unless ``judged``, nothing is searched for code, and the verdict is unknown."""
     checkpoint = checkpoint.lenient()
     survey = checkpoint.survey
     sums = account(survey)
@@ -245,7 +247,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
             for name in survey.devices
         ],
         "weights_only": _weights_only(verdict),
-        "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True)),
+        "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True) if judged else Verdict(UNKNOWN)),
         "findings": [
             {
                 "code": finding.code,

@@ -105,7 +105,7 @@ _SANITIZE: Final = regex(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
 def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, details: Details) -> Answer:
     """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
     topic = error.topic if error is not None else UNKNOWN if text.strip() else NO_MESSAGE
-    every = inspection(checkpoint)["findings"]
+    every = inspection(checkpoint, judged=False)["findings"]
     mine = [item for item in every if item["code"] in topic.codes]
     errors = [item for item in every if item["level"] == "error"]
     if error is None and not errors:
