@@ -119,7 +119,7 @@ def test_load_maps_single_devices() -> None:
     [
         ("tensor.pt", {}, errors.TargetError, "no state dict"),
         ("optimizer.pt", {}, errors.TargetError, "no state dict"),
-        ("gan.pth", {}, errors.TargetError, "2 state dicts: 'netG', 'netD'"),
+        ("gan.pth", {}, errors.TargetError, "2 state dicts: 'netG' and 'netD'"),
         ("list_of_states.pt", {}, errors.TargetError, "2 state dicts"),
         ("gan.pth", {"key": "netX"}, errors.TargetError, "netX"),
         ("gan.pth", {"key": "net["}, errors.TargetError, "not a path"),

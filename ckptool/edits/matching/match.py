@@ -58,6 +58,7 @@ from .search import (
 )
 from .targets import MatchTarget, match_target, specs_of, target_in_error
 from .ties import find_ties, tied_causes
+from .values import Pairing
 
 if TYPE_CHECKING:
     import torch
@@ -417,6 +418,9 @@ def _renaming(
     if names is None or not _is_editable(checkpoint) or best.misplaced:
         return None
     own, other = names
+    pairing, original = Pairing(best.values, target.values), dict(zip(specs, best.specs))
+    if any(pairing.rearranged(original[name], other + name.removeprefix(own)) for name in after.unexpected):
+        return None
     step = FixStep("rename", f"{own}.*={other}.*")
     words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
     edited = _edited_key(checkpoint, best, words)

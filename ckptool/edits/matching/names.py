@@ -105,29 +105,26 @@ def agrees(have: Shape, wanted: Shape) -> bool:
 
 
 def renamed_module(after: Comparison, have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> tuple[str, str] | None:
-    """Return the only module that the target does not have, and the only one that it lacks, if their shapes agree.
+    """Return the only layer that the target does not have, and the only one that it lacks, if their shapes agree.
 
     Shapes do not prove that they are the same layer, so this is a question. Nothing is returned for square matrices,
     which may also be transposed.
     """
     if after.sizes or not (after.loads and after.missing) or len(after.missing) != len(after.unexpected):
         return None
-    own, other = _parent(after.unexpected), _parent(after.missing)
-    pairs = {name: other + name.removeprefix(own) for name in after.unexpected}
+    own, other = ({name.rpartition(".")[0] for name in names} for names in (after.unexpected, after.missing))
+    if len(own) != 1 or len(other) != 1:
+        return None
+    [old], [new] = own, other
+    pairs = {name: new + name.removeprefix(old) for name in after.unexpected}
     fits = {*pairs.values()} == {*after.missing} and all(
-        agrees(have[name], wanted[new]) and not _is_square(have[name]) for name, new in pairs.items()
+        agrees(have[name], wanted[renamed]) and not _is_square(have[name]) for name, renamed in pairs.items()
     )
-    return (own, other) if fits and own and other and not NOT_IN_GLOBS & {*own, *other} else None
+    return (old, new) if fits and old and new and not NOT_IN_GLOBS & {*old, *new} else None
 
 
 def _is_square(shape: Shape) -> bool:
     return shape is not None and len(shape) == 2 and shape[0] == shape[1]
-
-
-def _parent(names: Sequence[str]) -> str:
-    """Return the longest path of modules that all these names are in; "" without one."""
-    first, *others = [name.split(".")[:-1] for name in names]
-    return ".".join(first[: min((common_length(first, other) for other in others), default=len(first))])
 
 
 def fillable(wanted: Collection[str]) -> frozenset[str]:

@@ -51,7 +51,8 @@ def check(source: Path, target: Path, out: Path) -> tuple[dict[str, Any], str]:
     fix = report["fix"]
     offered = [(fix["command"], fix["loads"])] if fix else []
     if report["next"].startswith(("ckptool edit", "ckptool drop")):
-        offered.append((report["next"], fix["loads"] if fix else report["loads"]))
+        more = len((fix or report)["missing"]) if "same layer" in report["advice"] else 0
+        offered.append((report["next"], (fix or report)["loads"] + more))
     for command, loads in offered:
         words = shlex.split(command)
         assert words[0] == "ckptool" and words[-2] == "-o"
