@@ -21,16 +21,7 @@ from ..checkpoint.tensors import Tensor, is_contiguous, view_id
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
-from ..values.elements import (
-    Filling,
-    StorageReader,
-    dtype_of,
-    elements,
-    filling,
-    in_storage_order,
-    storage_axes,
-    tensor_size,
-)
+from ..values.elements import StorageReader, dtype_of, elements, filling, in_storage_order, storage_axes, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.batches import (
@@ -46,7 +37,7 @@ from ..values.torch.batches import (
 from ..values.torch.blocks import PACKED, ElementRule, Layout, layout_of, row_major, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
-from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, measure_shares
+from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure
 from .html import ShownStats
 from .keys import TensorReport, tensor_report
 
@@ -56,9 +47,6 @@ if TYPE_CHECKING:
 #: Bins of a histogram; the chart in the table has one character per bin.
 _BINS: Final = 10
 _QUANTILES: Final = tuple(f"p{percent}" for percent in PERCENT)
-#: Several threads share a tensor of so many bytes, if it is at least this part of all.
-_LARGE: Final = 64 << 20
-_MOST_PARTS: Final = 8
 #: Tensors whose largest absolute value exceeds their 99th percentile by this factor are reported.
 OUTLIERS: Final = 10
 #: The sort orders of rows: as in the file, by name, or by a number, largest first.
@@ -242,8 +230,6 @@ def _measure_all(
             else:
                 found[number] = before
     work = [_work(reading) for number in unknown if not isinstance(reading := readings[number], str)]
-    sizes = [tensor_size(item.tensor) for item in work]
-    total = sum(sizes)
 
     def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[Measured | MalformedError]:
         def rows(data: list[tuple[bytes, ...]], kind: Kind) -> list[Measured | None]:
@@ -251,10 +237,9 @@ def _measure_all(
             advance(sum(len(row[0]) for row, result in zip(data, results) if result is not None))
             return results
 
-        return measure_batch(
-            [work[at] for at in group], kind, _Work.read, rows, lambda item: item.measured(advance, total)
-        )
+        return measure_batch([work[at] for at in group], kind, _Work.read, rows, lambda item: item.measured(advance))
 
+    sizes = [tensor_size(item.tensor) for item in work]
     results = _in_threads(measured, [kind_of([item.rule], item.layout) for item in work], sizes, progress)
     for number, item, result in zip(unknown, work, results):
         found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
@@ -418,32 +403,24 @@ class _Work(NamedTuple):
         """Return the elements; raise MalformedError if bytes are missing."""
         return (b"".join(elements(self.storage, self.tensor)),)
 
-    def measured(self, advance: Progress, total: int) -> Measured:
-        """Measure the tensor; raise MalformedError if bytes are missing. ``total`` are the bytes of all tensors."""
+    def measured(self, advance: Progress) -> Measured:
+        """Measure the tensor; raise MalformedError if bytes are missing."""
 
         def pieces() -> Iterator[bytes]:
             for data in elements(self.storage, self.tensor):
                 yield data
                 advance(len(data))
 
-        def reading(begin: int, count: int) -> Filling:
-            fill = filling(self.storage, self.tensor, begin, count)
-            assert fill is not None
-
-            def counted(buffer: memoryview) -> int:
-                size = fill(buffer)
-                advance(size)
-                return size
-
-            return counted
-
-        if self.rule.dtype in PACKED or filling(self.storage, self.tensor) is None:
+        fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
+        if fill is None:
             return measure(pieces(), self.rule, self.layout, _BINS)
-        # The checksum of a storage is only known if one thread reads it.
-        alone = self.storage.cache.checksums is not None
-        if tensor_size(self.tensor) >= max(_LARGE, total // _MOST_PARTS) and not alone:
-            return measure_shares(reading, self.rule, self.layout, _BINS)
-        return measure(reading(0, self.tensor.numel), self.rule, self.layout, _BINS)
+
+        def counted(buffer: memoryview) -> int:
+            size = fill(buffer)
+            advance(size)
+            return size
+
+        return measure(counted, self.rule, self.layout, _BINS)
 
 
 def _work(reading: Reading) -> _Work:

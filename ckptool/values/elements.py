@@ -302,18 +302,14 @@ def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
         yield from _strided_elements(storage, tensor, width)
 
 
-def filling(storage: StorageReader, tensor: Tensor, begin: int = 0, count: int | None = None) -> Filling | None:
-    """Return a function that reads ``count`` elements (all by default) from ``begin`` on into memory.
-
-    Return None if what ``elements`` yields is not just read.
-    """
+def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:
+    """Return a function that reads what ``elements`` yields into memory, or None if that takes more than reading."""
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return None
     if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or not is_contiguous(tensor):
         return None
-    size = tensor_size(tensor) if count is None else count * dtype.itemsize
-    return storage.filling((tensor.offset + begin) * dtype.itemsize, size)
+    return storage.filling(tensor.offset * dtype.itemsize, tensor_size(tensor))
 
 
 def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Iterator[bytes]:

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.cli.main import run
 from ckptool.files import threads
-from ckptool.reports import stats as stats_module
 from ckptool.values.torch import measure as measure_module
 from ckptool.values.torch.blocks import STEP, ElementRule, Layout, parts
 from ckptool.values.torch.loads import one_thread
-from ckptool.values.torch.measure import Moments, group_size, groups_of, measure
-from ckptool.values.torch.sketch import ERROR, Sketch
+from ckptool.values.torch.measure import ERROR, Moments, Sketch, group_size, groups_of, measure
 
 PERCENT = (1, 5, 25, 50, 75, 95, 99)
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")
@@ -237,34 +235,6 @@ def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert torch.get_num_threads() == inner
     torch.set_num_threads(before)
     assert reports[0] == reports[1] == reports[2]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64", "int8", "complex64"])
-@pytest.mark.parametrize("shape", [(3 * STEP + 5,), (70, 11_000), (3, 300_000), (1000, 7, 113)])
-def test_shares_of_a_large_tensor_are_the_whole(
-    dtype: str, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(6)
-    tensor = (torch.randn(shape, dtype=torch.float64) * 50).to(getattr(torch, dtype))
-    if dtype not in ("int64", "int8"):
-        tensor.view(-1)[[3, 1000, STEP + 9]] = torch.tensor([math.nan, math.inf, 0.0]).to(tensor.dtype)
-    torch.save({"a": tensor, "b": torch.ones(100)}, tmp_path / "a.pth")
-    [whole, _] = ckptool.stats(tmp_path / "a.pth")["tensors"]
-    monkeypatch.setattr(stats_module, "_LARGE", STEP)
-    monkeypatch.setattr(measure_module, "_SHARE", STEP)
-    monkeypatch.setattr(threads, "_MIN_PARALLEL", 0)
-    monkeypatch.setattr(stats_module, "measure", None)  # so it fails if the tensor is not shared
-    parts = []
-    for count in (1, 4):
-        monkeypatch.setattr(threads.os, "cpu_count", lambda count=count: count)
-        parts.append(ckptool.stats(tmp_path / "a.pth")["tensors"][0])
-    assert parts[0] == parts[1]
-    sums = ("mean", "std", "norm")
-    assert {**parts[0], **{name: whole[name] for name in (*sums, "channels")}} == whole
-    assert [parts[0][name] for name in sums] == pytest.approx([whole[name] for name in sums], rel=1e-13)
-    if len(shape) > 1:
-        assert parts[0]["channels"]["rms"] == pytest.approx(whole["channels"]["rms"], rel=1e-13)
-        assert parts[0]["channels"]["dead"] == whole["channels"]["dead"]
 
 
 def test_the_last_to_end_gives_torch_its_threads_back() -> None:

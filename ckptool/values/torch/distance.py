@@ -12,7 +12,7 @@ from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
-from .measure import Block, Gauge, Measured, blocks, factors_of, plan_of, root, shift_of
+from .measure import Block, Gauge, Measured, blocks, factors_of, root, shift_of
 
 #: Dtypes whose range exceeds these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
@@ -191,8 +191,7 @@ def _blocks(
     """Yield pairs of blocks, with their distance and their difference."""
     rules = [resolved_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
-    plan = plan_of(layout)
-    sides = [blocks(torch, _bytes_of(side), rule, plan, name) for name, side, rule in named]
+    sides = [blocks(torch, _bytes_of(side), rule, layout, name) for name, side, rule in named]
     wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
     at, known = 0, False
     for left, right in zip(*sides):
