@@ -84,7 +84,7 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     # The parameters of one module have the same wrappers.
     for module, number in Counter([key.rpartition(".")[0] for key in keys]).items():
         key = f"{module}."
-        for segment in {key[start:end] for start, end in spans_in(key)}:
+        for segment in dict.fromkeys(key[start:end] for start, end in spans_in(key)):
             counts[segment] += number
     return dict(counts)
 

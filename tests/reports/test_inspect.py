@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -175,3 +178,15 @@ def test_tensors_without_values_are_named(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.ones(2, 2, device="meta")}, path)
     found = {item["code"]: item for item in ckptool.inspect(path)["findings"]}
     assert found["meta"]["message"].startswith("1 tensor on the device meta has no values; save the model again")
+
+
+def test_no_report_depends_on_the_order_of_sets() -> None:
+    """Python hashes strings with another seed in each process; the same file still has the same report."""
+    code = "import sys; from ckptool.cli.main import run; [run(['inspect', path, '--json']) for path in sys.argv[1:]]"
+    paths = sorted(str(path) for path in FIXTURES.iterdir() if path.is_file())
+    said = set()
+    for seed in "0123":
+        words, environment = [sys.executable, "-c", code, *paths], os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(words, env=environment, capture_output=True, check=False)
+        said.add((done.stdout, done.stderr))
+    assert len(said) == 1 and said.pop()[0]
