@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ..base.errors import MalformedError
 from ..base.findings import CARRIED, CONFIGURATION, EMPTY_WEIGHTS, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
 from ..base.records import NamedTuple
-from ..base.text import human_bytes, join_limited, pluralize, quoted
+from ..base.text import human_bytes, join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
@@ -437,10 +437,11 @@ def _flaws(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequence[Ten
     *indices, values = parts
     numbers = [_numbers(checkpoint, part) for part in indices]
     if tensor.kind == "sparse_coo":
-        yield from coordinate_flaws(numbers[0], indices[0].shape, tensor.shape, _is_coalesced(checkpoint, ref))
+        shapes = indices[0].shape, values.shape
+        yield from coordinate_flaws(numbers[0], shapes, tensor.shape, _is_coalesced(checkpoint, ref))
     elif len(numbers) == 2:
-        shapes = indices[0].shape, indices[1].shape, values.shape
-        yield from compressed_flaws(tensor.kind, numbers[0], numbers[1], shapes, tensor.shape)
+        three = indices[0].shape, indices[1].shape, values.shape
+        yield from compressed_flaws(tensor.kind, numbers[0], numbers[1], three, tensor.shape)
 
 
 def _numbers(checkpoint: Checkpoint, tensor: Tensor) -> list[int]:
@@ -460,12 +461,18 @@ def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
 
 
 def coordinate_flaws(
-    indices: Sequence[int], own: Sequence[int], shape: Sequence[int], is_coalesced: bool
+    indices: Sequence[int], shapes: tuple[Sequence[int], Sequence[int]], shape: Sequence[int], is_coalesced: bool
 ) -> Iterator[str]:
     """Yield the flaws in the indices of a sparse COO tensor.
 
-    ``indices`` has all indices of the first dimension, then of the next; ``own`` is their shape (dimensions, count).
+    ``indices`` has all indices of the first dimension, then of the next; ``shapes`` are their shape (dimensions, count)
+    and that of the values.
     """
+    own, values = shapes
+    fits = len(own) == 2 and own[0] <= len(shape) and tuple(values) == (own[1], *shape[own[0] :])
+    if not fits:
+        yield f"indices of shape {shape_text(own)} and values of shape {shape_text(values)} for {shape_text(shape)}"
+        return
     dimensions, count = own
     rows = [indices[at * count : (at + 1) * count] for at in range(dimensions)]
     for dimension, row in enumerate(rows):
@@ -490,6 +497,10 @@ def compressed_flaws(
     """
     by_rows, blocks = _COMPRESSED[kind]
     batches = len(shapes[0]) - 1
+    least = batches + (3 if blocks else 1)  # dimensions that the values have
+    if batches < 0 or len(shapes[1]) != batches + 1 or len(shape) < batches + 2 or len(shapes[2]) < least:
+        yield f"indices of shapes {shape_text(shapes[0])} and {shape_text(shapes[1])} for {shape_text(shape)}"
+        return
     sizes = list(shape[batches : batches + 2])
     if blocks:
         block = shapes[2][batches + 1 : batches + 3]

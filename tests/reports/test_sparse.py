@@ -133,3 +133,31 @@ def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
     large = checked(tmp_path / "large.pt")["indices"]
     assert large["status"] == "not possible" and "1 sparse tensor" in large["message"]
     assert "indices" not in checked(FIXTURES / "bare.pth")
+
+
+class Rebuilt:
+    """An object that a pickle makes by the function with which torch rebuilds sparse tensors."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_sparse_tensor, self.arguments
+
+
+SHAPES = [(), (0,), (3,), (2, 3), (0, 3), (2, 3, 1)]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 4), (2, 4, 4)])
+@pytest.mark.parametrize("layout", ["coo", *LAYOUTS])
+def test_indices_of_any_shape_are_judged(layout: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Only a damaged or hostile file has most of these."""
+    path = tmp_path / "a.pt"
+    for own in SHAPES:
+        indices, values = torch.zeros(own, dtype=torch.int64), torch.ones(own)
+        if layout == "coo":
+            made = Rebuilt(torch.sparse_coo, (indices, torch.ones(3), torch.Size(shape), False))
+        else:
+            made = Rebuilt(LAYOUTS[layout], (indices, indices, values, torch.Size(shape)))
+        torch.save({"adj": made}, path)
+        assert checked(path)["indices"]["status"] == "fail" or accepted(path), own
