@@ -466,7 +466,7 @@ def coordinate_flaws(
     """Yield the flaws in the indices of a sparse COO tensor.
 
     ``indices`` has all indices of the first dimension, then of the next; ``shapes`` are their shape (dimensions, count)
-    and that of the values.
+    and the shape of the values.
     """
     own, values = shapes
     fits = len(own) == 2 and own[0] <= len(shape) and tuple(values) == (own[1], *shape[own[0] :])
