@@ -372,22 +372,28 @@ def _as_edit(words: list[str], edit: click.Command, ctx: click.Context) -> list[
         return ["edit", *words[1:]]
     if kind is None or any(each.rest for each in kind.parameters):
         return None
-    own, others, have, options = words[1:], list[str](), _names(ctx.command), _names(edit)
-    for word in words[1:]:
+    have, options = _names(ctx.command), _names(edit)
+    own, others, left = list[str](), list[str](), words[1:]
+    while left:
+        word, *left = left
         name, equals, _ = word.partition("=")
-        if not name.startswith("-") or name in have or not (meant := _known(name, [*options])):
+        meant = _known(name, [*options]) if name.startswith("-") and name not in have else []
+        if not meant:
+            own.append(word)
             continue
-        param, place = options[meant[0]], own.index(word)
-        end = place + (1 if equals or (isinstance(param, click.Option) and param.is_flag) else 2)
-        others += [meant[0] + word.removeprefix(name), *own[place + 1 : end]]
-        del own[place:end]
+        param = options[meant[0]]
+        alone = equals or (isinstance(param, click.Option) and param.is_flag)
+        others += [meant[0] + word.removeprefix(name), *([] if alone else left[:1])]
+        left = left if alone else left[1:]
     try:
         given, _, _ = ctx.command.make_parser(ctx).parse_args(args=[*own])
     except click.UsageError:
         return None
     step = next((f"--{each.step}" for each in kind.parameters if each.argument and each.step), "")
     arguments = [param.name or "" for param in ctx.command.params if isinstance(param, click.Argument)][1:]
-    texts = [text for name in arguments for text in ([given[name]] if type(given[name]) is str else given[name] or ())]
+    # An argument that is missing has neither a text nor a tuple.
+    values = [given[name] if type(given[name]) is tuple else (given[name],) for name in arguments]
+    texts = [text for value in values for text in value]
     own = [part for word in own for part in ((step, word) if word in texts else (word,))]
     ways = {f"--{each.step}" for each in kind.parameters if each.step}
     own += [f"--{kind.name}"] if kind.flag and not ways & {word.partition("=")[0] for word in own} else []
@@ -436,10 +442,10 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
             if isinstance(other.type, click.Choice) and value in other.type.choices and other is not param:
                 return [*words[:place], other.opts[-1], value, *rest]
         asked = "size" if value.isdigit() else value.lower()
-        known = [other for other, spelled in VALUES.items() if asked in spelled.split()]
-        near = [other for other in (*known, *VALUES) if known and other in param.type.choices]
-        if nearest := near or get_close_matches(asked, param.type.choices, 1):
-            return [*words[:place], name, nearest[0], *rest]
+        same = [other for spelled, meant in VALUES if asked in spelled.split() for other in meant]
+        near = [other for other in same if other in param.type.choices]
+        if near := near or get_close_matches(value.lower(), param.type.choices, 1):
+            return [*words[:place], name, near[0], *rest]
     return None
 
 

@@ -65,7 +65,10 @@ OPTIONS: Final = (
 PARTIAL: Final = ("--grep", "--search", "--find", "--contains")
 #: Options that other tools give the keys, which here are arguments.
 KEYS: Final = ("--key", "--keys", "--entry", "--entries", "--name", "--names", "--params")
-#: Other words for values of options. A number asks for so many rows, the largest first.
-VALUES: Final = {"bytes": "size sizes memory mem largest", "numel": "params parameters elements count numbers"}
+#: Other words for values, and the values they may mean: the first that the option takes is chosen.
+VALUES: Final = (
+    ("size sizes memory mem largest", ("bytes",)),
+    ("params parameters elements count numbers", ("numel", "bytes")),
+)
 #: Options without a value that name a device by another word.
 DEVICES: Final = {"cuda": "cuda:0", "gpu": "cuda:0", "no-cuda": "cpu", "no-gpu": "cpu"}

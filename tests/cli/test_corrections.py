@@ -430,3 +430,11 @@ def test_a_missing_file_is_not_swapped_with_another_file(command: str, folder: P
     output = [] if command in ("diff", "match") else ["-o", "z.html"]
     said = say(command, "absent.xyz", "bare.pth", *output)
     assert said.code > 1 and "bare.pth absent.xyz" not in said.err
+
+
+@pytest.mark.parametrize("first", ["--to", "--rename", "--drop", "--cast", "--strip-module"])
+@pytest.mark.parametrize("second", ["--to", "--to-dtype", "--strip-module", "-o", "--nosuch"])
+@pytest.mark.parametrize("command", ["slim", "drop", "strip-module", "keys"])
+def test_options_without_their_values_are_no_bug(command: str, first: str, second: str, folder: Path) -> None:
+    said = say(command, "bare.pth", first, second, "cpu")
+    assert said.code in (0, 1, 2, 4) and "a bug in ckptool" not in said.err
