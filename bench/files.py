@@ -7,6 +7,7 @@ torch and two gigabytes of tensors.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -56,13 +57,15 @@ class Spec(NamedTuple):
 BIG = Spec("2 GB, 400 tensors", 400, 1000, 1250)
 MANY = Spec("20,000 tensors", 20_000, 1, 220)
 LARGE = Spec("200,000 tensors", 200_000, 1, 220)
+ONES = Spec("20,000 tensors of one element", 20_000, 1, 1)
+QUICK_ONES = Spec("200 tensors of one element", 200, 1, 1)
 SMALL = Spec("a small file, 10 tensors", 10, 16, 16)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
 SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
 #: A transformer of 25 billion parameters has this many tensors.
 SPARSE_100 = Spec("100 GB (sparse), 700 tensors", 700, 5000, 7143, sparse=True)
-EVERY_SPEC = (BIG, MANY, LARGE, SMALL, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
+EVERY_SPEC = (BIG, MANY, LARGE, ONES, QUICK_ONES, SMALL, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
 
 
 def run_torch(kind: str, path: Path, *words: object) -> None:
@@ -139,6 +142,15 @@ def hostile(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (("data.pkl", pickle), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(f"hostile/{name}", data)
+
+
+def write_pickles(folder: Path, count: int) -> None:
+    """Fill a folder with small pickles of plain data, such as a data loader caches for each sample."""
+    folder.mkdir()
+    for number in range(count):
+        sample = {"id": number, "words": [f"word{(number * 7 + place) % 1000}" for place in range(20)], "score": 0.5}
+        sample |= {"box": (number, 2 * number, 64, 48), "label": ("cat", "dog")[number % 2], "crop": bytes(200)}
+        (folder / f"sample_{number:05}.pkl").write_bytes(pickle.dumps(sample, protocol=4))
 
 
 def tensor_names(count: int) -> list[str]:

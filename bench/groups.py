@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from bench.references import COPY, IMPORTS, NAMES, SUM, both, command
 FIVE = "edit, five edits in one pass"
 _FIVE = ("--strip-module", "--rename", "*=net.*", "--add-prefix", "model", "--to", "cpu", "--wrap", "state_dict")
 DIFF, CMP = "diff, one bit differs", "cmp, one bit differs"
+CMP_TORCH = "cmp, one bit differs + import torch"
 DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
 CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
 MATCH = "match, with a prefix"
@@ -231,12 +233,17 @@ def _comparing(tool: list[str], spec: Spec, path: Path) -> Group:
     def job(name: str, words: list[str], against: Path, code: int) -> Job:
         return Job(name, (*words, str(path), str(against)), (path, against), code=code)
 
+    # diff measures the tensors that differ, with torch.
+    both_steps = ("sh", "-c", f'cmp "$0" "$1"; {shlex.quote(sys.executable)} -c "import torch"; exit 1')
     jobs = (
-        job(DIFF, [*tool, "diff"], other, 1), job(CMP, ["cmp"], other, 1),
+        job(DIFF, [*tool, "diff"], other, 1), job(CMP, ["cmp"], other, 1), job(CMP_TORCH, [*both_steps], other, 1),
         job(DIFF_SAME, [*tool, "diff"], twin, 0), job(CMP_SAME, ["cmp"], twin, 0),
     )  # fmt: skip
     target = Target(1.3, peak=128) if spec == files.BIG else None
-    rows = (Row(DIFF, CMP, target, reader=spec == files.BIG), Row(DIFF_SAME, CMP_SAME, target))
+    near = Target(1.3) if spec == files.BIG else None
+    rows = (
+        Row(DIFF, CMP_TORCH, near, reader=spec == files.BIG), Row(DIFF, CMP), Row(DIFF_SAME, CMP_SAME, target),
+    )  # fmt: skip
     setup = (made(files.flipped(path), other), made(files.copy_of(path), twin))
     return Group("compare", spec.label, jobs, rows, setup, (other, twin))
 
@@ -270,19 +277,46 @@ def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
     evil = made(files.hostile, work / "hostile.pth")
     each = references.load_each(folder)
     jobs, rows = [], []
-    for name, options in (("inspect", ()), ("validate", ()), ("validate", ("--quick",))):
+    for name, options in (("inspect", ()), ("validate", ()), ("validate", ("--quick",)), ("scan", ())):
         full = " ".join((name, *options))
         whole = Job(f"{full} DIR", (*tool, name, *options, str(folder)))
         start = Job(f"{full} FILE", (*tool, name, *options, str(one)))
         jobs += [whole, start]
         per_file = Each(start.name, count - 1)
-        if not options:
+        if not options and name != "scan":
             rows.append(
                 Row(whole.name, each.name, Target(each=0.002) if count >= 1000 else None, per_file, reader=True)
             )
-        if name == "validate":
-            rows.append(Row(whole.name, scan.name, each=per_file, reader=True))
+        target = Target(0.9 if options else 1) if count >= 1000 else None
+        rows.append(Row(whole.name, scan.name, target, per_file, reader=True))
     return Group("many files", f"{count:,} small files", (*jobs, each, scan), tuple(rows), (make, evil))
+
+
+def pickles(tool: list[str], folder: Path, scan: Job) -> Group:
+    """Scan a folder of small pickles. `scan` runs another tool over it."""
+    count = int(folder.name.split("-")[2])
+    ours = Job("scan DIR", (*tool, "scan", str(folder)))
+    setup = (
+        made(lambda unfinished: files.write_pickles(unfinished, count), folder),
+        made(files.hostile, folder.parent / "hostile.pth"),
+    )
+    rows = (Row(ours.name, scan.name, Target(1) if count >= 1000 else None, reader=True),)
+    return Group("many files", f"{count:,} small pickles", (ours, scan), rows, setup)
+
+
+def pickles_folder(work: Path, count: int) -> Path:
+    """Return the folder of small pickles."""
+    return work / f"small-pickles-{count}-r{files.RECIPE}"
+
+
+def reporting(tool: list[str], work: Path, spec: Spec) -> Group:
+    """Write a page about two files of many tensors with one element each."""
+    path, page = work / spec.name, work / "output.html"
+    other = path.with_suffix(".flipped")
+    report = Job("report", (*tool, "report", str(path), str(other), "-o", str(page)), (path, other), page)
+    target = Target(seconds=3) if spec == files.ONES else None
+    setup = (_making(spec, path), made(files.flipped(path), other))
+    return Group("report", f"two files of {spec.label}", (report,), (Row(report.name, target=target),), setup, (other,))
 
 
 #: The engines that read a fleet: one process, two processes, two workers of Dask.

@@ -20,7 +20,8 @@ _TWIN = "{twin}"  # stands for a copy of the file, used as the second input
 class Command(NamedTuple):
     """A command: its name, the words after the path of the file, and the option that names an output, or "".
 
-    `on` is the suffix of another input made from the file, or "". `code` is the exit code of success.
+    `on` is the suffix of another input made from the file, or "". `code` is the exit code of success, `suffix` the
+    suffix of the output.
     """
 
     name: str
@@ -29,10 +30,11 @@ class Command(NamedTuple):
     torch: bool = False
     code: int = 0
     on: str = ""
+    suffix: str = "pt"
 
 
 COMMANDS = (
-    Command("inspect", out=""), Command("keys", out=""), Command("get", (_KEY,), out="--npy"),
+    Command("inspect", out=""), Command("keys", out=""), Command("get", (_KEY,), suffix="npy"),
     Command("scan", out=""), Command("validate", out=""), Command("hash", out=""), Command("lock --content"),
     Command("diff", (_TWIN,), out=""), Command("match", (_TWIN,), out=""), Command("redact", out=""),
     Command("strip-module"), Command("add-module"), Command("remap --to cpu"),
@@ -42,7 +44,7 @@ COMMANDS = (
     Command("edit --strip-module --to cpu"), Command("merge", (_TWIN,)), Command("slim"),
     Command("slim --dedupe"), Command("redact --redact all"), Command("sanitize"),
     Command("salvage", on=".cut", code=1),
-    Command("convert --to-format safetensors --allow-loss devices"),
+    Command("convert --to-format safetensors --allow-loss devices", suffix="safetensors"),
     Command("cast --to-dtype bfloat16", torch=True), Command("average", (_TWIN,), torch=True),
     Command("resize --vocab 2000", ("--include", _KEY), torch=True),
     Command("stats", out="", torch=True), Command("validate --finite", out="", torch=True),
@@ -71,8 +73,7 @@ def group(tool: list[str], spec: Spec, work: Path) -> Group:
 
 def _job(tool: list[str], given: Command, path: Path) -> Job:
     source = path.with_suffix(given.on) if given.on else path
-    suffix = "safetensors" if "safetensors" in given.name else "pt"
-    output = path.with_name(f"output.{suffix}") if given.out else None
+    output = path.with_name(f"output.{given.suffix}") if given.out else None
     name, *options = given.name.split()
     rest = (word if word != _TWIN else str(path.with_suffix(".twin")) for word in given.words)
     words = (*tool, name, str(source), *options, *rest, *((given.out, str(output)) if output else ()))

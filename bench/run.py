@@ -23,6 +23,7 @@ from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
 _SMALL_FILES = 1000
+_SMALL_PICKLES = 5000
 
 
 class Options(NamedTuple):
@@ -97,6 +98,9 @@ def chosen(options: Options) -> list[Group]:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
+    samples = groups.pickles_folder(work, 20 if options.quick else _SMALL_PICKLES)
+    ready.append(groups.pickles(tool, samples, peers.over_folder(work, samples)))
+    ready.append(groups.reporting(tool, work, files.QUICK_ONES if options.quick else files.ONES))
     # ResNet-50 has 320 tensors; 10 is a handful.
     for tensors in (320, 10):
         ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))

@@ -35,6 +35,7 @@ _HEADINGS = {
     "pieces": "The files of many ranks as one",
     "planning": "The files of many ranks as one",
     "measure": "Checking, computing, comparing",
+    "report": "Checking, computing, comparing",
     "many files": "Many small files",
     "fleet": "Several processes",
     "tasks": "Several processes",
