@@ -14,7 +14,15 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .base.errors import Again, CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError
+from .base.errors import (
+    Again,
+    CkptoolError,
+    MalformedError,
+    OutputError,
+    ReadBackError,
+    RefusedError,
+    refuse_remote_output,
+)
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
 from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, suggested_output
@@ -140,6 +148,7 @@ class PlannedOutput(NamedTuple):
 def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
     """Plan an output. If it exists, raise as ``save`` does, unless ``dry_run``."""
     checkpoint, path, force, follow_links = output
+    refuse_remote_output(path)
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
     if not dry_run and not os.path.isdir(path):

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, cast
 
-from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
+from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError, refuse_remote
 from .base.records import NamedTuple, TypedDict
 from .base.steps import NextStep, Setting, advice, as_step, command
 from .base.text import pluralize
@@ -329,6 +329,7 @@ def _is_of_tasks(path: str) -> bool:
 
     Raise UnreadableError if it cannot be read.
     """
+    refuse_remote(path)
     head = _HEAD.encode("ascii")
     try:
         if not os.path.isfile(path) and os.path.exists(path):

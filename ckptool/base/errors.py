@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 
 from .records import NamedTuple
-from .steps import AnyStep, Setting, as_step
+from .steps import AnyStep, Setting, as_step, concealed, is_remote
 
 
 class Again(NamedTuple):
@@ -194,3 +194,27 @@ def adding_path(path: str) -> Iterator[None]:
     except CkptoolError as error:
         error.path = error.path or path
         raise
+
+
+#: Why an address is refused.
+_REMOTE = "remote files are not supported"
+_FILE_URI = "file:///"
+
+
+def refuse_remote(path: str) -> None:
+    """Raise UnreadableError if a path to read is the address of a remote file, or a ``file`` URI."""
+    if not is_remote(path):
+        return
+    if path.lower().startswith(_FILE_URI):
+        local = path[len(_FILE_URI) - 1 :]
+        again = Again(before="name its path: ", words=((path, local),))
+        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
+    step = "download it first, then run the command on the file"
+    raise UnreadableError(_REMOTE, path=concealed(path), next=step)
+
+
+def refuse_remote_output(path: str) -> None:
+    """Raise RefusedError if a path to write is the address of a remote file."""
+    if is_remote(path):
+        step = "write to a local path, then upload it"
+        raise RefusedError(_REMOTE, path=concealed(path), next=step)

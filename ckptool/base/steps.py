@@ -185,6 +185,24 @@ def command(
     return NextStep((Command(name, arguments, tuple(every), output),))
 
 
+def is_remote(text: str) -> bool:
+    """Return whether a text is the address of a remote file or folder, such as ``s3://bucket/model.pth``."""
+    if "://" not in text:
+        return False
+    from . import addresses
+
+    return addresses.is_remote(text)
+
+
+def concealed(path: str) -> str:
+    """Return a path, or the text that stands for an address: it has no query string and no user information."""
+    if not is_remote(path):
+        return path
+    from .addresses import conceal
+
+    return conceal(path)
+
+
 def salvage_step(path: str) -> NextStep:
     """Return the next step for a partly damaged file or folder."""
     if os.path.isdir(path):
@@ -209,6 +227,10 @@ def rename_step(path: str, extension: str) -> NextStep:
 
 def folder_of(path: str) -> str:
     """Return the folder that contains a path: ``.`` for a bare name, ``..`` for ``.``, ``../..`` for ``..``."""
+    if is_remote(path):
+        from .addresses import parent
+
+        return parent(path)
     path = path.rstrip(os.sep) or path
     above, name = os.path.split(path)
     if name == os.curdir:
@@ -221,9 +243,13 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
 
     ``x.pth.tar`` gives ``x.cpu.pth.tar``. The folder ``v1.5`` gives ``v1.5.cpu``; ``.`` gives a name next to the
     folder. The pattern ``model_rank*.pth`` of rank files gives ``model_rank.cpu.pth``. An address within an archive,
-    ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
+    ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``. A remote file gives a local name.
     """
     path = "stdin.pth" if path == STDIN else path
+    if is_remote(path):
+        from .addresses import name as name_of
+
+        path = name_of(path)
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
     path = os.path.normpath(path)
@@ -260,6 +286,7 @@ def argument(path: str) -> str:
     """Quote a path as a command-line argument that can be pasted into a shell."""
     if path.startswith("-") and path != STDIN:
         path = f"./{path}"
+    path = concealed(path)
     if path.isprintable():
         return quote(path)
 

@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
+from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
 from .help import HELP_ALL, Helpful
 from .render import StdoutError, Typed, emit, flush, say, say_error, tell
@@ -257,12 +258,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
     words = sys.argv[1:] if arguments is None else arguments
     own = {name for param in cli.params for name in param.opts}
-    typed = Typed.of([*dropwhile(own.__contains__, words)], _rehearsed)  # suggestions begin with the command
+    typed = Typed.of(  # suggestions begin with the command
+        [_without_secrets(word) if "://" in word else word for word in dropwhile(own.__contains__, words)], _rehearsed
+    )
     brevity = BREVITY.set(Brevity(lists=True, lines=True))
     try:
         return _run(words, typed)
     finally:
         BREVITY.reset(brevity)
+
+
+def _without_secrets(word: str) -> str:
+    """Return a word, an address in it without its secrets; it may be the value of an option."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    return option + equals + concealed(value)
 
 
 def _run(words: Sequence[str], typed: Typed) -> int:
@@ -284,6 +293,8 @@ def _run(words: Sequence[str], typed: Typed) -> int:
         if isinstance(error, click.NoSuchOption):
             # Similar names would only repeat or contradict ``meant``, and without it they are guesses.
             error.possibilities = None  # type: ignore[misc]
+        for word in (word for word in words if "://" in word):
+            error.message = error.message.replace(word, _without_secrets(word))  # type: ignore[misc]
         with suppress(OSError):  # stderr may be full or closed; the exit code still counts
             error.show()
         for line in meant.splitlines():

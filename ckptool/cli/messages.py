@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 from typing import Final
 
-from ..base.steps import STDIN
+from ..base.steps import STDIN, is_remote
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..files.archives import exists, open_any
 
@@ -66,7 +66,7 @@ def is_log(path: str) -> bool:
 
 def is_checkpoint(path: str) -> bool:
     """Return whether a path leads to a file or folder that is not a log."""
-    return exists(path) and not is_log(path)
+    return exists(path) and not is_log(path) and not (is_remote(path) and " " in path)  # a message may begin so
 
 
 def read_message(path: str, most: int) -> str:

@@ -14,6 +14,7 @@ from ..base.errors import CkptoolError, EngineError, TargetError
 from ..base.globs import SYNTAX, Globs, is_pattern
 from ..base.records import NamedTuple
 from ..base.steps import command as command_line
+from ..base.steps import concealed
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Mendable(click.UsageError):
 
 
 class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """A path that need not exist: ckptool opens it, and its errors say more.
+    """A path that need not exist: ckptool opens it, and its errors say more. An address comes without its secrets.
 
     It is like ``click.Path()``, which looks for a translation of its name and takes 0.3 ms per option.
     """
@@ -60,7 +61,7 @@ class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Return the path, or fail as ``click.Path()`` does."""
         if os.path.exists(value) and not os.access(value, os.R_OK):
             click.Path().convert(value, param, ctx)
-        return value
+        return concealed(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
         """Let the shell complete paths."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..base import toml
-from ..base.errors import MalformedError, TargetError, UnreadableError
+from ..base.errors import MalformedError, TargetError, UnreadableError, refuse_remote
 from ..base.globs import Glob
 from ..base.records import NamedTuple
 from ..base.steps import as_step
@@ -136,6 +136,7 @@ def _check_file(lock: str) -> None:
     Only a policy that --policy names may read its lock from an open descriptor.
     """
     try:
+        refuse_remote(lock)
         open_source(file_of(lock)).close()
     except UnreadableError as error:
         raise TargetError(f"the lock {quoted(lock)} cannot be read: {error.what}", next=error.step) from error

@@ -9,7 +9,7 @@ from typing import Any
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.prefixes import adapter_keys, unwrapper
-from ..base.steps import Setting, advice, command, suggested_output, tree_step
+from ..base.steps import Setting, advice, command, is_remote, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
@@ -86,7 +86,7 @@ def parse_entries(texts: Iterable[str]) -> list[tuple[str, str]]:
 def parse_source(text: str) -> dict[str, Any]:
     """Parse ``OTHER:FROM[=TO]``, a file and an entry of it; raise TargetError for other texts."""
     other, _, entry = text.rpartition(":")
-    if not other or not entry:
+    if not other or not entry or is_remote(text) > is_remote(other):
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
     return {"other": other, "entry": parse_entries([entry])}
 

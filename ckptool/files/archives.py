@@ -16,21 +16,19 @@ from itertools import islice
 from shlex import quote
 from typing import Any, Final
 
-from ..base.errors import MalformedError, RefusedError, UnreadableError
+from ..base.errors import MalformedError, RefusedError, UnreadableError, refuse_remote, refuse_remote_output
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import STDIN, as_step, command
+from ..base.steps import STDIN, as_step, command, concealed, is_remote
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted
 from .sources import (
-    REMOTE,
     BytesSource,
     FilePath,
     FileSource,
     MemberSource,
     SliceSource,
     Source,
-    is_remote,
     open_error,
     open_source,
 )
@@ -86,12 +84,21 @@ def file_of(path: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether the file or folder exists, or the archive that an address begins with."""
-    return os.path.exists(file_of(path))
+    """Return whether the file or folder exists, or the archive that an address begins with.
+
+    A remote file counts as existing: opening it says more.
+    """
+    return is_remote(path) or os.path.exists(file_of(path))
 
 
 def beside(path: str, name: str) -> str:
     """Return the path or address of a file whose ``name`` in ``path`` is relative to the folder of ``path``."""
+    if is_remote(name):
+        return concealed(name)
+    if is_remote(path):
+        from ..base.addresses import conceal, join, parent, reveal
+
+        return conceal(join(parent(reveal(path)), name))
     archive, separator, member = path.rpartition(SEPARATOR) if is_address(path) else ("", "", path)
     if not separator or os.path.isabs(name):
         return os.path.join(os.path.dirname(path), name)
@@ -143,8 +150,7 @@ def parsed_object(text: str | bytes) -> dict[str, Any] | None:
 
 def refuse_address(path: str) -> None:
     """Raise RefusedError if an output path is an archive member or a remote address, because neither can be written."""
-    if is_remote(path) and not os.path.isdir(os.path.dirname(path)):
-        raise RefusedError(REMOTE, path=path, next="write to a local path, then upload it")
+    refuse_remote_output(path)
     if is_address(path):
         archive, name = file_of(path), file_name(path)
         step = f"write a file such as {quote(name)}, then add it with zip or tar"
@@ -156,6 +162,10 @@ def file_name(path: str) -> str:
     """Return the file name after which to name an output: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
     if path == STDIN:
         return "stdin.pth"
+    if is_remote(path):
+        from ..base.addresses import name
+
+        return name(path)
     inner = _split(path)[1]
     return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
@@ -163,14 +173,15 @@ def file_name(path: str) -> str:
 def open_any(path: FilePath) -> FileSource | MemberSource:
     """Open a file, an archive member by its address, or standard input by the name ``-``.
 
-    Raises UnreadableError if the file cannot be read, if there is no such archive or member, or if the member is too
-    large to be inflated to memory. Raises MalformedError for a damaged archive.
+    Raises UnreadableError if the file cannot be read or is remote, if there is no such archive or member, or if the
+    member is too large to be inflated to memory. Raises MalformedError for a damaged archive.
     """
     name = os.fspath(path)
     if name == STDIN:
         from .write.spool import standard_input  # only streams need this import
 
         return standard_input()
+    refuse_remote(name)
     outer, rest = _split(name)
     if not outer:
         return open_source(name)

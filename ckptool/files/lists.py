@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-from ..base.errors import TargetError, UnreadableError
+from ..base.errors import TargetError, UnreadableError, refuse_remote
 from ..base.steps import Setting, advice
 
 #: The list that comes from standard input.
@@ -47,6 +47,7 @@ def listed_count(path: str, null: bool = False) -> int:
 
 
 def _opened(path: str) -> BinaryIO:
+    refuse_remote(path)
     return open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.dtypes import Dtype
 from ..base.errors import Again, ChangedError, UnreadableError
-from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import command
 
@@ -314,15 +313,6 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-REMOTE: Final = "remote addresses are not supported yet"
-_SCHEME: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://")
-
-
-def is_remote(path: str) -> bool:
-    """Return whether a path looks like a remote address, such as ``s3://bucket/model.pth``."""
-    return _SCHEME.match(path) is not None
-
-
 def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     """Return the error for a file that cannot be opened; a missing one may be meant for another in its folder."""
     reason, hint = open_error(error, name)
@@ -346,7 +336,7 @@ def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
     if error.errno == errno.ENOENT:
         if os.path.islink(name):
             return "the link points to nothing", f"see where it leads: ls -l {name}"
-        return (REMOTE, "download it first") if is_remote(name) else ("no such file", "")
+        return "no such file", ""
     if error.errno in (errno.EACCES, errno.EPERM):
         if os.path.isdir(name):
             return "it is a directory, not a file", "name a checkpoint file in it"

@@ -12,12 +12,12 @@ from typing import Final, TypeVar
 
 from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, command
+from ..base.steps import NextStep, command, is_remote
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import SEPARATOR, checkpoints_in, is_address
-from ..files.sources import REMOTE, is_remote, open_source
+from ..files.sources import open_source
 from ..files.zips.reader import read_archive
 from . import BARE_PICKLE, FORMATS, folder_format, read_container
 from .zip_kinds import kind_of
@@ -164,7 +164,7 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
 
 
 def _is_glob(path: str) -> bool:
-    return any(character in path for character in "*?[") and not os.path.lexists(path)
+    return any(character in path for character in "*?[") and not (is_remote(path) or os.path.lexists(path))
 
 
 def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
@@ -177,8 +177,6 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
         import glob
 
         matches = sorted(glob.glob(path, recursive=True))
-        if not matches and is_remote(path):
-            raise UnreadableError(REMOTE, path=path, next="download it first")
         if not matches:
             # Many file names contain brackets.
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"

@@ -9,8 +9,8 @@ from functools import wraps
 from shlex import quote
 from typing import Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
-from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError
-from ..base.steps import as_step, command, salvage_step
+from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError, refuse_remote
+from ..base.steps import as_step, command, concealed, is_remote, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
@@ -40,6 +40,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     ['epoch', 'best_mIoU', 'state_dict', 'optimizer'] 41
     """
     name = path_text(path)
+    refuse_remote(name)
     if os.path.isdir(name):
         if opened := read_folder(name):
             return Checkpoint.of(name, *opened)
@@ -64,10 +65,13 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
 
 def path_text(path: FilePath, otherwise: str = "") -> str:
-    """Return a path as text; raise TypeError for anything else. ``otherwise`` names what else is accepted."""
+    """Return a path as text, an address without its secrets; raise TypeError for anything else.
+
+    ``otherwise`` names what else is accepted.
+    """
     if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
         raise TypeError(f"a path (str or os.PathLike){otherwise} is expected, not {type(path).__name__}")
-    return name
+    return concealed(name)
 
 
 _OR_OPENED: Final = " or a Checkpoint"
@@ -131,6 +135,8 @@ def former_arguments(**names: str) -> Callable[[Callable[_Parameters, _Result]],
 def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""
+    if is_remote(path):
+        return False
     if os.path.isdir(path) or _may_be_pattern(path) or os.path.isdir(path + _TENSORS):
         return True
     if not path.endswith(".json") or is_address(path):

@@ -14,7 +14,7 @@ from command_line import Said, say
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.base.errors import RefusedError
+from ckptool.base.errors import RefusedError, UnreadableError
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
@@ -230,6 +230,10 @@ def test_a_library_takes_addresses(folder: Path) -> None:
 # -- remote addresses ------------------------------------------------------------------------------------------
 
 REMOTE = "s3://bucket/run/"
+#: The same with secrets, as S3, Azure and presigned addresses have them.
+SECRETS = ("s3://AK:se/CRET@bucket/run/", "https://CRET@host/run?X-Sig=CRET&n=")
+READ_REFUSAL = "remote files are not supported; download it first, then run the command on the file"
+WRITE_REFUSAL = "remote files are not supported; write to a local path, then upload it"
 _OUTPUTS = [
     (name, parameter)
     for name in COMMANDS
@@ -239,12 +243,24 @@ _OUTPUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _INPUTS])
+_INPUT_NAMES = [f"{name} {item.opts[0]}" for name, item in _INPUTS]
+
+
+@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
 def test_a_remote_input_is_refused_by_name(name: str, parameter: click.Parameter, folder: Path) -> None:
     said = _said(name, parameter, REMOTE, folder)
     assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
     assert REMOTE in said.err
-    assert "remote addresses are not supported yet; download it first" in said.err
+    assert READ_REFUSAL in said.err
+
+
+@pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
+@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
+def test_secrets_of_an_address_are_not_printed(name: str, parameter: click.Parameter, start: str, folder: Path) -> None:
+    said = _said(name, parameter, start, folder)
+    cut = parameter.opts[0] == "--merge-entry" and start == SECRETS[1]  # a query string goes to the end of the word
+    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err and "/run" in said.err
+    assert "CRET" not in said.all
 
 
 @pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])
@@ -261,12 +277,103 @@ def test_a_remote_output_is_refused_by_name(
     rest = [*REST.get(name, []), *flags]
     said = say(name, *inputs, *rest, parameter.opts[0], REMOTE + ("" if parameter.opts[0] == "--out-dir" else "x.pth"))
     assert said.code == RefusedError.exit_code, said.all
-    assert "remote addresses are not supported yet; write to a local path, then upload it" in said.err
+    assert WRITE_REFUSAL in said.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", [f"{REMOTE}x.pth", f"{REMOTE}x.safetensors", f"{REMOTE}x.dcp"])
+def test_a_dry_run_refuses_a_remote_output(output: str, folder: Path) -> None:
+    for words in (["-o", output, "--dry-run"], ["-o", output]):
+        said = say("convert", folder / "plain" / "bare.pth", *words)
+        assert said.code == RefusedError.exit_code
+        assert WRITE_REFUSAL in said.err
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["*.pth", "model[0-1].pth", "model_{rank}.pth", "outer.zip!a.pth", "model.safetensors.index.json", "", "x?.pth"],
+)
+@pytest.mark.parametrize("name", ["keys", "inspect", "validate", "scan", "hash", "lock", "stats", "history", "undo"])
+def test_every_kind_of_remote_path(name: str, rest: str) -> None:
+    said = say(name, REMOTE + rest)
+    assert said.code == 3
+    assert f"{REMOTE}{rest}: {READ_REFUSAL}\n" in said.err
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az", "abfss", "http", "https", "hf", "sftp", "memory", "S3"])
+def test_every_scheme_is_remote(scheme: str) -> None:
+    assert READ_REFUSAL in say("keys", f"{scheme}://host/x.pth").err
+
+
+@pytest.mark.parametrize("name", ["validate", "scan"])
+def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path) -> None:
+    names = tmp_path / "list"
+    names.write_text(f"{folder}/plain/bare.pth\n{REMOTE}x.pth\n{SECRETS[0]}y.pth\n{SECRETS[1]}z.pth\n")
+    for style in ("table", "json", "rows"):
+        said = say(name, "--files-from", names, "--format", style)
+        assert said.code == 3
+        assert READ_REFUSAL in said.all and f"{REMOTE}y.pth" in said.all and "https://host/run" in said.all
+        assert "CRET" not in said.all
+    journal = tmp_path / "journal"
+    say(name, "--files-from", names, "--since", journal)
+    assert "CRET" not in journal.read_text()
+    for option in ("--files-from", "--since"):
+        assert "remote files are not supported" in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
+
+
+def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "ckptool.toml"
+    policy.write_text(f'lock = "{SECRETS[0]}lock.json"\n')
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["--policy", policy]):
+        said = say("validate", folder / "plain" / "bare.pth", *words)
+        assert said.code == 2
+        assert f"{REMOTE}lock.json" in said.err and "remote files are not supported" in said.err
+        assert "CRET" not in said.all
+
+
+def test_typing_errors_do_not_print_secrets() -> None:
+    lines = [
+        ["diff", f"{SECRETS[0]}a.pth"],
+        ["get", f"{SECRETS[0]}a.pth", "x", f"{SECRETS[0]}b.pth"],
+        ["convert", f"{SECRETS[0]}a.pth"],
+        ["strip-module", f"{SECRETS[0]}a.pth", f"--output={SECRETS[0]}b.pth", f"--outptu={SECRETS[0]}b.pth"],
+        ["report", f"{SECRETS[0]}a.pth"],
+        [f"{SECRETS[0]}a.pth"],
+        ["match", f"{SECRETS[0]}a.pth", "--key"],
+    ]
+    for words in lines:
+        said = say(*words)
+        assert said.code in (2, 3)
+        assert "CRET" not in said.all, words
+
+
+def test_a_library_refuses_remote_files(folder: Path) -> None:
+    for path in (f"{SECRETS[0]}x.pth", f"{REMOTE}o.zip!x.pth", f"{REMOTE}x.index.json", f"{REMOTE}model_*.pth"):
+        with pytest.raises(UnreadableError, match="remote files are not supported") as refused:
+            ckptool.open(path)
+        assert refused.value.path.startswith(REMOTE)
+        assert refused.value.next.startswith("download it first")
+    with pytest.raises(RefusedError, match="remote files are not supported") as refused_output:
+        ckptool.save(folder / "plain" / "bare.pth", f"{SECRETS[0]}x.pth", dry_run=True)
+    assert refused_output.value.path == f"{REMOTE}x.pth"
+
+
+def test_the_uri_of_a_local_file(folder: Path) -> None:
+    path = folder / "plain" / "bare.pth"
+    said = say("keys", f"file://{path}")
+    assert said.code == 3
+    assert said.err.endswith(f"it is the URI of a local file; name its path\n  -> ckptool keys {path}\n")
+
+
+def test_a_message_that_begins_with_an_address_is_explained() -> None:
+    said = say("explain", "https://host/x.pth is not a zip file: failed finding central directory")
+    assert "supported" not in said.all
 
 
 def test_a_local_folder_that_looks_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    assert say("wrap", folder / "plain" / "bare.pth", "model", "-o", "s3://bucket/x.pth").code == 0
-    assert say("keys", "s3://bucket/x.pth").code == 0
+    assert say("wrap", folder / "plain" / "bare.pth", "model", "-o", "./s3:/bucket/x.pth").code == 0
+    assert say("keys", "./s3:/bucket/x.pth").code == 0
+    assert READ_REFUSAL in say("keys", "s3://bucket/x.pth").err

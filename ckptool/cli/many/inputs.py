@@ -13,6 +13,7 @@ import click
 
 from ...base.errors import UnreadableError
 from ...base.records import NamedTuple
+from ...base.steps import concealed
 from ..options import AnyPath, Command, InputPath, engine_options, refuse_keys
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
             if os.path.isdir(path):
                 yield from expand([path])
             else:
-                yield path
+                yield concealed(path)
 
     def checkpoints(self) -> Iterator[str | UnreadableError]:
         """Yield the paths of all checkpoints, with errors in place of unreadable paths."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import Any, Final
 
-from ...base.errors import OutputError, RefusedError, UnreadableError
+from ...base.errors import OutputError, RefusedError, UnreadableError, refuse_remote, refuse_remote_output
 from ...base.records import NamedTuple
 from .output import sync_folder, without_folder
 
@@ -33,6 +33,7 @@ class Journal:
     """
 
     def __init__(self, path: str, schema: str) -> None:
+        refuse_remote_output(path)
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
@@ -87,6 +88,7 @@ class Journal:
 
 def entries(path: str) -> Iterator[Entry]:
     """Yield the entries of a journal, or the lines of a ``LineFile``; raises UnreadableError."""
+    refuse_remote(path)
     begin = 0
     try:
         with open(path, "rb") as file:
@@ -102,6 +104,7 @@ class LineFile:
     """A new file of lines, written as they come; it is complete and on disk once it is closed."""
 
     def __init__(self, path: str) -> None:
+        refuse_remote_output(path)
         self.path = path
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

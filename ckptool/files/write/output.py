@@ -21,7 +21,7 @@ from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ...base.text import join_limited
 from ..archives import refuse_address
-from ..sources import REMOTE, FileSource, FolderPlan, Piece, Plan, Source, Span, is_remote, size_of
+from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
 from ..zips.reader import Nearby, Window
 from .copying import Progress, as_output_failure, write_pieces
@@ -156,8 +156,6 @@ class BackgroundSync(Background):
 
 def without_folder(path: str) -> OutputError:
     """Return the error for an output in a folder that does not exist, with the command that creates the folder."""
-    if is_remote(path):
-        return OutputError(REMOTE, path=path, next="write to a local path, then upload it")
     step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or os.path.dirname(os.path.realpath(path)))}")
     return OutputError("its folder does not exist", path=path, next=step)
 

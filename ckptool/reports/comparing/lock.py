@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, cast
 
-from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
+from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError, refuse_remote
 from ...base.findings import Finding
 from ...base.globs import MATCH_ALL, Globs
 from ...base.records import NamedTuple, TypedDict
@@ -230,7 +230,10 @@ def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Itera
 def read_lock(path: str) -> Locked:
     """Read a lock file; raise TargetError if it cannot be read or is not a lock."""
     try:
+        refuse_remote(path)
         status = os.stat(file_of(path))
+    except UnreadableError as error:
+        raise TargetError(f"the lock cannot be read: {error.what}", path=error.path, next=error.step) from error
     except OSError as error:
         reason, step = open_error(error, path)
         raise TargetError(f"the lock cannot be read: {reason}", path=path, next=step) from error

@@ -1,0 +1,114 @@
+"""Addresses of remote files, such as ``s3://bucket/run/model.pth``: the only module that takes them apart.
+
+``!member`` may follow the path or the query string. User information and query strings may be secrets, which are never
+printed: ``conceal`` replaces an address by a text without them as soon as it comes in, and only the module that opens
+it calls ``reveal``. Other modules import this one only for a text with ``://``.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from itertools import count
+from typing import Final
+
+from .lazy import regex
+from .records import NamedTuple
+
+#: An address: one line that begins with a scheme. One letter is a drive of Windows.
+_ADDRESS: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://.*\Z")
+#: Schemes whose text before ``@`` is a container or a repository, not user information.
+_AT_IS_PLAIN: Final = frozenset(("abfs", "abfss", "hf", "wasb", "wasbs"))
+#: Schemes whose query string needs no ``=``. In other addresses ``?`` may belong to a key or a pattern.
+_HTTP: Final = frozenset(("http", "https"))
+#: User information, up to ``@``. AWS keys have slashes: a colon that begins no port leads up to the first ``@``.
+_USER: Final = regex(r"[^/?#@]*:(?!\d*(?:[/?#]|\Z))[^?#@]*@|[^/?#]*@")
+_QUERY: Final = regex(r"(?s)[?#].*\Z")
+_QUERY_OF_VALUES: Final = regex(r"(?s)\?[^?]*=.*\Z")
+_MEMBER: Final = "!"
+
+
+def is_remote(text: str) -> bool:
+    """Return whether a text is an address."""
+    return _ADDRESS.match(text) is not None
+
+
+class Address(NamedTuple):
+    """The parts of an address. ``str()`` returns it whole, with its secrets.
+
+    ``scheme`` is in lower case. ``host`` is the bucket, container or host, ``path`` what follows it without the first
+    slash, ``!member`` included. ``user`` is the user information and ``query`` the query string, each "" if absent.
+    """
+
+    scheme: str
+    user: str
+    host: str
+    path: str
+    query: str
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        path = f"/{self.path}" if self.path else ""
+        return f"{self.scheme}://{user}{self.host}{path}{self.query}"
+
+
+def parse(text: str) -> Address:
+    """Return the parts of an address; ``text`` must be one."""
+    scheme, _, rest = text.partition("://")
+    scheme = scheme.lower()
+    user = _USER.match(rest) if scheme not in _AT_IS_PLAIN else None
+    rest = rest[user.end() :] if user else rest
+    found = (_QUERY if scheme in _HTTP else _QUERY_OF_VALUES).search(rest)
+    query = found.group() if found else ""
+    host, _, path = rest.removesuffix(query).partition("/")
+    query, separator, member = query.partition(_MEMBER)
+    return Address(scheme, user.group()[:-1] if user else "", host, path + separator + member, query)
+
+
+def join(address: str, *names: str) -> str:
+    """Return the address of a file in a folder; ``..`` is resolved, but leads no higher than the bucket or host."""
+    parts = parse(address)
+    path = posixpath.join(parts.path, *(name.lstrip("/") for name in names))
+    if {".", ".."} & {*path.split("/")}:  # else leave it: a key may have empty parts
+        path = posixpath.normpath(f"/{path}").removeprefix("/")
+    return str(parts._replace(path=path))
+
+
+def parent(address: str) -> str:
+    """Return the address of the folder of a file or folder, without a slash at its end."""
+    parts = parse(address)
+    return str(parts._replace(path=posixpath.dirname(parts.path.rstrip("/"))))
+
+
+def name(address: str) -> str:
+    """Return the name of the file, folder or last member; without a path, the bucket or host."""
+    parts = parse(address)
+    return posixpath.basename(parts.path.rstrip("/").rpartition(_MEMBER)[2]) or parts.host
+
+
+def shown(address: str) -> str:
+    """Return an address as it may be printed: without query string and user information."""
+    return str(parse(address)._replace(user="", query=""))
+
+
+#: The addresses with secrets that this process was given, by the text that stands for each.
+_GIVEN: Final[dict[str, str]] = {}
+
+
+def conceal(address: str) -> str:
+    """Return the text that stands for an address from now on, without its secrets, which ``reveal`` knows.
+
+    Two addresses get two texts: one that differs from an earlier one in its secrets alone gets a number.
+    """
+    text = plain = shown(address)
+    if address in (text, *_GIVEN):
+        return address
+    for number in count(2):
+        if _GIVEN.setdefault(text, address) == address:
+            break
+        text = f"{plain}#{number}"
+    return text
+
+
+def reveal(text: str) -> str:
+    """Return the address that ``conceal`` was given for a text, or the text itself. Never print it."""
+    return _GIVEN.get(text, text)
