@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, adding_path
@@ -26,7 +26,7 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
 from ..files.sources import Computed, Piece, Together, size_of
 from ..pickles.nodes import Call, Global, Ref
-from ..values.elements import StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
+from ..values.elements import Filling, StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
 from .optimizers import optimizers
 from .storages import Use, Uses, chosen_tensors, copied_call, has_bits, repointed, storage_uses, with_plain_ids
 
@@ -37,10 +37,8 @@ _IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "spa
 #: Floating-point dtypes without arithmetic: a scale that is only an exponent, and two values packed into a byte.
 _NO_ARITHMETIC: Final = ("float8_e8m0fnu", "float4_e2m1fn_x2")
 
-#: Bytes of a storage that are computed at once: so many that threads which hand them over rarely wait. Fewer if an
-#: operation reads several storages.
-_STEP: Final = 4 << 20
-_STEP_OF_SEVERAL: Final = 1 << 20
+#: Bytes of a storage that are computed at once: they and their results stay in the processor's cache.
+_STEP: Final = 1 << 20
 
 
 class SharedStorage(NamedTuple):
@@ -89,7 +87,8 @@ class Operation(Protocol):
     def results(self, pieces: Iterator[list[bytes]], path: str) -> Iterator[bytes]:
         """Yield the results for each piece, both in little-endian order.
 
-        A piece has the same number of elements from each storage. ``path`` is for error messages.
+        A piece has the same number of elements from each storage, in buffers that are overwritten once the next piece
+        is requested. ``path`` is for error messages.
         """
         ...
 
@@ -341,16 +340,26 @@ def elementwise(
 
 def _pieces(storages: Sequence[StorageReader], begin: int, numel: int, itemsize: int) -> Iterator[list[bytes]]:
     """Yield the elements in pieces: the same number from each storage."""
-    step = _STEP if len(storages) == 1 else _STEP_OF_SEVERAL
-    streams = [storage.loaded(begin * itemsize, numel * itemsize, step) for storage in storages]
+    fill = storages[0].filling(begin * itemsize, numel * itemsize) if len(storages) == 1 else None
+    if fill is not None:
+        yield from ([data] for data in _filled(fill, min(_STEP, numel * itemsize)))
+        return
+    streams = [storage.loaded(begin * itemsize, numel * itemsize, _STEP) for storage in storages]
     if len(streams) == 1:
         yield from ([data] for data in whole_chunks(streams[0], itemsize))
         return
-    aligned = [reblocked(stream, step) for stream in streams]
+    aligned = [reblocked(stream, _STEP) for stream in streams]
     while any(parts := [next(stream, b"") for stream in aligned]):
         if len({len(part) for part in parts}) > 1:
             raise MalformedError("a storage ends too early", path=storages[0].path)
         yield parts
+
+
+def _filled(fill: Filling, step: int) -> Iterator[bytes]:
+    """Yield the bytes in the same memory again and again, because the kernel must clear new memory for each step."""
+    block = memoryview(bytearray(step))
+    while count := fill(block):
+        yield cast(bytes, block[:count])
 
 
 def part_of_results(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from ckptool.base.errors import MalformedError
 from ckptool.files import threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
-from ckptool.files.write import copying, prefetch
+from ckptool.files.write import copying, prefetch, space
 from ckptool.files.zips.writer import combined_crc
 from ckptool.formats.pieces.chunks import Chunk, joined
 
@@ -222,6 +222,22 @@ def test_short_pieces_are_computed_together(tmp_path: Path) -> None:
         pieces += [b"header", Computed(size, made, (size,), together=together)]
     assert written(Plan(tuple(pieces)), tmp_path / "out") == b"".join(b"header" + b"".join(made(s)) for s in sizes)
     assert sum(calls) == 2000 and len(calls) <= 4
+
+
+def test_blocks_are_reserved_for_computed_bytes_alone(source: Path, tmp_path: Path) -> None:
+    file, size = open_source(str(source)), 17 << 20
+    plan = Plan((b"start", Span(file, 0, SIZE), Computed(size, made, (size,)), b"middle", Span(file, 0, 4000), b"end"))
+    with (tmp_path / "output").open("wb") as output:
+        space.allocate(plan, output.fileno())
+        status = os.fstat(output.fileno())
+        if not status.st_blocks:
+            pytest.skip("the filesystem reserves no blocks")
+        assert status.st_size == 0
+        assert size <= status.st_blocks * 512 <= size + (64 << 10)
+        copying.write_pieces(plan, output.fileno())
+    data = source.read_bytes()
+    expected = b"".join((b"start", data, *made(size), b"middle", data[:4000], b"end"))
+    assert (tmp_path / "output").read_bytes() == expected
 
 
 def test_a_checksum_known_from_computing_is_not_read_again(

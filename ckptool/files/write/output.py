@@ -25,6 +25,7 @@ from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
 from ..zips.reader import Nearby, Window
 from .copying import Progress, as_output_failure, write_pieces
+from .space import allocate
 
 try:
     import fcntl
@@ -237,6 +238,7 @@ def write_file(
         fd = _reopen(temporary) if staged else create(temporary)
         try:
             if fill is None:
+                allocate(plan, fd)
                 write_pieces(plan, fd, progress)
             else:
                 os.ftruncate(fd, plan.size)

@@ -22,6 +22,8 @@ except ImportError:  # Windows
 
 #: Flags of Linux's fallocate (linux/falloc.h): the size of the file stays, the bytes become a hole.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+#: Fewer bytes are written faster than they are reserved.
+_MIN_ALLOCATED: Final = 16 << 20
 #: Linux ioctl: share a range of blocks with another file (linux/fs.h, FICLONERANGE).
 _CLONE_RANGE: Final = 0x4020940D
 
@@ -150,8 +152,30 @@ def reclaim(fd: int, spans: Sequence[Span]) -> int:
     return max(before - os.fstat(fd).st_blocks, 0) * 512
 
 
+def allocate(plan: Plan, fd: int) -> None:
+    """Reserve the blocks of long stretches that are computed, not copied; this halves the time of writing them.
+
+    The size of the file stays. Nothing happens where the system cannot; a full disk is reported by the write.
+    """
+    begin = at = 0
+    for piece in (*plan.pieces, None):
+        if (piece is None or isinstance(piece, Span)) and at - begin >= _MIN_ALLOCATED:
+            with suppress(OSError):
+                _fallocate(fd, _KEEP_SIZE, begin, at - begin)
+        at += 0 if piece is None else size_of(piece)
+        begin = at if isinstance(piece, Span) else begin
+
+
 def _punch(fd: int, begin: int, size: int) -> bool:
     """Make a hole in a file; return False if the system or the filesystem has none. Raises OSError."""
+    return _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, size)
+
+
+def _fallocate(fd: int, mode: int, begin: int, size: int) -> bool:
+    """Call ``fallocate``; return False if the system or the filesystem lacks it. Raises OSError.
+
+    ``os.posix_fallocate`` would write to every block where the filesystem lacks it.
+    """
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
 
@@ -160,7 +184,7 @@ def _punch(fd: int, begin: int, size: int) -> bool:
     except (ImportError, OSError, AttributeError):
         return False
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, size) == 0:
+    if fallocate(fd, mode, begin, size) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):

@@ -36,7 +36,8 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     if numpy is not None:
         return _widen_bfloat16(numpy, data) if target == "float32" else _round_to_bfloat16(numpy, data)
     torch = need_torch("casting values")
-    values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, dtype))
+    writable = bytearray(data) if isinstance(data, bytes) else data  # torch warns about other memory
+    values = torch.frombuffer(writable, dtype=torch_dtype(torch, dtype))
     out, result = _empty(torch, values.numel(), torch_dtype(torch, target))
     result.copy_(values)
     return bytes(out), _overflow_count(torch, values, result)
