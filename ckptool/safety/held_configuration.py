@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Persistent, Ref
@@ -44,8 +44,7 @@ _COST: Final = 100
 def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and texts among the values of a pickle that make a loader run code."""
     nodes = graph.nodes
-    together = "\n".join([text for text in graph.strings if len(text) > _SHORT])
-    texts = _texts(graph) if any(mark in together for mark in _MARKS) else []
+    texts = _texts(graph) if _has_marks(graph.strings) else []
     has_keys = not KEYS.isdisjoint(graph.strings)
     if not texts and not has_keys:
         return []
@@ -73,6 +72,16 @@ def held_findings(graph: Graph) -> list[ActivePart]:
         found += text_findings(text)
         found += (item._replace(message=item.message.lstrip(": ")) for item in key_findings("", text, {}))
     return found
+
+
+def may_be_configuration(strings: Collection[str]) -> bool:
+    """Return whether ``held_findings`` may find anything in a pickle with these strings."""
+    return not KEYS.isdisjoint(strings) or _has_marks(strings)
+
+
+def _has_marks(strings: Iterable[str]) -> bool:
+    together = "\n".join([text for text in strings if len(text) > _SHORT])
+    return any(mark in together for mark in _MARKS)
 
 
 def _texts(graph: Graph) -> list[str]:

@@ -166,7 +166,8 @@ def run(
     and on the ``option_files`` that options name.
     """
     style = command.style
-    several = inputs.several if several is None else several
+    if several is None:
+        several = style == "json" and inputs.several  # no other format asks, and a folder takes time to recognise
     output = Output(style, several, command.columns, spaced)
     totals = Totals(errors or ErrorLog.beside(style, several))
     stamped = style == ROWS or inputs.since is not None

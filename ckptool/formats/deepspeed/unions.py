@@ -479,9 +479,11 @@ def _universal_folder(path: str, names: Collection[str]) -> str:
     tag = read_tag(os.path.join(path, _LATEST)) if _LATEST in names else ""
     folder = os.path.join(path, tag) if tag and tag in names else path
     inside = listed(folder)
+    if _PARAMETERS not in inside:
+        return ""
     models = [name for name in inside if MODEL.match(name)]
     # Several model files mean that the model itself is cut.
-    return folder if _PARAMETERS in inside and models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
+    return folder if models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
 
 
 def _is_pipeline(names: Collection[str]) -> bool:

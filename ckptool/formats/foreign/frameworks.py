@@ -36,7 +36,7 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
         if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
             return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
         return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
-    rows = without_magic(os.path.splitext(source.name)[1].lower())
+    rows = without_magic(os.path.splitext(source.name)[1].lower(), head[:1])
     known = next((row.format_of(source) for row in rows if row.matches(source)), None)
     return known or _msgpack(head, source) or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
 

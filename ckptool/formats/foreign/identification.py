@@ -40,12 +40,20 @@ _DOWNLOAD: Final = "download it again, logged in or from the link of the raw fil
 
 def explain(head: bytes, source: Source) -> UnreadableError:
     """Return the error that names the format of a file; ``head`` are its first bytes."""
-    for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
+    error = explain_before_pickle(head, source) or _pickle(head, source)
+    if error is not None:
+        return error
+    what = "it is not a checkpoint: its first bytes match no format that ckptool knows"
+    return _error("unknown", what, source)
+
+
+def explain_before_pickle(head: bytes, source: Source) -> UnreadableError | None:
+    """Return the error that names a format which goes before a binary pickle, or None for all other files."""
+    for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives):
         error = test(head, source)
         if error is not None:
             return error
-    what = "it is not a checkpoint: its first bytes match no format that ckptool knows"
-    return _error("unknown", what, source)
+    return None
 
 
 def explain_placeholder(source: Source) -> UnreadableError | None:

@@ -36,24 +36,27 @@ class ForeignFormat(NamedTuple):
         *magic: bytes,
         at: tuple[int, ...] = (0,),
         suffix: tuple[str, ...] = (),
+        first: bytes = b"",
         test: Test | None = None,
         detail: Callable[[Source], str] | None = None,
     ) -> Signature:
         """Return the table row for this format."""
-        return Signature(self, magic, at, suffix, test, detail)
+        return Signature(self, magic, at, suffix, first, test, detail)
 
 
 class Signature(NamedTuple):
     """A format and the rules that recognise it.
 
     The file starts with one of ``magic`` at one of the offsets ``at``, its name ends with one of ``suffix``, and it
-    passes ``test``. ``detail`` returns text that follows the description after a colon.
+    passes ``test``. ``first`` are all first bytes with which it can pass; b"" stands for any. ``detail`` returns text
+    that follows the description after a colon.
     """
 
     format: ForeignFormat
     magic: tuple[bytes, ...]
     at: tuple[int, ...]
     suffix: tuple[str, ...]
+    first: bytes
     test: Test | None
     detail: Callable[[Source], str] | None
 
@@ -289,12 +292,12 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ).known_by(b"\0B", test=_begins(rb"\0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)")),
     # src/util/kaldi-table-inl.h of Kaldi
     ForeignFormat("kaldi", "an archive of Kaldi (ark)", "kaldiio.load_ark reads it").known_by(
-        test=_begins(rb"[!-~]{1,200} \0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)")
+        first=bytes(range(0x21, 0x7F)), test=_begins(rb"[!-~]{1,200} \0B(?:<[A-Za-z]\w*>|[FDC][MV]\d? |\x04)")
     ),
     # python/ctranslate2/specs/model_spec.py
     ForeignFormat(
         "ctranslate2", "a CTranslate2 model", "ctranslate2.Translator or Generator loads its folder"
-    ).known_by(test=_begins(rb"[\x01-\x14]\0\0\0[\x04-\x60]\0\w{2,90}Spec\0")),
+    ).known_by(first=bytes(range(0x01, 0x15)), test=_begins(rb"[\x01-\x14]\0\0\0[\x04-\x60]\0\w{2,90}Spec\0")),
     # -- programs on devices
     # schema.fbs of tensorflow/lite
     ForeignFormat("tflite", "a TensorFlow Lite model", "tf.lite.Interpreter runs it").known_by(b"TFL3", at=(4,)),
@@ -410,23 +413,25 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "a model of SentencePiece, the vocabulary of a tokenizer",
         "sentencepiece.SentencePieceProcessor(model_file=...) reads it",
     ).known_by(
-        test=_begins(rb"\x0a[\x08-\x60]\x0a[\1-\x50][^\0-\x08]{1,80}?\x15.{4}(?:\x18[\x01-\x06])?\x0a[\x08-\x60]\x0a")
+        first=b"\n",
+        test=_begins(rb"\x0a[\x08-\x60]\x0a[\1-\x50][^\0-\x08]{1,80}?\x15.{4}(?:\x18[\x01-\x06])?\x0a[\x08-\x60]\x0a"),
     ),
     # mindspore/ccsrc/utils/checkpoint.proto
     ForeignFormat("mindspore", "a checkpoint of MindSpore", "mindspore.load_checkpoint reads it").known_by(
+        first=b"\n",
         test=_begins(
             rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x0a[\1-\x7f][ -~]{1,127}\x12[\x80-\xff]{0,4}[\0-\x7f]"
             rb"(?:\x08[\x80-\xff]*[\0-\x7f])*\x12[\4-\x0a](?:BF|F|UI|I|B|S)[a-z]+\d*\x1a"
-        )
+        ),
     ),
     # paddle/fluid/framework/framework.proto: ProgramDesc
     ForeignFormat("paddle", "a program of PaddlePaddle (.pdmodel)", f"{_PADDLE} .pdiparams").known_by(
-        test=_begins(rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x08\0\x10\xff{9}\x01")
+        first=b"\n", test=_begins(rb"\x0a[\x80-\xff]{0,4}[\0-\x7f]\x08\0\x10\xff{9}\x01")
     ),
     # src/caffe/proto/caffe.proto: NetParameter
     ForeignFormat(
         "caffe", "a Caffe model (.caffemodel)", "cv2.dnn.readNetFromCaffe reads it with its .prototxt, and Caffe does"
-    ).known_by(test=_is_caffe),
+    ).known_by(first=b"\n\x12\xa2", test=_is_caffe),
     # src/learner.cc of dmlc/xgboost: LearnerModelParamLegacy
     ForeignFormat(
         "xgboost",
@@ -483,7 +488,10 @@ def _with_magic(found: tuple[bytes, ...]) -> tuple[Signature, ...]:
 
 
 @lru_cache(4096)
-def without_magic(suffix: str) -> tuple[Signature, ...]:
-    """Return the rows without magic bytes that a file with this last suffix may fit, in the order of the table."""
-    rows = (row for row in SIGNATURES if not row.magic)
+def without_magic(suffix: str, first: bytes) -> tuple[Signature, ...]:
+    """Return the rows without magic bytes that a file may fit, in the order of the table.
+
+    ``suffix`` is the last suffix of its name, ``first`` its first byte, or b"" for an empty file.
+    """
+    rows = (row for row in SIGNATURES if not row.magic and (not row.first or first in row.first))
     return tuple(row for row in rows if not row.suffix or any(known.endswith(suffix) for known in row.suffix))

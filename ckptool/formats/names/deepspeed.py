@@ -34,6 +34,8 @@ LAYER: Final = regex(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
 EXPERT: Final = regex(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
 #: Without ZeRO, an expert-parallel rank's optimizer state.
 EXPERT_OPTIMIZER: Final = regex(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
+#: Every such name has this. Most folders are no DeepSpeed folder, and have thousands of other names.
+_STATES: Final = "_states"
 _TAG: Final = regex(r"global_step\d+\Z")
 #: The most ranks that are checked for completeness.
 _MAX_RANKS: Final = 1 << 16
@@ -87,8 +89,9 @@ def other_steps(step: StepFolder) -> list[str]:
 
 
 def _are_files(names: Collection[str]) -> bool:
-    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    others = any(LAYER.match(name) or EXPERT.match(name) for name in names)
+    states = [name for name in names if _STATES in name]
+    optimizer, zero3, models = (_by_rank(kind, states) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    others = any(LAYER.match(name) or EXPERT.match(name) for name in states)
     return bool(optimizer or zero3 or (models and (others or len(models) == len(names))))
 
 

@@ -29,6 +29,8 @@ _SINGLE: Final = (
     *((stem, "safetensors") for stem in ("model", "adapter_model", "diffusion_pytorch_model")),
     *((stem, "bin") for stem in ("pytorch_model", "adapter_model", "diffusion_pytorch_model")),
 )
+#: The endings of all such files, alone or in shards.
+_WEIGHTS: Final = (".safetensors", ".bin")
 #: A name that from_pretrained builds for ``variant=``, such as ``model.fp16``.
 _VARIANT: Final = regex(rf"({'|'.join(_STEMS)})\.([\w-]+)\Z")
 #: The variant precedes the number, or follows it in folders of older diffusers versions.
@@ -143,17 +145,19 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
     the user named instead.
     """
     variants = any(name in names for name in _SURE)
-    candidates = [weights for name in sorted(names) if (weights := _single_file(name, variants)) is not None]
+    ordered = sorted(name for name in names if name.endswith(_WEIGHTS))
+    candidates = [weights for name in ordered if (weights := _single_file(name, variants)) is not None]
     shards: dict[tuple[str, str, str], list[str]] = {}
     counts: dict[tuple[str, str, str], int] = {}
-    for name in sorted(names):
+    for name in ordered:
         match = _SHARD.match(name)
         if match and not _OF_RANK.match(name):
             stem, variant = _split_variant(match[1])
             family = (stem, match[5], match[4] or variant)
             shards.setdefault(family, []).append(name)
             counts[family] = max(counts.get(family, 0), int(match[3]))
-    indexed = {(match[1], match[2], match[3] or "") for match in map(_INDEXED.match, names) if match}
+    indexes = [match for name in names if name.endswith(".json") and (match := _INDEXED.match(name))]
+    indexed = {(match[1], match[2], match[3] or "") for match in indexes}
     for stem, suffix, variant in sorted(shards.keys() | indexed):
         family = (stem, suffix, variant)
         name, files = index_name(*family), tuple(shards.get(family, ()))

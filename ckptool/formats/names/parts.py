@@ -83,6 +83,10 @@ def keeps_number(output: str, path: str) -> bool:
     return own <= its if own else False
 
 
+#: Each of these marks contains one of these words, in any case. Most names have none.
+_WORDS: Final = ("rank", "consolidated", "model", "shard", "part", "of")
+
+
 @cache
 def _schemes() -> tuple[_Scheme, ...]:
     """Return the naming schemes; compiled on first use, because most names have no number."""
@@ -91,7 +95,9 @@ def _schemes() -> tuple[_Scheme, ...]:
 
 def marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
     """Yield (scheme, match) for each part number in a name."""
-    for scheme in _schemes() if name.endswith(WEIGHTS) and any(map(str.isdigit, name)) else ():
+    lower = name.lower()
+    may_be_part = name.endswith(WEIGHTS) and (any(word in lower for word in _WORDS) or not name.isascii())
+    for scheme in _schemes() if may_be_part else ():
         for match in scheme.mark.finditer(name):
             if int(match.groupdict().get("of") or 2) > 1:
                 yield scheme, match
@@ -131,8 +137,9 @@ def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> N
 def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
     """Return the sets of shards among file names; the set with the highest number is last."""
     sets: dict[str, tuple[_Scheme, re.Match[str], dict[int, str]]] = {}
-    for name in sorted(names, key=_natural):
-        found = list(marks(name))
+    weights = (name for name in names if name.endswith(WEIGHTS))
+    marked = [(name, found) for name in weights if (found := list(marks(name)))]  # few of many names have a number
+    for name, found in sorted(marked, key=lambda item: _natural(item[0])):
         if any(scheme.kind != SHARDS for scheme, _ in found):
             continue  # a shard of one rank's slices is not a shard of the whole
         for scheme, match in found:
