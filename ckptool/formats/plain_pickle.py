@@ -11,6 +11,7 @@ from ..safety.held_configuration import may_be_configuration
 from . import BARE_PICKLE, FORMATS
 from .foreign.frameworks import foreign_pickle
 from .foreign.identification import explain_before_pickle
+from .search.graph_parts import may_hold_pickle
 from .search.inert import active_parts
 
 #: The most bytes of such a file. A larger one is rare, and its search costs little per byte.
@@ -24,14 +25,16 @@ _ZIP_END: Final = b"PK\x05\x06"
 def is_plain_pickle(source: Source) -> bool:
     """Return whether a file holds exactly one pickle of plain data, and no program takes it for anything else.
 
-    Such a file has the kind "pickle". Its pickle names nothing, its strings hold neither pickles nor configuration, and
-    its bytes fit no other format, so a search would find nothing that could run.
+    Such a file has the kind "pickle". Its pickle names nothing, its strings and bytes hold neither pickles nor
+    configuration, and the file fits no other format, so a search would find nothing that could run.
     """
     if source.size > _MOST or source.name.endswith(_PARTS):
         return False
     data = source.read(0, source.size)
     strings = plain_strings(data)
-    if strings is None or _ZIP_END in data or may_be_configuration(strings):
+    if strings is None or _ZIP_END in data or may_be_configuration(strings.texts):
+        return False
+    if strings.binary and any(map(may_hold_pickle, strings.binary)):
         return False
     name = source.name
     whole, head = BytesSource(data, name), data[:1024]

@@ -1,14 +1,16 @@
 """Recognise a pickle of plain data in one quick pass, without making its graph.
 
-Most small pickles hold dicts, lists, tuples, numbers and short texts, as CPython's pickler writes them.
-``plain_strings`` returns the strings of such a pickle: all that a search for code needs. Everything unusual is left to
-``decode``.
+Most small pickles hold dicts, lists, tuples, numbers, texts and bytes, as CPython's pickler writes them.
+``plain_strings`` returns the texts and bytes of such a pickle: all that a search for code needs. Everything unusual is
+left to ``decode``.
 """
 
 from __future__ import annotations
 
 from struct import Struct, error
 from typing import Final
+
+from ..base.records import NamedTuple
 
 _u32 = Struct("<I").unpack_from
 
@@ -21,11 +23,19 @@ _CONSTANTS: Final = {0x4E: 0, 0x88: 0, 0x89: 0, 0x29: 0, 0x4B: 1, 0x4D: 2, 0x4A:
 _FRAME_END: Final = 11
 
 
-def plain_strings(data: bytes) -> list[str] | None:
-    """Return the strings of a pickle of plain data that takes up all of ``data``; None for any other bytes.
+class PlainStrings(NamedTuple):
+    """The strings and the bytes objects in a pickle, as often as they are written."""
 
-    The pickle has protocol 2 to 5 and at most one FRAME. It makes only None, bools, numbers, ASCII strings, tuples,
-    lists and dicts, so it names, calls and refers to nothing. It is one that ``decode`` takes without any oddity.
+    texts: list[str]
+    binary: list[bytes]
+
+
+def plain_strings(data: bytes) -> PlainStrings | None:
+    """Return the strings in a pickle of plain data that takes up all of ``data``; None for any other bytes.
+
+    The pickle has protocol 2 to 5 and at most one FRAME. It makes only None, bools, numbers, ASCII strings, bytes,
+    tuples, lists and dicts, so it names, calls and refers to nothing. It is one that ``decode`` takes without any
+    oddity.
     """
     if data[:1] != b"\x80" or data[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         return None
@@ -40,12 +50,13 @@ def plain_strings(data: bytes) -> list[str] | None:
         return None
 
 
-def _run(data: bytes, pos: int) -> list[str] | None:
+def _run(data: bytes, pos: int) -> PlainStrings | None:
     """Run from ``pos`` to STOP, with kinds in place of values; an IndexError means that the pickle is not plain."""
     stack: list[int] = []
     outer: list[list[int]] = []
     memo: list[int] = []
-    strings: list[str] = []
+    texts: list[str] = []
+    binary: list[bytes] = []
     constants = _CONSTANTS
     while True:
         code = data[pos]
@@ -63,12 +74,12 @@ def _run(data: bytes, pos: int) -> list[str] | None:
         elif code == 0x8C:  # SHORT_BINUNICODE
             begin = pos + 1
             pos = begin + data[pos]
-            strings.append(str(data[begin:pos], "ascii"))
+            texts.append(str(data[begin:pos], "ascii"))
             stack.append(_KEY)
         elif code == 0x58:  # BINUNICODE
             begin = pos + 4
             pos = begin + _u32(data, pos)[0]
-            strings.append(str(data[begin:pos], "ascii"))
+            texts.append(str(data[begin:pos], "ascii"))
             stack.append(_KEY)
         elif code == 0x68:  # BINGET
             stack.append(memo[data[pos]])
@@ -107,6 +118,11 @@ def _run(data: bytes, pos: int) -> list[str] | None:
             kind = _TUPLE if any(stack) else _KEY
             stack = outer.pop()
             stack.append(kind)
+        elif code == 0x43 or code == 0x42:  # SHORT_BINBYTES, BINBYTES
+            begin = pos + (1 if code == 0x43 else 4)
+            pos = begin + (data[pos] if code == 0x43 else _u32(data, pos)[0])
+            binary.append(data[begin:pos])
+            stack.append(_KEY)
         elif code == 0x8A:  # LONG1
             stack.append(_KEY)
             pos += 1 + data[pos]
@@ -120,6 +136,6 @@ def _run(data: bytes, pos: int) -> list[str] | None:
             pos += 4
         elif code == 0x2E:  # STOP
             stack.pop()
-            return strings if pos == len(data) and not stack and not outer else None
+            return PlainStrings(texts, binary) if pos == len(data) and not stack and not outer else None
         else:
             return None

@@ -28,8 +28,9 @@ VALUES: tuple[Any, ...] = (
     {"long": "x" * 300, "short": "y" * 255},
     list(range(2500)),
     {str(n): n for n in range(1100)},
+    {"crop": bytes(200), b"key": b"x" * 300, "none": b""},
 )
-KINDS = (type(None), bool, int, float, str, tuple, List, Dict)
+KINDS = (type(None), bool, int, float, str, bytes, tuple, List, Dict)
 
 
 def _cycle() -> list[Any]:
@@ -50,7 +51,8 @@ def _agrees(data: bytes) -> bool:
     graph, end, _ = decode(data)
     assert end == len(data)
     assert _is_plain(graph)
-    assert sorted(strings) == sorted(node for node in graph.nodes if type(node) is str)
+    assert sorted(strings.texts) == sorted(node for node in graph.nodes if type(node) is str)
+    assert sorted(strings.binary) == sorted(node for node in graph.nodes if type(node) is bytes)
     assert not graph.oddities
     return True
 
@@ -59,11 +61,11 @@ def _agrees(data: bytes) -> bool:
 @pytest.mark.parametrize("value", [*VALUES, _cycle()], ids=range(len(VALUES) + 1))
 def test_plain_data_is_taken(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
-    # The pickler cuts a large pickle into several frames.
-    assert _agrees(data) or data.count(b"\x95") > 1
+    # The pickler cuts a large pickle into several frames. Protocol 2 has no bytes: it makes them by a call.
+    assert _agrees(data) or data.count(b"\x95") > 1 or (b"_codecs" in data and protocol == 2)
 
 
-@pytest.mark.parametrize("value", ["é", b"x", bytearray(b"x"), {1, 2}, 1j, print, range(3), [b"\x80\x04N."]], ids=repr)
+@pytest.mark.parametrize("value", ["é", bytearray(b"x"), {1, 2}, 1j, print, range(3)], ids=repr)
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_other_data_is_left_to_the_decoder(value: Any, protocol: int) -> None:
     assert plain_strings(pickle.dumps([value], protocol)) is None
@@ -100,6 +102,10 @@ def test_other_data_is_left_to_the_decoder(value: Any, protocol: int) -> None:
         b"\x80\x02]q\0(q\1Ne.",
         b"\x80\x02X\xff\xff\xff\xffab.",
         b"\x80\x04\x8c\xffab.",
+        b"\x80\x04C\xffab.",
+        b"\x80\x03B\xff\xff\xff\xffab.",
+        b"\x80\x04\x8e\1\0\0\0\0\0\0\0a.",
+        b"\x80\x05\x96\1\0\0\0\0\0\0\0a.",
         b"\x80\x04\x95\2\0\0\0\0\0\0\0N.N.",
         b"\x80\x04\x95\3\0\0\0\0\0\0\0N.",
         b"\x80\x02N0N.",
@@ -113,11 +119,11 @@ def test_what_is_damaged_or_odd_is_left_to_the_decoder(data: bytes) -> None:
     assert plain_strings(data) is None
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_mutated_pickles(protocol: int) -> None:
     """Thousands of changed pickles: whatever is taken, the decoder takes too."""
     rng = random.Random(protocol)
-    seeds = [pickle.dumps(value, protocol) for value in VALUES[:7]]
+    seeds = [pickle.dumps(value, protocol) for value in (*VALUES[:7], VALUES[-1])]
     codes = b"N\x88\x89K})](tuesa\x85\x86\x87\x94qhj.X\x8cGJM0128RcQ\x93\x81\x82b"
     taken = 0
     for number in range(8000):
@@ -137,7 +143,7 @@ def test_mutated_pickles(protocol: int) -> None:
     assert taken > 200
 
 
-_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 _data = st.recursive(
     _scalars, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(_scalars, inner), max_leaves=30
 )
@@ -146,7 +152,8 @@ _data = st.recursive(
 @given(_data, st.integers(2, 5))
 def test_any_plain_data(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
-    assert _agrees(data) or not all(text.isascii() for text in decode(data).graph.strings)
+    graph = decode(data).graph
+    assert _agrees(data) or not (_is_plain(graph) and all(text.isascii() for text in graph.strings))
 
 
 @given(st.binary(max_size=60))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from ...checkpoint.objects import callable_name
 from ...pickles.nodes import ByteArray, Call, Global, Graph, Persistent
+
+#: The first bytes of a zip archive.
+ZIP: Final = b"PK\x03\x04"
 
 
 def persistent_keys(graph: Graph) -> set[str]:
@@ -54,3 +58,20 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
             continue
         if len(data) > 2:
             yield data, ref in arguments
+
+
+def may_hold_pickle(data: bytes) -> bool:
+    """Return whether bytes in a pickle are searched for other pickles, even if they are no argument of a call."""
+    return data[:4] == ZIP or is_binary_pickle(data) or may_run(data)
+
+
+def is_binary_pickle(data: bytes) -> bool:
+    """Return whether bytes begin like a pickle of protocol 2 or later."""
+    return data[:1] == b"\x80" and data[1:2] <= b"\x05"
+
+
+def may_run(data: bytes) -> bool:
+    """Return whether an unpickler may import something from bytes that do not begin like a binary pickle."""
+    from ...pickles.lexer import ENDS, NOTHING, outcome  # only for pickles that hold bytes
+
+    return outcome(data) not in (NOTHING, ENDS)

@@ -28,7 +28,7 @@ from ...pickles.opcodes import PROTO
 from ...safety.calls import suspicious_calls
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
-from .graph_parts import byte_strings
+from .graph_parts import ZIP, byte_strings, is_binary_pickle, may_run
 from .inert import active_parts, configured_kind, inert_kind, is_plain_record, is_text
 from .numpy_arrays import npy_data
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 #: The most levels of nested files and pickles that are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
-_ZIP: Final = b"PK\x03\x04"
 #: Inflating this many bytes costs as much as decoding one.
 _INFLATE_RATIO: Final = 16
 #: Bytes after the end of a tar archive that are examined: tar pads with zeros, up to 10,240.
@@ -101,7 +100,7 @@ def is_followed(source: Source) -> bool:
     """Return whether ``find_pickles`` can look inside a file, or reports why not: archives, compressed data, arrays."""
     head = source.read(0, 512)
     compression = compression_of(head)
-    known = head[:4] == _ZIP or head[:6] == _NPY or is_header(head)
+    known = head[:4] == ZIP or head[:6] == _NPY or is_header(head)
     return known or (compression is not None and not compression.doubtful) or _is_zip(source)
 
 
@@ -127,7 +126,7 @@ def _in_content(content: Source, name: str, search: Search, *, storage: bool = F
         yield unchecked(name, _TOO_DEEP)
         return
     head = content.read(0, 512)
-    zipped, arrays = head[:4] == _ZIP, head[:6] == _NPY
+    zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
     if not head or (storage and not zipped and not arrays):
         return
     active = [] if storage else active_parts(name or content.name, head, content)
@@ -150,7 +149,7 @@ def _in_content(content: Source, name: str, search: Search, *, storage: bool = F
         yield from _within(name, _in_tar(content, (), search.deeper()))
     if compression is not None:
         yield from _within(name, _in_compressed(content, compression, search.deeper()))
-    if head[:4] == _ZIP:
+    if head[:4] == ZIP:
         return
     if _is_pickle_name(name):
         yield from _within("", _whole_pickle(content, name, search))
@@ -186,7 +185,7 @@ def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
         search.budget.take(archive.end.size)
         audited = audit(archive)
     except MalformedError as error:
-        if search.strict and search.depth > 1 and content.read(0, 4) == _ZIP:
+        if search.strict and search.depth > 1 and content.read(0, 4) == ZIP:
             yield unchecked("the archive", error.what)
         yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
         return
@@ -568,13 +567,11 @@ def _in_graph(graph: Graph, where: str, search: Search) -> Iterator[FoundPickle]
         if not search.depth:
             search.budget.left += len(data)
         content = BytesSource(data, name)
-        if data[:4] == _ZIP:
+        if data[:4] == ZIP:
             yield from _within(name, _in_content(content, "", search.deeper()))
             continue
-        binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
-        for pickle in (
-            _bare(content, 0, name, search.deeper(), False) if binary or is_argument or _may_run(data) else ()
-        ):
+        binary = is_binary_pickle(data)
+        for pickle in _bare(content, 0, name, search.deeper(), False) if binary or is_argument or may_run(data) else ():
             if pickle.unchecked and _is_clean(data):
                 continue  # a storage's values follow the pickles
             # Bytes that parse by chance name no globals.
@@ -586,10 +583,3 @@ def _is_clean(data: bytes) -> bool:
     from ...safety.torch_bytes import is_clean  # only for bytes that torch saved
 
     return is_clean(data, suspicious_calls)
-
-
-def _may_run(data: bytes) -> bool:
-    """Return whether an unpickler may import something from bytes that do not begin like a binary pickle."""
-    from ...pickles.lexer import ENDS, NOTHING, outcome  # only for pickles that hold bytes
-
-    return outcome(data) not in (NOTHING, ENDS)

@@ -357,6 +357,15 @@ def test_every_row_says_where_its_mark_is_from() -> None:
     assert [row.format for row in signatures.SIGNATURES if not (row.magic or row.suffix or row.test)] == []
 
 
+@pytest.mark.parametrize("item", [item for item in FOREIGN if item.path.is_file()], ids=by_name)
+def test_a_row_matches_no_other_first_byte_than_it_says(item: Real) -> None:
+    data = item.path.read_bytes()[: 1 << 16]
+    for row in (row for row in signatures.SIGNATURES if row.first):
+        for first in range(256):
+            source = BytesSource(bytes([first]) + data[1:], item.path.name)
+            assert first in row.first or not row.matches(source), row.format.kind
+
+
 def test_numbers_without_a_mark_are_told_by_what_is_beside_them(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(FLOATS)
     (tmp_path / "b.bin").write_bytes(FLOATS)
