@@ -32,7 +32,7 @@ from .checkpoint.paths import parse_path
 from .checkpoint.selection import only_one, selected
 from .edits.outputs import Conversion
 from .files.archives import open_any
-from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
+from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import StagedFile, check_output, write_file, write_folder
@@ -230,7 +230,7 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
     short = shortage(plan, path)
     if short is None:
         return ""
-    if not isinstance(checkpoint.source, FileSource) or not checkpoint.edited:
+    if checkpoint.source.local_file() is None or not checkpoint.edited:
         return short.words
     try:
         appending = in_place_of(checkpoint, "", 0).appending
@@ -273,10 +273,10 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
     >>> ckptool.get("edited.pth", "epoch")
     7
     """
-    source = checkpoint.source
-    if not isinstance(source, FileSource) or source.name == STDIN:
-        kind = "folder" if isinstance(source, FolderSource) else "file within an archive"
-        kind = "stream" if source.name == STDIN else kind
+    source = checkpoint.source.local_file()
+    if source is None or source.name == STDIN:
+        kind = "folder" if isinstance(checkpoint.source, FolderSource) else "file within an archive"
+        kind = "stream" if checkpoint.source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
         again = Again((Setting("output", suggested_output(checkpoint.path, "new")),), "write a new one: ")
         raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT), again=again)

@@ -15,7 +15,7 @@ from ..base.findings import COPIES, Finding
 from ..base.records import NamedTuple
 from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
-from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span
+from ..files.sources import FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
 from .container import Container, StorageData, Traits
 from .objects import class_name, mapping
@@ -500,4 +500,5 @@ def file_mode(source: Source) -> int:
         source = source.file
     if isinstance(source, FolderSource) and source.files:
         source = source.files[0]
-    return source.mode if isinstance(source, FileSource) else 0o644
+    file = source.local_file()
+    return file.mode if file is not None else 0o644

@@ -26,7 +26,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import dotted
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
-from ..files.sources import FileSource, FolderPlan, FolderSource
+from ..files.sources import FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.opening import open_checkpoint
 from ..formats.planning import blaming_damage, companions
@@ -399,8 +399,8 @@ def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputR
     if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
         say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
     saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, dry_run=how.dry_run)
-    source = edited.source
-    assert isinstance(source, FileSource)
+    source = edited.source.local_file()
+    assert source is not None
     report: OutputReport = {
         "output": saved.path,
         "output_bytes": saved.size,

@@ -21,7 +21,7 @@ from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, extent, is_contiguous
-from ..files.sources import Computed, Piece, Span
+from ..files.sources import Computed, Piece, Source, Span
 from ..formats.opening import takes_path
 from ..formats.pieces.chunks import Chunk, joined
 from ..values.elements import StorageReader, elements, reblocked, storage_reader, swapped
@@ -198,7 +198,7 @@ def _piece(work: Recomputation, tensor: Tensor, table: _Table, rows: int, mean: 
     return whole
 
 
-class NewRows:
+class NewRows(Source):
     """The bytes of ``number`` rows to add to a tensor of ``rows`` rows: their mean, or zeros.
 
     The mean is computed when the first byte is read.
@@ -228,9 +228,6 @@ class NewRows:
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         if self.mean and self.reader.body is not None and isinstance(self.reader.body.piece, Span):
             yield self.reader.body.piece
-
-    def close(self) -> None:
-        pass
 
 
 def resized(reader: StorageReader, kept: Tensor, tensor: Tensor, rows: int, number: int, mean: bool) -> Iterator[bytes]:

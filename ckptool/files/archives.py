@@ -334,7 +334,7 @@ def _files(source: Source) -> Iterator[tuple[str, int]]:
             yield (member.name, member.size) if member.plain else ("", 0)
 
 
-class _GzipSource:
+class _GzipSource(Source):
     """The inflated content of a gzip file, read forward only; at most ``limit`` bytes are inflated.
 
     Raises MalformedError for damage, and beyond the limit.
@@ -392,6 +392,3 @@ class _GzipSource:
                 raise MalformedError(f"it inflates to more than {human_bytes(self._total)}", where="gzip data")
             if data:
                 return data
-
-    def close(self) -> None:
-        pass

@@ -138,8 +138,9 @@ class Encoder:
         name = self._vocabulary.class_name(value)
         if isinstance(value, tuple | list) and not name and not isinstance(value, Dtype):
             return [self.encode(item) for item in value]
-        if isinstance(value, FileSource):
-            return {"input": self._input(value)}
+        file = value.local_file() if isinstance(value, Source) else None
+        if file is not None:
+            return {"input": self._input(file)}
         if isinstance(value, Deferred):
             number = self._number_of(value)
             self.deferred.append(number)

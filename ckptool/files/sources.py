@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from types import FunctionType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ..base.dtypes import Dtype
 from ..base.errors import Again, ChangedError, UnreadableError
@@ -24,20 +24,36 @@ FILESYSTEM_BLOCK: Final = 4096
 _START: Final = FILESYSTEM_BLOCK
 
 
-class Source(Protocol):
-    """Random access to ``size`` bytes; ``name`` is the name that the user gave."""
+class Source:
+    """Random access to ``size`` bytes; ``name`` is the name that the user gave.
+
+    ``identity`` is equal for two sources of the same file, whatever their names. It is None for bytes that have no file
+    of their own.
+    """
 
     name: str
     size: int
+    identity: object = None
 
     def read(self, offset: int, size: int) -> bytes:
         """Return exactly ``size`` bytes from ``offset``, or fewer at the end of the source."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the file. By default the source has no file of its own."""
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Announce that the (offset, size) ranges are read next. A source of a slow store fetches them together."""
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the bytes changed since the source was opened."""
+
+    def local_file(self) -> FileSource | None:
+        """Return the open file if the source is a whole file on a disk, for work that needs its descriptor, or None."""
+        return None
 
 
-class FileSource:
+class FileSource(Source):
     """A regular file, read with ``pread`` so that no position is shared between readers."""
 
     def __init__(self, name: str, fd: int, status: os.stat_result) -> None:
@@ -112,6 +128,9 @@ class FileSource:
         except OSError:
             return self.size
 
+    def local_file(self) -> FileSource:
+        return self
+
     def check_unchanged(self) -> None:
         """Raise ChangedError if the file changed since it was opened."""
         status = os.fstat(self.fd)
@@ -164,7 +183,7 @@ def links_outside(path: str) -> bool:
     return target not in (folder, blobs) and not target.startswith(os.path.join(folder, ""))
 
 
-class FolderSource:
+class FolderSource(Source):
     """A folder of files that form one checkpoint. It has no bytes of its own; its size is the sum of its files.
 
     ``beside`` are the paths of other files that belong to the folder, which an edit copies; ``links`` are those among
@@ -199,7 +218,7 @@ class FolderSource:
             file.close()
 
 
-class BytesSource:
+class BytesSource(Source):
     """Bytes in memory."""
 
     def __init__(self, data: bytes, name: str = "<bytes>") -> None:
@@ -210,11 +229,8 @@ class BytesSource:
     def read(self, offset: int, size: int) -> bytes:
         return self.data[offset : offset + max(size, 0)]
 
-    def close(self) -> None:
-        pass
 
-
-class SliceSource:
+class SliceSource(Source):
     """A range of another source: a file within a file. Closing it does not close that source.
 
     ``crc`` is the CRC-32 that an archive records for it, or 0.
@@ -232,14 +248,14 @@ class SliceSource:
             return b""
         return self.source.read(self.offset + offset, min(size, self.size - offset))
 
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self.source.prefetch([(self.offset + offset, size) for offset, size in ranges])
+
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.source, self.offset + offset, size)
 
-    def close(self) -> None:
-        pass
 
-
-class MemberSource:
+class MemberSource(Source):
     """A member of an archive. ``inner`` holds its bytes; ``file`` is the archive, which is closed with the member.
 
     ``unpack`` is the command that extracts it.
@@ -254,6 +270,9 @@ class MemberSource:
 
     def read(self, offset: int, size: int) -> bytes:
         return self.inner.read(offset, size)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self.inner.prefetch(ranges)
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.inner, offset, size)
@@ -393,21 +412,13 @@ def spans_read(piece: object) -> Iterator[Span]:
 Seen: TypeAlias = "Callable[[Source, int, bytes], None]"
 
 
-class AssembledSource:
+class AssembledSource(Source):
     """A source that assembles its bytes from other sources.
 
     ``has_crc`` says that the input may record the CRC-32 of all its bytes.
     """
 
-    name: str
-    size: int
     has_crc: bool = False
-
-    def read(self, offset: int, size: int) -> bytes:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close nothing: the owners of the other sources close them."""
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield ``size`` bytes as spans: of another source where it has many bytes in a row, else of this source."""

@@ -296,7 +296,7 @@ class _Checks:
 
     def within(self, piece: Piece) -> Iterator[Check]:
         """Yield the parts of checksums for the bytes that a piece copies from a file."""
-        if not isinstance(piece, Span) or not isinstance(piece.source, FileSource):
+        if not isinstance(piece, Span) or piece.source.local_file() is None:
             return
         places = self._places.get(id(piece.source), ())
         begin, end = piece.offset, piece.offset + piece.size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar, cast
 
 from ..base.errors import ChangedError
-from .sources import FileSource, Span
+from .sources import Span
 
 #: Bytes read at once: two such buffers fit into the cache of a core.
 READ_SIZE: Final = 1 << 20
@@ -30,10 +30,11 @@ def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
     one thread must not read two spans alternately. Raises ChangedError if the file shrank.
     """
     source, at, end = span.source, span.offset, span.offset + span.size
-    if isinstance(source, FileSource) and span.size > READ_SIZE:
+    file = source.local_file() if span.size > READ_SIZE else None
+    if file is not None:
         block = reused_block()
         while end - at >= READ_SIZE:
-            source.read_into(at, block)
+            file.read_into(at, block)
             yield block
             at += READ_SIZE
     while at < end:

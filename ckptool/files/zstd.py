@@ -32,7 +32,7 @@ def available() -> bool:
     return True
 
 
-class ZstdSource:
+class ZstdSource(Source):
     """The inflated content of ``length`` bytes of a source from ``at`` on.
 
     The bytes are inflated immediately, and again if they are read after many others. Raises MalformedError for damage,

@@ -158,7 +158,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
     folder, name = os.path.split(source.name)
     kind = getattr(error, "kind", "")
     part = name == ".metadata" or name.endswith(".distcp")
-    if not (part or kind == "json") or not isinstance(source, FileSource):
+    if not (part or kind == "json") or isinstance(source, MemberSource):
         return None  # do not list the folder, which may have many files
     known = folder_format(folder or os.curdir, by_names=True)
     if known is None:

@@ -17,7 +17,7 @@ from ..checkpoint.objects import list_items, values_of
 from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address, read_object
-from ..files.sources import FileSource, open_source
+from ..files.sources import open_source
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The folder of one Megatron-LM rank.
@@ -69,7 +69,7 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     Opens one other file if the names do not say whether the parts hold slices of the same tensors. Edits do not
     complete a part.
     """
-    if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
+    if is_address(checkpoint.path) or checkpoint.source.local_file() is None:
         return _spread(checkpoint, "")
     folder = folder_of(checkpoint.path)
     return (

@@ -14,7 +14,7 @@ from ..base.records import TypedDict
 from ..base.steps import command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of
-from ..files.sources import FileSource, FolderSource
+from ..files.sources import FolderSource
 from ..formats import carried_pickles
 from ..formats.opening import in_several_files, open_checkpoint
 from ..safety.torch_lists import NEWEST
@@ -108,7 +108,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
             output = suggested_output(path, extension=".pth")
             step = "convert it to one: " + command("convert", path, output=output)
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
-        files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
+        files = [source.name for source in checkpoint.sources if source.local_file() is not None]
     loaded: dict[str, Any] = {}
     for file in files:
         if not is_index(file):

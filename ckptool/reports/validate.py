@@ -265,8 +265,7 @@ def _checked(
     if policy.load:
         checks.append(_loads(checkpoint, policy.map_location))
     for source in checkpoint.sources:
-        if isinstance(source, FileSource):
-            source.check_unchanged()
+        source.check_unchanged()
     files: list[CompanionReport] = []
     companions: Companions | None = None
     own = safety.pickles

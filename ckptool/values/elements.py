@@ -21,7 +21,7 @@ from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
-from ..files.sources import Computed, FileSource, Span
+from ..files.sources import Computed, Span
 from ..files.zips.reader import content_chunks
 
 #: Bytes read at a time.
@@ -139,7 +139,8 @@ class StorageReader(NamedTuple):
         if body is None or self.width > 1 or body.compressed or not isinstance(body.piece, Span):
             return None
         (source, start, stored), sums = body.piece, self.cache.checksums
-        if not isinstance(source, FileSource) or start + begin + size > source.size or begin + size > stored:
+        file = source.local_file()
+        if file is None or start + begin + size > file.size or begin + size > stored:
             return None
         if not begin == 0 < size == body.size == stored:
             sums = None
@@ -149,7 +150,7 @@ class StorageReader(NamedTuple):
             nonlocal at, crc
             part = buffer[: end - at]
             if part:
-                source.read_into(start + at, part)
+                file.read_into(start + at, part)
                 at += len(part)
             if sums is not None:
                 crc = crc32(part, crc)

@@ -115,14 +115,15 @@ def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
                 yield from data_and_holes(stretch)
         return
     end += at
-    if not isinstance(source, FileSource) or not source.sparse:
+    file = source.local_file()
+    if file is None or not file.sparse:
         yield piece, False
         return
     while at < end:
-        data = min(source.next_data(at), end)
+        data = min(file.next_data(at), end)
         if data > at:
             yield Span(source, at, data - at), True
-        hole = min(source.next_hole(data), end)
+        hole = min(file.next_hole(data), end)
         if hole > data:
             yield Span(source, data, hole - data), False
         elif data == at:  # the file changed under us, or the system cannot tell: copy the rest
@@ -289,7 +290,7 @@ class _Writer:
             else:
                 check = self._check_of(stretch)
                 shared = (offset - at) % FILESYSTEM_BLOCK == 0
-                if shared or check is None or not (check.takes(size) and isinstance(source, FileSource)):
+                if shared or check is None or not check.takes(size) or source.local_file() is None:
                     yield partial(self._copy, stretch, at)
                 else:
                     for begin in range(0, size, _COPY_SIZE):
@@ -395,12 +396,13 @@ class _Writer:
         """Copy from file to file."""
         source, offset, size = piece
         done = 0
-        if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
-            with source.kept_open():
+        file = source.local_file()
+        if file is not None and hasattr(os, "copy_file_range"):
+            with file.kept_open():
                 if (offset - at) % FILESYSTEM_BLOCK == 0:
                     # A call that starts within a block copies everything. So this call ends at the start of a block.
-                    done = self._kernel_copy(source, offset, at, min(-at % FILESYSTEM_BLOCK, size))
-                done += self._kernel_copy(source, offset + done, at + done, size - done)
+                    done = self._kernel_copy(file, offset, at, min(-at % FILESYSTEM_BLOCK, size))
+                done += self._kernel_copy(file, offset + done, at + done, size - done)
         for data in read_blocks(Span(source, offset + done, size - done)):
             self._put(data, at + done)
             done += len(data)

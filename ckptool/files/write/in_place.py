@@ -31,7 +31,7 @@ except ImportError:  # Windows
 _SEARCHED: Final = 15 * FILESYSTEM_BLOCK
 
 
-class _StagedFile:
+class _StagedFile(Source):
     """The file as it will be after its last bytes are replaced by ``ending``, as a source."""
 
     def __init__(self, file: FileSource, ending: bytes) -> None:

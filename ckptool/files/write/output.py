@@ -190,7 +190,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if stat.S_ISDIR(status.st_mode):
         raise OutputError("it is a directory", path=path, next="name a file in it")
     identity = (status.st_dev, status.st_ino)
-    if any(isinstance(source, FileSource) and source.identity == identity for source in sources):
+    if any(source.identity == identity for source in sources):
         again = Again((Setting("in_place"),), "edit the file itself, which ckptool undo takes back: ")
         step = "write to another name, then rename it"
         raise RefusedError("the output is the input", path=path, next=step, again=again)
@@ -330,8 +330,7 @@ def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], ch
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
         for source in sources:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
+            source.check_unchanged()
         with BackgroundSync(fd, staged.size) as syncing:
             check(staged)
             syncing.finish()
@@ -466,7 +465,7 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
     if not os.path.isdir(parent):
         raise OutputError("its parent folder does not exist", path=path, next=Line(f"mkdir -p {shlex.quote(parent)}"))
     for source in sources:
-        if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
+        if source.local_file() is not None and os.path.dirname(os.path.realpath(source.name)) == target:
             what, step = "the output is the folder of an input", "write to another one"
             again = Again((Setting("output", suggested_output(path, "new")),), f"{step}: ")
             raise RefusedError(what, path=path, next=step, again=again)
@@ -556,8 +555,7 @@ def write_folder(
             # Once for all files: with a thousand ranks, each source is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
-                if isinstance(source, FileSource):
-                    source.check_unchanged()
+                source.check_unchanged()
             sync_folder(temporary)
             if check is not None:
                 check(temporary)

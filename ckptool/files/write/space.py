@@ -74,7 +74,7 @@ def _stored(plan: Plan, folder: str) -> Iterator[int]:
     shares: dict[FileSource, bool] = {}
     for piece in plan.pieces:
         size = size_of(piece)
-        if isinstance(piece, Span) and isinstance(piece.source, FileSource):
+        if isinstance(piece, Span) and piece.source.local_file() is not None:
             for part, hole in data_and_holes(piece):
                 if not hole:
                     yield part.size - _shared(part, at + part.offset - piece.offset, folder, shares)
@@ -85,9 +85,9 @@ def _stored(plan: Plan, folder: str) -> Iterator[int]:
 
 def _shared(part: Span, at: int, folder: str, shares: dict[FileSource, bool]) -> int:
     """Return the bytes of whole blocks that the output, with the part at ``at``, can share with the input."""
-    source = part.source
+    source = part.source.local_file()
     blocks = (part.size - -at % FILESYSTEM_BLOCK) // FILESYSTEM_BLOCK
-    if not isinstance(source, FileSource) or (part.offset - at) % FILESYSTEM_BLOCK or blocks < 1:
+    if source is None or (part.offset - at) % FILESYSTEM_BLOCK or blocks < 1:
         return 0
     if source not in shares:
         shares[source] = _can_share(source, folder)

@@ -15,7 +15,7 @@ from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
-from ..sources import FileSource, SliceSource, Source
+from ..sources import SliceSource, Source
 from .reader import (
     FULL32,
     LOCAL,
@@ -221,10 +221,10 @@ def _note_gap(source: Source, begin: int, end: int, place: str, result: Audit) -
 
 def find_signatures(source: Source, begin: int, end: int, signature: bytes = _LOCAL_MAGIC) -> Iterator[int]:
     """Yield the offsets of a signature between two offsets; the file is read in windows."""
-    at = begin
+    at, file = begin, source.local_file()
     while at < end:
-        if isinstance(source, FileSource):
-            at = source.next_data(at)  # a hole of 64 GiB contains no record
+        if file is not None:
+            at = file.next_data(at)  # a hole of 64 GiB contains no record
             if at >= end:
                 return
         window = source.read(at, min(_WINDOW, end - at))

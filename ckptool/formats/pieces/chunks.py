@@ -343,7 +343,7 @@ def _bytes(source: Source, offset: int, size: int, seen: Seen | None) -> bytes |
     return data
 
 
-class SignSource:
+class SignSource(Source):
     """The elements of a tensor, with the bits of ``signs`` flipped in each element.
 
     ``begin`` and ``size`` are in bytes of ``source``.
@@ -363,9 +363,6 @@ class SignSource:
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.source, self.begin + offset, size)
-
-    def close(self) -> None:
-        pass
 
 
 def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[Chunk]:

@@ -8,7 +8,7 @@ from math import frexp, inf, isfinite, ldexp
 from struct import pack
 from typing import Final
 
-from ...files.sources import Span
+from ...files.sources import Source, Span
 from ...values.numeric import to_numbers
 
 #: The most bytes of each tensor in memory at once.
@@ -38,7 +38,7 @@ SUMMABLE: Final[Mapping[str, Callable[[float], bytes]]] = {
 }
 
 
-class SumSource:
+class SumSource(Source):
     """The sums of tensors of one dtype, divided by ``divisor``: computed in float64, rounded once.
 
     ``terms`` are their elements, row by row.
@@ -63,6 +63,3 @@ class SumSource:
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         for span in self.terms:
             yield span._replace(offset=span.offset + offset, size=min(size, self.size - offset))
-
-    def close(self) -> None:
-        pass

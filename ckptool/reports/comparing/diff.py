@@ -17,7 +17,6 @@ from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.selection import dotted
-from ...files.sources import FileSource
 from ...formats.opening import CheckpointOrPath, opened
 from ..html import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
@@ -267,8 +266,7 @@ def _check_unchanged(*checkpoints: Checkpoint) -> None:
     """Raise ChangedError if a file was changed while it was read."""
     for checkpoint in checkpoints:
         for source in checkpoint.sources:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
+            source.check_unchanged()
 
 
 def _with_values(

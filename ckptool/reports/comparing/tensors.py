@@ -144,8 +144,8 @@ def raw_elements(checkpoint: Checkpoint, tensor: Tensor) -> RawElements | None:
     if body is None or body.compressed or not isinstance(body.piece, Span):
         return None
     begin, size = tensor.offset // dtype.packed * dtype.itemsize, tensor_size(tensor)
-    source = body.piece.source
-    if not isinstance(source, FileSource) or begin + size > min(body.size, body.piece.size):
+    source = body.piece.source.local_file()
+    if source is None or begin + size > min(body.size, body.piece.size):
         return None
     offset = body.piece.offset + begin
     return RawElements(source, offset, size) if offset + size <= source.size else None
