@@ -16,7 +16,7 @@ from ..base.limits import LIMITS, Limits
 from ..base.records import NamedTuple
 from . import opcodes as op
 from .batches import default_batches
-from .fast_decode import read_pattern
+from .fast_decode import read_pairs, read_pattern
 from .machine import Foreign, Machine
 from .nodes import Call, Dict, Global, Graph, Persistent, Ref, Style
 from .uncommon_opcodes import HANDLERS
@@ -140,14 +140,11 @@ def _execute(machine: Machine) -> Ref:
                 if modern and size < 0x100:
                     forms[ref] = 0x58
             elif code == 0x28:  # MARK
-                end = (
-                    read_pattern(machine, stack[-1], at, stop) if plain and stack and data.startswith(b"((", at) else -1
-                )
+                end = read_pattern(machine, stack, at, stop) if plain and stack and data.startswith(b"((", at) else -1
                 if end < 0:
                     outer.append(stack)
                     stack = []
                 else:
-                    stack[-1] = len(nodes) - 1
                     pos = end
             elif code == 0x4B:  # BININT1
                 ref = small_ints[data[pos]]
@@ -219,8 +216,12 @@ def _execute(machine: Machine) -> Ref:
                 stack[-1] = len(nodes)
                 nodes.append(parts)
             elif code == 0x7D and plain:  # EMPTY_DICT
-                stack.append(len(nodes))
-                nodes.append(Dict(()))
+                end = read_pairs(machine, stack, at, stop)
+                if end < 0:
+                    stack.append(len(nodes))
+                    nodes.append(Dict(()))
+                else:
+                    pos = end
             elif code == 0x73:  # SETITEM
                 last = stack.pop()
                 key_value = [stack.pop(), last]

@@ -19,12 +19,13 @@ only the strings and the storage, writes every tuple with MARK and TUPLE, and ma
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 
 from ..base.lazy import regex
-from .machine import Machine, Template
-from .nodes import Call, Global, Persistent, Ref
+from .machine import Machine, Template, TemplateRefs
+from .nodes import Call, Dict, Global, Persistent, Ref
 
 
 def _text(*sizes: int) -> bytes:
@@ -47,6 +48,10 @@ _TORCH_SAVE: Final = regex(
     + b"([\x88\x89]%b\\)R)%bt%bR%b" % (_GET, _PUT, _PUT, _PUT),
     re.DOTALL,
 )
+#: The groups of ``_TORCH_SAVE`` with the memo indices.
+_PUTS: Final = (3, 5, 8, 11, 13, 15, 16, 17)
+#: A dict of one pair, such as the metadata of a module.
+_PAIR: Final = regex(b"}r(....)(%b)(%b|[\x88\x89N])s" % (_GET, _INT), re.DOTALL)
 #: The same from TorchScript's pickler, from the first MARK to REDUCE; a scalar has empty tuples.
 _TORCHSCRIPT: Final = regex(
     b"(\\(\\(%b%b)(?:%b|(%b))%b(%bt)Q%b(%b)" % (_GET, _GET, _KEY, _GET, _DEVICE, _INT, _PUT, _INT)
@@ -58,68 +63,188 @@ _INSTRUCTIONS: Final = regex(b"%b|%b|." % (_GET, _INT), re.DOTALL)
 #: Instructions that combine others and push no new value.
 _COMBINING: Final = frozenset(b"(tR\x85\x86\x87")
 
-_u32s7, _u32s8 = Struct("<7I").pack, Struct("<8I").pack
-_u32s = (Struct("<I").pack, Struct("<2I").pack, Struct("<3I").pack)
+#: Packers for 1 to 8 memo indices.
+_u32s = tuple([Struct(f"<{count}I").pack for count in range(1, 9)])
+_long_binput = Struct("<BI").pack
 
 #: The most templates to remember; a model has a few dozen.
 _MAX_TEMPLATES: Final = 4096
 
 
-def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Read the pattern whose first MARK is at ``pos`` and that ends before ``stop``.
+def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int:
+    """Read the pattern whose first MARK is at ``pos``, and the patterns that follow it, up to ``stop`` at most.
 
-    ``function`` is on top of the stack. Return the offset after the pattern; the last node is then the call that
-    replaces the function. Return -1 and change nothing if the pattern does not match.
+    The function of the first pattern is on top of the stack. In a state dict, a key and the function follow each
+    pattern, then the next pattern. Return the offset after the last one; the stack then ends with the calls, and the
+    keys between them. Return -1 and change nothing if no pattern matches.
     """
-    match = _TORCH_SAVE.match(machine.data, pos)
-    if match is None:
-        return _read_torchscript(machine, function, pos, stop)
-    if match.end() > stop:
+    data, nodes, memo, function = machine.data, machine.nodes, machine.memo, stack[-1]
+    if type(nodes[function]) is not Global:
         return -1
+    found = _recognized(machine, pos, stop, len(memo))
+    if found is None:
+        return _read_torchscript(machine, stack, pos, stop)
+    key, template, pos = found
+    text_refs, text_offsets = machine.texts
+    stop = min(stop, len(data))
+    # Shapes repeat in the same order in each layer of a model. So the template that followed the last two is tried
+    # first: it predicts every byte of the pattern except the key, without the regular expression.
+    followers: dict[tuple[int, int], Template] = {}
+    before, get = -1, b""
+    stack.pop()
+    while True:
+        name = len(nodes)
+        word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template.refs
+        nodes.append(key)
+        memo.append(name)
+        if template.device is not None:
+            place = name + 1
+            nodes.append(template.device)
+            memo.append(place)
+            text_refs.append(place)
+            text_offsets.append(pos - template.device_distance)
+        pid = len(nodes)
+        storage, first, second, hook, args, call = pid + 1, pid + 2, pid + 3, pid + 4, pid + 5, pid + 6
+        nodes += (
+            (word, cls, name, place, numel),
+            Persistent(pid),
+            lengths,
+            steps,
+            Call(0x52, hooks, no_args),
+            (storage, begin, first, second, flag, hook),
+            Call(0x52, function, args),
+        )
+        memo += (pid, first, second, hook, args, call)
+        machine.unmemoized.append(storage)
+        stack.append(call)
+        end = _text_end(data, pos, stop)
+        if end < 0:
+            return pos
+        if not get:
+            get = data[end + 5 : end + (7 if data[end + 5] == 0x68 else 10)]
+            if get[0] not in b"hj" or _pushed(machine, get) != function:
+                return pos
+        count, order = len(memo), (before, template.number)
+        guess = followers.get(order, template)
+        head = _long_binput(0x72, count) + get
+        at = end + len(head) + len(guess.start)
+        tail = at + 4 + data[at] if at < stop else stop
+        if (
+            tail + guess.size <= stop
+            and data.startswith(head + guess.start, end)
+            and data.startswith((guess.base + (count + 1) * guess.step).to_bytes(guess.size, "little"), tail)
+            and data[at + 1 : at + 4] == b"\0\0\0"
+            and (raw := data[at + 4 : tail]).isascii()
+        ):
+            key, tail = raw.decode(), tail + guess.size
+        else:
+            found = _recognized(machine, end + len(head), stop, count + 1) if data.startswith(head, end) else None
+            if found is None:
+                return pos
+            key, guess, tail = found
+            followers[order] = guess
+        try:
+            text = data[pos + 5 : end].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return pos  # the loop reports it
+        ref = len(nodes)
+        nodes.append(text)
+        memo.append(ref)
+        text_refs.append(ref)
+        text_offsets.append(pos)
+        stack.append(ref)
+        before, template, pos = template.number, guess, tail
+
+
+def read_pairs(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int:
+    """Read the dict of one known pair whose EMPTY_DICT is at ``pos``, and the dicts that follow it.
+
+    torch.save writes ``{"version": 1}`` for each module, after its name. Return the offset after the last dict; the
+    stack then ends with the dicts, and the names between them. Return -1 and change nothing for anything else.
+    """
+    data, nodes, memo = machine.data, machine.nodes, machine.memo
+    match = _PAIR.match(data, pos, min(stop, len(data)))
+    if match is None or match[1] != _u32s[0](len(memo)):
+        return -1
+    key, value = _pushed(machine, match[2]), _pushed(machine, match[3])
+    if key < 0 or value < 0 or type(nodes[key]) is not str:
+        return -1
+    pos, rest = match.end(), data[match.start(2) : match.end()]
+    text_refs, text_offsets = machine.texts
+    while True:
+        ref = len(nodes)
+        nodes.append(Dict([key, value]))
+        memo.append(ref)
+        stack.append(ref)
+        machine.filled_at[ref] = ref + 1
+        end = _text_end(data, pos, stop)
+        count = len(memo)
+        if end < 0 or not data.startswith(b"r%b}r%b%b" % (_u32s[0](count), _u32s[0](count + 1), rest), end):
+            return pos
+        try:
+            text = data[pos + 5 : end].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return pos  # the loop reports it
+        if end + 11 + len(rest) > stop:
+            return pos
+        ref += 1
+        nodes.append(text)
+        memo.append(ref)
+        text_refs.append(ref)
+        text_offsets.append(pos)
+        stack.append(ref)
+        pos = end + 11 + len(rest)
+
+
+def _text_end(data: bytes, pos: int, stop: int) -> int:
+    """Return where the BINUNICODE at ``pos`` ends, or -1 if there is none that ends ten bytes before ``stop``."""
+    if pos + 15 > stop or data[pos] != 0x58:
+        return -1
+    end = pos + 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
+    return end if end + 10 <= min(stop, len(data)) else -1
+
+
+def _recognized(machine: Machine, pos: int, stop: int, count: int) -> tuple[str, Template, int] | None:
+    """Return the storage key, the template and the end of the pattern at ``pos``, or None if no pattern matches.
+
+    ``count`` is the next memo index.
+    """
+    data = machine.data
+    match = _TORCH_SAVE.match(data, pos)
+    if match is None or match.end() > stop:
+        return None
     start, key, put, device, put2, get, size, put3, offset, shape, put4, strides, put5, end, put6, put7, put8 = (
         match.groups()
     )
-    nodes, memo = machine.nodes, machine.memo
-    count = len(memo)
-    if get is None:
-        puts = _u32s8(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6, count + 7)
-        in_order = b"".join((put, put2, put3, put4, put5, put6, put7, put8)) == puts
-    else:
-        puts = _u32s7(count, count + 1, count + 2, count + 3, count + 4, count + 5, count + 6)
-        in_order = b"".join((put, put3, put4, put5, put6, put7, put8)) == puts
-    if not in_order:
-        return -1
-    parts = (start, get, size, offset, shape, strides, end)
-    template = machine.templates.get(parts) or _new_template(machine, parts)
-    if template is None or type(nodes[function]) is not Global:
-        return -1
-    word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template
-    name = len(nodes)
-    nodes.append(key[5:].decode())
-    memo.append(name)
-    if get is None:
-        place = name + 1
-        nodes.append(machine.strings.get(device) or _device(machine, device))
-        memo.append(place)
-        machine.texts[0].append(place)
-        machine.texts[1].append(match.start(4))
-    pid, storage, first, second, hook, args, call = range(len(nodes), len(nodes) + 7)
-    nodes += (
-        (word, cls, name, place, numel),
-        Persistent(pid),
-        lengths,
-        steps,
-        Call(0x52, hooks, no_args),
-        (storage, begin, first, second, flag, hook),
-        Call(0x52, function, args),
+    puts = (
+        (put, put3, put4, put5, put6, put7, put8) if put2 is None else (put, put2, put3, put4, put5, put6, put7, put8)
     )
-    memo += (pid, first, second, hook, args, call)
-    machine.unmemoized.append(storage)
-    return match.end()
+    if b"".join(puts) != _u32s[len(puts) - 1](*range(count, count + len(puts))):
+        return None
+    parts = start, device, get, size, offset, shape, strides, end
+    template = machine.templates.get(parts)
+    if template is None:
+        refs = _template_refs(machine, (start, get, size, offset, shape, strides, end))
+        if refs is None:
+            return None
+        tail = match.end(2)
+        places = [match.start(group) - tail for group in _PUTS if match.start(group) >= 0]
+        step = sum([1 << 8 * place for place in places])
+        template = machine.templates[parts] = Template(
+            len(machine.templates),
+            refs,
+            start + b"X",
+            int.from_bytes(data[tail : match.end()], "little") - count * step,
+            step,
+            match.end() - tail,
+            _device(machine, device) if device is not None else None,
+            match.end() - match.start(4),
+        )
+    return key[5:].decode(), template, match.end()
 
 
-def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Read the pattern as TorchScript's pickler writes it; see ``read_pattern``."""
+def _read_torchscript(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int:
+    """Read one pattern as TorchScript's pickler writes it; see ``read_pattern``."""
     match = _TORCHSCRIPT.match(machine.data, pos)
     if match is None or match.end() > stop:
         return -1
@@ -129,13 +254,16 @@ def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> i
     puts = [number for number in (put, put2, put3) if number is not None]
     if b"".join(puts) != _u32s[len(puts) - 1](*range(count, count + len(puts))):
         return -1
-    parts = (start, get, size, offset, shape, strides, end)
-    template = machine.templates.get(parts) or _new_template(machine, parts)
+    parts = start, get, size, offset, shape, strides, end
+    template = machine.templates.get(parts)
+    refs = template.refs if template is not None else _template_refs(machine, parts)
     name = len(nodes) if key_get is None else _pushed(machine, key_get)
     empty = machine.singletons[0x74]
-    if template is None or name < 0 or type(nodes[function]) is not Global:
+    if refs is None or name < 0:
         return -1
-    word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = template
+    if template is None:
+        machine.templates[parts] = Template(len(machine.templates), refs)
+    word, cls, place, numel, begin, lengths, steps, flag, hooks, no_args = refs
     if empty < 0 and not (lengths and steps):
         return -1
     if key_get is None:
@@ -162,7 +290,8 @@ def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> i
         if len(steps) < 4:
             forms[second] = 0x74
     hook = len(nodes)
-    nodes += (Call(0x52, hooks, no_args), (storage, begin, first, second, flag, hook), Call(0x52, function, hook + 1))
+    nodes += (Call(0x52, hooks, no_args), (storage, begin, first, second, flag, hook), Call(0x52, stack[-1], hook + 1))
+    stack[-1] = len(nodes) - 1
     return match.end()
 
 
@@ -172,8 +301,11 @@ def _device(machine: Machine, code: bytes) -> str:
     return text
 
 
-def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
-    """Look up the nodes that the instructions push; return None if one of them pushes something new or unusual."""
+def _template_refs(machine: Machine, parts: Sequence[bytes | None]) -> TemplateRefs | None:
+    """Look up the nodes that the instructions push; return None if one of them pushes something new or unusual.
+
+    ``parts`` are the instructions before the key, for the device, size, offset, shape and strides, and the last ones.
+    """
     refs = [
         [_pushed(machine, code) for code in _INSTRUCTIONS.findall(part or b"") if code[0] not in _COMBINING]
         for part in parts
@@ -185,9 +317,7 @@ def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template
     if len(machine.templates) >= _MAX_TEMPLATES:
         machine.templates.clear()
     device = get[0] if get else -1
-    template = word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args
-    machine.templates[parts] = template
-    return template
+    return word, cls, device, size, offset, tuple(shape), tuple(strides), flag, hooks, no_args
 
 
 def _takes_all(code: bytes | None, refs: list[Ref]) -> bool:

@@ -33,7 +33,39 @@ Foreign: TypeAlias = Callable[[list[Node], Ref, int], int]
 #: The references that many repetitions of the ``fast_decode`` pattern share: "storage", the class, the device (-1 if
 #: each repetition has a new string), size, offset, the numbers of the shape and of the strides, requires_grad, the
 #: class of the hooks and its arguments.
-Template: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
+TemplateRefs: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
+
+
+class Template:
+    """What many repetitions of the ``fast_decode`` pattern share.
+
+    ``refs`` are the nodes, ``device`` is the text of a device that each repetition repeats, ``number`` the place among
+    the templates. The pattern begins with ``start``. The ``size`` bytes after the storage key, read as one
+    little-endian number, are ``base + count * step`` if ``count`` is the next memo index. The BINUNICODE of the device
+    is ``device_distance`` bytes before the end.
+    """
+
+    __slots__ = ("base", "device", "device_distance", "number", "refs", "size", "start", "step")
+
+    def __init__(
+        self,
+        number: int,
+        refs: TemplateRefs,
+        start: bytes = b"",
+        base: int = 0,
+        step: int = 0,
+        size: int = 0,
+        device: str | None = None,
+        device_distance: int = 0,
+    ) -> None:
+        self.number = number
+        self.refs = refs
+        self.start = start
+        self.base = base
+        self.step = step
+        self.size = size
+        self.device = device
+        self.device_distance = device_distance
 
 
 class Machine:

@@ -122,7 +122,8 @@ def checkpoint(more: list[tuple[str, object]]) -> tuple[object, ...]:
 def one_by_one() -> Iterator[None]:
     """No phrases: every instruction by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["ckptool.pickles.decode"], "read_pattern", lambda *_: -1)
+        for name in ("read_pattern", "read_pairs"):
+            patch.setattr(sys.modules["ckptool.pickles.decode"], name, lambda *_: -1)
         patch.setattr(fast_encode.PatternWriter, "write", lambda *_: b"")
         yield
 
@@ -157,24 +158,31 @@ def outcome(data: bytes) -> object:
     return graph.root, end, [told(node) for node in graph.nodes], about, encode(graph)
 
 
-def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many phrases are read, and how many written."""
-    read, write, counts = fast_decode.read_pattern, fast_encode.PatternWriter.write, [0, 0]
+def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """How many patterns and dicts of one pair are read by phrases, and how many of either are written."""
+    write, counts = fast_encode.PatternWriter.write, [0, 0, 0]
 
-    def counting_read(*args: Any) -> int:
-        end = read(*args)
-        counts[0] += end >= 0
-        return end
+    def counting(number: int, read: Callable[..., int], new: int) -> Callable[..., int]:
+        def counted(machine: Any, stack: list[int], *places: int) -> int:
+            size = len(stack) + new
+            end = read(machine, stack, *places)
+            # The first one, and others that follow it, each after a key.
+            counts[number] += 1 + (len(stack) - size) // 2 if end >= 0 else 0
+            return end
+
+        return counted
 
     def counting_write(self: Any, *args: Any) -> bytes:
         code = write(self, *args)
-        counts[1] += bool(code)
+        counts[2] += bool(code)
         return code
 
-    monkeypatch.setattr(sys.modules["ckptool.pickles.decode"], "read_pattern", counting_read)
+    decoder = sys.modules["ckptool.pickles.decode"]
+    monkeypatch.setattr(decoder, "read_pattern", counting(0, fast_decode.read_pattern, 0))
+    monkeypatch.setattr(decoder, "read_pairs", counting(1, fast_decode.read_pairs, 1))
     monkeypatch.setattr(fast_encode.PatternWriter, "write", counting_write)
     assert encode(decode(data).graph) == data
-    return counts[0], counts[1]
+    return counts[0], counts[1], counts[2]
 
 
 @settings(max_examples=examples(150))
@@ -203,13 +211,21 @@ def test_damaged_phrases_are_what_their_instructions_are(place: int, byte: int, 
 
 
 def test_every_byte_of_a_phrase_counts() -> None:
-    begin = DAMAGED.rindex(b"((")
-    for at in range(begin, len(DAMAGED)):
-        for byte in b"\x84\x85\x86\x87\x88th)K(R\0":
-            data = DAMAGED[:at] + bytes((byte,)) + DAMAGED[at + 1 :]
+    check_every_byte(DAMAGED, DAMAGED.rindex(b"layer.44") - 5)
+
+
+def test_every_byte_of_a_dict_of_one_pair_counts() -> None:
+    check_every_byte(MODULES, MODULES.rindex(b"module.6") - 5)
+
+
+def check_every_byte(data: bytes, begin: int) -> None:
+    """Replace every byte from ``begin`` on by some others."""
+    for at in range(begin, len(data)):
+        for byte in b"\x84\x85\x86\x87\x88th)K(RX}s\0\xff":
+            spoilt = data[:at] + bytes((byte,)) + data[at + 1 :]
             with one_by_one():
-                expected = outcome(data)
-            assert outcome(data) == expected
+                expected = outcome(spoilt)
+            assert outcome(spoilt) == expected
 
 
 DAMAGED = written(
@@ -221,6 +237,8 @@ DAMAGED = written(
         for n in range(_FIRST + 5)
     )
 )
+#: Enough strings to fill the small memo numbers, then names of modules with dicts of one pair.
+MODULES = written([[f"{n} of many" for n in range(300)], {f"module.{n}": {"version": 1} for n in range(7)}])
 
 
 def test_tensors_and_metadata_are_phrases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +246,9 @@ def test_tensors_and_metadata_are_phrases(monkeypatch: pytest.MonkeyPatch) -> No
     more: list[tuple[str, object]] = [
         (f"more.{n}", Tensor(Storage(str(n), "".join(("cuda:", "0")), 4), 0, (4,), False, Hooks())) for n in range(20)
     ]
-    read, wrote = phrases_in(written(checkpoint(more)), monkeypatch)
-    assert read >= 30
+    patterns, pairs, wrote = phrases_in(written(checkpoint(more)), monkeypatch)
+    assert patterns >= 30
+    assert pairs >= 2
     assert wrote >= 32
 
 
