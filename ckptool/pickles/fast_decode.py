@@ -65,7 +65,10 @@ _COMBINING: Final = frozenset(b"(tR\x85\x86\x87")
 
 #: Packers for 1 to 8 memo indices.
 _u32s = tuple([Struct(f"<{count}I").pack for count in range(1, 9)])
+_u32 = Struct("<I").unpack_from
 _long_binput = Struct("<BI").pack
+#: LONG_BINPUT, EMPTY_DICT, LONG_BINPUT.
+_memoized_dict = Struct("<BIBBI").pack
 
 #: The most templates to remember; a model has a few dozen.
 _MAX_TEMPLATES: Final = 4096
@@ -86,7 +89,7 @@ def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int
         return _read_torchscript(machine, stack, pos, stop)
     key, template, pos = found
     text_refs, text_offsets = machine.texts
-    stop = min(stop, len(data))
+    unmemoized, stop = machine.unmemoized, min(stop, len(data))
     # Shapes repeat in the same order in each layer of a model. So the template that followed the last two is tried
     # first: it predicts every byte of the pattern except the key, without the regular expression.
     followers: dict[tuple[int, int], Template] = {}
@@ -115,10 +118,10 @@ def read_pattern(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int
             Call(0x52, function, args),
         )
         memo += (pid, first, second, hook, args, call)
-        machine.unmemoized.append(storage)
+        unmemoized.append(storage)
         stack.append(call)
-        end = _text_end(data, pos, stop)
-        if end < 0:
+        end = pos + 5 + _u32(data, pos + 1)[0] if pos + 15 <= stop and data[pos] == 0x58 else stop
+        if end + 10 > stop:
             return pos
         if not get:
             get = data[end + 5 : end + (7 if data[end + 5] == 0x68 else 10)]
@@ -171,37 +174,29 @@ def read_pairs(machine: Machine, stack: list[Ref], pos: int, stop: int) -> int:
         return -1
     pos, rest = match.end(), data[match.start(2) : match.end()]
     text_refs, text_offsets = machine.texts
+    filled_at, stop = machine.filled_at, min(stop, len(data))
     while True:
         ref = len(nodes)
         nodes.append(Dict([key, value]))
         memo.append(ref)
         stack.append(ref)
-        machine.filled_at[ref] = ref + 1
-        end = _text_end(data, pos, stop)
+        filled_at[ref] = ref + 1
+        end = pos + 5 + _u32(data, pos + 1)[0] if pos + 15 <= stop and data[pos] == 0x58 else stop
         count = len(memo)
-        if end < 0 or not data.startswith(b"r%b}r%b%b" % (_u32s[0](count), _u32s[0](count + 1), rest), end):
+        after = _memoized_dict(0x72, count, 0x7D, 0x72, count + 1) + rest
+        if end + len(after) > stop or not data.startswith(after, end):
             return pos
         try:
             text = data[pos + 5 : end].decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             return pos  # the loop reports it
-        if end + 11 + len(rest) > stop:
-            return pos
         ref += 1
         nodes.append(text)
         memo.append(ref)
         text_refs.append(ref)
         text_offsets.append(pos)
         stack.append(ref)
-        pos = end + 11 + len(rest)
-
-
-def _text_end(data: bytes, pos: int, stop: int) -> int:
-    """Return where the BINUNICODE at ``pos`` ends, or -1 if there is none that ends ten bytes before ``stop``."""
-    if pos + 15 > stop or data[pos] != 0x58:
-        return -1
-    end = pos + 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
-    return end if end + 10 <= min(stop, len(data)) else -1
+        pos = end + len(after)
 
 
 def _recognized(machine: Machine, pos: int, stop: int, count: int) -> tuple[str, Template, int] | None:

@@ -7,9 +7,9 @@ same state. Otherwise it declines and changes nothing, and the loop goes on.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from struct import Struct
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from .nodes import Call, Dict, Node, Persistent, Ref
 
@@ -24,9 +24,9 @@ _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
 
-#: The bytes that many tensors share: the packer that inserts key, device and memo indices; the bytes before the key;
-#: the bytes before the device; and four parts that each precede a memo index.
-_Template: TypeAlias = tuple[Callable[..., bytes], bytes, bytes, bytes, bytes, bytes, bytes]
+#: The bytes that many tensors share: the bytes before the key, and the bytes after it as a little-endian number of
+#: ``size`` bytes, which is ``base + index * step`` if ``index`` is the next memo index: (start, base, step, size).
+_Template: TypeAlias = tuple[bytes, int, int, int]
 
 
 class PatternWriter:
@@ -37,27 +37,23 @@ class PatternWriter:
         self.memo = memo
         self.codes = codes
         self.templates: dict[tuple[object, ...], _Template] = {}
+        #: The last template and the parts that it was made from; in nearly all files, it fits the next tensor too.
+        self.last: tuple[tuple[object, ...], _Template] = (), (b"", 0, 0, 0)
 
     def write(self, ref: Ref, node: Node, index: int) -> bytes:
         """Return the instructions for a call that matches the pattern, or for a dict of one known pair; else b"".
 
-        ``index`` is the next memo index. Afterwards ``memo[ref]`` is the last index in use.
-        """
-        if index < 0x100 or self.memo[ref] != UNSEEN:
-            return b""
-        if type(node) is Call:
-            return self.write_call(ref, node, index)
-        return self.write_pair(ref, node, index) if type(node) is Dict else b""
-
-    def write_call(self, ref: Ref, call: Call, index: int) -> bytes:
-        """Return the instructions for a call that matches the pattern.
-
-        Return b"" if the call does not match, or if a part was written before. Also return b"" if a shared part (class,
-        numbers) was not written twice yet, because its bytes are unknown until then.
+        Also return b"" if a part was written before, or if a shared part (class, numbers) was not written twice yet,
+        because its bytes are unknown until then. ``index`` is the next memo index. Afterwards ``memo[ref]`` is the last
+        index in use.
         """
         nodes, memo, codes = self.nodes, self.memo, self.codes
-        args = nodes[call.args]
-        if type(args) is not tuple or len(args) != 6 or call.op != 0x52 or call.filling is not None:
+        if index < 0x100 or memo[ref] != UNSEEN:
+            return b""
+        if type(node) is not Call:
+            return self.write_pair(ref, node, index) if type(node) is Dict else b""
+        args = nodes[node.args]
+        if type(args) is not tuple or len(args) != 6 or node.op != 0x52 or node.filling is not None:
             return b""
         outside, offset, lengths, steps, flag, hooks = args
         storage, hook, shape, strides = nodes[outside], nodes[hooks], nodes[lengths], nodes[steps]
@@ -65,40 +61,42 @@ class PatternWriter:
             return b""
         if type(hook) is not Call or hook.op != 0x52 or hook.filling is not None:
             return b""
-        pid = nodes[storage.pid]
+        place_of_id = storage.pid
+        pid = nodes[place_of_id]
         if type(pid) is not tuple or len(pid) != 5 or type(shape) is not tuple or type(strides) is not tuple:
             return b""
         word, cls, name, place, size = pid
         key, device = nodes[name], nodes[place]
         if type(key) is not str or type(device) is not str or not key.isascii() or not device.isascii():
             return b""
-        if not UNSEEN == memo[call.args] == memo[outside] == memo[storage.pid] == memo[name]:
+        if not UNSEEN == memo[node.args] == memo[outside] == memo[place_of_id] == memo[name]:
             return b""
         if not UNSEEN == memo[lengths] == memo[steps] == memo[hooks] or lengths == steps or name == place:
             return b""
         new_device = memo[place] == UNSEEN
-        common = (call.func, word, cls, size, offset, flag, hook.func, hook.args)
-        parts = (common, shape, strides, len(key), len(device) if new_device else place, new_device)
-        template = self.templates.get(parts)
-        if template is None:
-            template = self.new_template(common, shape, strides, key, device if new_device else None, place)
-            if template is None:
+        parts = (
+            *(node.func, word, cls, size, offset, flag, hook.func, hook.args, shape, strides),
+            *(len(key), device if new_device else place),
+        )
+        if parts == self.last[0]:
+            template = self.last[1]
+        else:
+            known = self.templates.get(parts) or self.new_template(parts, key, device if new_device else None, place)
+            if known is None:
                 return b""
-            self.templates[parts] = template
-        pack, start, middle, one, two, three, four = template
+            self.templates[parts] = template = known
+            self.last = parts, template
+        start, base, step, length = template
         # The memo indices follow the order in which the instructions make their objects.
         memo[name], memo[outside], codes[name] = index, UNMEMOIZED, b""
         last = index
         if new_device:
             last += 1
             memo[place], codes[place] = last, b""
-        for node in (storage.pid, lengths, steps, hooks, call.args, ref):
-            last += 1
-            memo[node], codes[node] = last, b""
-        rest = one, last - 5, two, last - 4, three, last - 3, four, last - 2, b"tr", last - 1, b"Rr", last
-        if new_device:
-            return pack(start, key.encode(), b"r", index, middle, device.encode(), b"r", index + 1, *rest)
-        return pack(start, key.encode(), b"r", index, *rest)
+        memo[place_of_id], memo[lengths], memo[steps] = last + 1, last + 2, last + 3
+        memo[hooks], memo[node.args], memo[ref] = last + 4, last + 5, last + 6
+        codes[place_of_id] = codes[lengths] = codes[steps] = codes[hooks] = codes[node.args] = codes[ref] = b""
+        return start + key.encode() + (base + index * step).to_bytes(length, "little")
 
     def write_pair(self, ref: Ref, node: Dict, index: int) -> bytes:
         """Return the instructions for a dict of one pair that was written before, such as the metadata of a module;
@@ -112,34 +110,28 @@ class PatternWriter:
         self.memo[ref], self.codes[ref] = index, b""
         return b"}%b%b%bs" % (_long_binput(0x72, index), key, value)
 
-    def new_template(
-        self,
-        common: Sequence[Ref],
-        shape: Sequence[Ref],
-        strides: Sequence[Ref],
-        key: str,
-        device: str | None,
-        place: Ref,
-    ) -> _Template | None:
-        """Return the template of these parts, or None until each of them was written twice."""
-        codes = [self.codes[ref] or b"" for ref in (*common, *shape, *strides)]
+    def new_template(self, parts: Sequence[object], key: str, device: str | None, place: Ref) -> _Template | None:
+        """Return the template of the parts listed in ``write``, or None until each of them was written twice."""
+        shared = cast("tuple[Ref, ...]", parts[:8])
+        shape, strides = cast("tuple[tuple[Ref, ...], ...]", parts[8:10])
+        codes = [self.codes[ref] or b"" for ref in (*shared, *shape, *strides)]
         if device is None:
             codes.append(self.codes[place] or b"")
         if not (shape and strides and all(codes)):
             return None
         func, word, cls, size, offset, flag, hook, no_args = codes[:8]
-        start = b"%b((%b%bX%b" % (func, word, cls, _u32(len(key)))
-        two = b"Q%b%br" % (offset, self.ints(shape))
-        three = self.ints(strides) + b"r"
-        four = b"%b%b%bRr" % (flag, hook, no_args)
-        if device is None:
-            middle, one = b"", b"%b%btr" % (codes[-1], size)
-            layout = f"<{len(start)}s{len(key)}scI"
-        else:
-            middle, one = b"X" + _u32(len(device)), size + b"tr"
-            layout = f"<{len(start)}s{len(key)}scI5s{len(device)}scI"
-        packer = Struct(f"{layout}{len(one)}sI{len(two)}sI{len(three)}sI{len(four)}sI2sI2sI")
-        return packer.pack, start, middle, one, two, three, four
+        # Each of these precedes a memo index.
+        before = [b"r", size + b"tr"] if device is not None else [b"r", codes[-1] + size + b"tr"]
+        if device is not None:
+            before.insert(1, b"X%b%br" % (_u32(len(device)), device.encode()))
+        before += [b"Q%b%br" % (offset, self.ints(shape)), self.ints(strides) + b"r"]
+        before += [b"%b%b%bRr" % (flag, hook, no_args), b"tr", b"Rr"]
+        tail, step = b"", 0
+        for number, code in enumerate(before):
+            tail += code
+            step += 1 << 8 * len(tail)
+            tail += _u32(number)
+        return b"%b((%b%bX%b" % (func, word, cls, _u32(len(key))), int.from_bytes(tail, "little"), step, len(tail)
 
     def ints(self, refs: Sequence[Ref]) -> bytes:
         """Return the bytes of a tuple from the bytes of its elements."""
