@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
+from collections.abc import Set as AbstractSet
+from itertools import compress, repeat
+from itertools import count as count_from
+from operator import is_, is_not, ne
 from typing import Final, TypeAlias, cast
 
 from . import opcodes as op
-from .nodes import CONSTANTS, CONTAINERS, Call, Global, Graph, Instance, Node, Persistent, Ref, children, own_value
+from .nodes import (
+    CONSTANTS,
+    CONTAINERS,
+    Call,
+    Dict,
+    Global,
+    Graph,
+    Instance,
+    Node,
+    Persistent,
+    Ref,
+    children,
+    own_value,
+)
 
 Refs: TypeAlias = tuple[Ref, ...]
 #: Compares two persistent ids. Returns the references in both that must be equal, or raises ValueError with a message
@@ -107,40 +123,105 @@ def _difference(
 
 
 def _common(a: Graph, b: Graph) -> bytearray | None:
-    """Return a byte per node: 1 for the nodes that both graphs share with their base.
+    """Return a byte per node: 1 for a node that is the same in both graphs, under the same number, with all its parts.
 
-    Changed nodes and the containers that lead to them get 0. Return None if the graphs have no common base, or if
-    anything other than a container holds a changed node.
+    ``a`` was edited. ``b`` is an edit of the same base, or was decoded from other bytes. Changed nodes and the
+    containers that lead to them get 0. Return None if nothing is known to be common, or if anything other than a
+    container holds a changed node.
     """
     base = a.base
-    if base is None or base is not b.base or base.fetched is None or base.root in base.fetched:
+    if base is None or base.fetched is None or base.root in base.fetched:
         return None
     nodes, ours, theirs = base.nodes, a.nodes, b.nodes
-    texts = [ref for ref in a.changed & b.changed if type(ours[ref]) is str and ours[ref] == theirs[ref]]
-    changed = (a.changed | b.changed).difference(texts)
+    fetched: AbstractSet[Ref] = base.fetched
+    count, containers = len(nodes), set[Ref]()
+    if base is b.base:
+        texts = [ref for ref in a.changed & b.changed if type(ours[ref]) is str and ours[ref] == theirs[ref]]
+        changed = set(a.changed | b.changed).difference(texts)
+    elif b.base is None and b.fetched is not None:
+        fetched = fetched | b.fetched
+        count, changed, containers = _changed(nodes, theirs, fetched)
+        changed.update([ref for ref in a.changed if ref < count])
+    else:
+        return None
     kinds = set(map(type, map(nodes.__getitem__, changed)))
-    if not changed.isdisjoint(base.fetched) or not kinds.isdisjoint(CONSTANTS):
+    if not changed.isdisjoint(fetched) or not kinds.isdisjoint(CONSTANTS):
         return None
     # A node that the pickle took only once has one holder. If one of these containers holds it, no other node leads to
     # it.
     walked, work, left = [base.root], [base.root], set(changed - {base.root})
+    keys: list[Ref] = []
     while work:
-        parts = children(nodes[work.pop()])
+        node = nodes[work.pop()]
+        parts = node.pairs if type(node) is Dict else children(node)
         left.difference_update(parts)
         for ref in parts:
             node = nodes[ref]
-            # Most children are keys and tensors.
-            if type(node) is str or (type(node) is Call and node.filling is None) or ref in base.fetched:
+            kind = type(node)
+            # Most children are keys, tensors and dicts of one pair.
+            if kind is str:
+                keys.append(ref)
+            elif type(node) is Call and node.filling is None:
                 continue
-            if type(node) in CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
+            elif (kind in CONTAINERS or (isinstance(node, Instance) and node.filling is not None)) and (
+                ref not in fetched
+            ):
                 walked.append(ref)
                 work.append(ref)
-    if left:
+    if left or not all(_alike(nodes[ref], theirs[ref], count) for ref in containers.difference(walked)):
         return None
-    common = bytearray(b"\1") * len(nodes) + bytes(max(len(ours), len(theirs)) - len(nodes))
-    for ref in chain(changed, walked):
-        common[ref] = 0
+    common = bytearray(b"\1") * count + bytes(max(len(ours), len(theirs)) - count)
+    # A key may have moved to the number of another one.
+    moved = set(keys).difference(fetched) if base is not b.base else set[Ref]()
+    for ref in moved.union(changed, walked):
+        if ref < count:
+            common[ref] = 0
     return common
+
+
+def _alike(node: Node, other: Node, count: int) -> bool:
+    """Return whether two nodes are equal, with the same references, all below ``count``."""
+    parts = children(node)
+    equal = type(node) is type(other) and own_value(node) == own_value(other) and [*parts] == [*children(other)]
+    return equal and max(parts, default=-1) < count
+
+
+def _changed(
+    nodes: Sequence[Node], others: Sequence[Node], fetched: AbstractSet[Ref]
+) -> tuple[int, set[Ref], set[Ref]]:
+    """Compare the nodes of two decoded graphs by number, as far as they have the same types and constants.
+
+    Return how many nodes were compared, the numbers of different ones, and the numbers of containers, which were not
+    compared. A node in ``fetched`` ends the comparison if it is different. A decoded node other than a container leads
+    to smaller numbers only.
+    """
+    changed, containers = set[Ref](), set[Ref]()
+    count = min(len(nodes), len(others))
+    kinds, other_kinds = list(map(type, nodes)), list(map(type, others))
+    if kinds[:count] != other_kinds[:count]:
+        count = next(compress(count_from(0), map(is_not, kinds, other_kinds)))
+    if float in kinds:
+        places = compress(range(count), map(is_, kinds, repeat(float)))
+        count = next((ref for ref in places if repr(nodes[ref]) != repr(others[ref])), count)  # 0.0 is equal to -0.0
+    for ref in compress(range(count), map(ne, nodes, others)):
+        node, other = nodes[ref], others[ref]
+        if type(node) is Call and type(other) is Call and node.filling is None is other.filling:
+            same = node.args == other.args and node.func == other.func
+            if same and node.op == other.op and node.kwargs == other.kwargs:
+                continue
+        elif type(node) is Persistent and type(other) is Persistent and node.filling is None is other.filling:
+            if node.pid == other.pid and node.text == other.text:
+                continue
+        elif type(node) is Global and type(other) is Global and node.filling is None is other.filling:
+            if node.module == other.module and node.name == other.name and node.parts == other.parts:
+                continue
+        elif type(node) in CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
+            containers.add(ref)
+            continue
+        if ref in fetched or type(node) in CONSTANTS:
+            return ref, changed, {place for place in containers if place < ref}
+        changed.add(ref)
+    return count, changed, containers
 
 
 def _compared(node: Node) -> Sequence[Ref]:
@@ -249,6 +330,10 @@ def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
     changed: list[Ref] = []
     at = begin = 0  # both pickles are compared up to these offsets
     try:
+        # No byte after the last string may differ. A memo index there shows at once if an object is new or gone.
+        for offset in graph.texts[1][-1:]:
+            if not data.endswith(original[offset + _TEXT_HEAD + _u32(original, offset + 1)[0] :]):
+                return None
         for ref, offset in zip(*graph.texts):
             start = begin + offset - at
             old_end = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]

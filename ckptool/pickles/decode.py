@@ -8,6 +8,7 @@ pickle cannot hide the names it uses.
 from __future__ import annotations
 
 import gc
+from array import array
 from struct import Struct
 from struct import error as StructError
 
@@ -290,5 +291,8 @@ def _graph(machine: Machine, root: Ref) -> Graph:
     for ref, batches in machine.batches.items():
         if batches != default_batches(nodes[ref], style.dialect):
             style.batches[ref] = tuple(batches)
+    texts, offsets = machine.texts
+    if machine.start:
+        offsets = array("Q", [offset - machine.start for offset in offsets])
     oddities = tuple(machine.oddities)
-    return Graph(nodes, root, style, machine.refused, oddities, machine.filled_at, machine.texts, machine.fetched)
+    return Graph(nodes, root, style, machine.refused, oddities, machine.filled_at, (texts, offsets), machine.fetched)

@@ -269,7 +269,7 @@ class Graph:
     ``oddities``   things that no pickler writes: (offset in bytes, description);
     ``filled_at``  for each container, the number of nodes when the pickle last filled it: a call made before that
                    (with a lower reference) got the container with fewer elements;
-    ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE;
+    ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE within the pickle;
     ``fetched``    the references that the pickle took again, from its memo or by DUP; None if unknown; any other node
                    has at most one parent, unless it is a number, a bool, None or ``()``;
     ``base``       the graph that an edited graph was made from;
