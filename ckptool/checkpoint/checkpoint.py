@@ -100,12 +100,14 @@ class ReadCache:
 
     ``last`` holds the storage that was inflated or computed last and its bytes, because further views of it usually
     follow. ``checksums`` is None unless a caller asks for them; then it maps each span that was read completely to its
-    CRC-32. Later edits of the checkpoint share it.
+    CRC-32. Later edits of the checkpoint share it. ``flaws`` are the findings of ``safety.storages``, with the reader
+    and the number of problems for which they are true.
     """
 
     def __init__(self, checksums: dict[Span, int] | None = None) -> None:
         self.last: tuple[object, bytes] = None, b""
         self.checksums = checksums
+        self.flaws: tuple[object, Sequence[Finding]] = None, ()
 
     def __reduce__(self) -> tuple[object, ...]:
         return ReadCache, ()  # another process starts with an empty cache

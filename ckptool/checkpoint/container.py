@@ -229,6 +229,11 @@ class Container:
         stored = self.stored(key)
         return None if stored.span is None else stored.size
 
+    def is_compressed(self, key: str) -> bool:
+        """Return whether the bytes of the storage ``key`` are in the file and compressed."""
+        stored = self.stored(key)
+        return stored.span is not None and stored.compressed
+
     def stored(self, key: str) -> StorageLocation:
         """Return where the bytes of the storage ``key`` are."""
         raise NotImplementedError

@@ -19,9 +19,19 @@ from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, is_contiguous, view_id
 from ..files.threads import run_in_threads
+from ..files.zips.reader import Nearby
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
-from ..values.elements import StorageReader, dtype_of, elements, filling, in_storage_order, storage_axes, tensor_size
+from ..values.elements import (
+    StorageReader,
+    dtype_of,
+    elements,
+    filling,
+    in_storage_order,
+    short_elements,
+    storage_axes,
+    tensor_size,
+)
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.batches import (
@@ -175,16 +185,17 @@ def statistics_of(
     survey = checkpoint.survey
     entries = list(select_entries(checkpoint, key, everything, globs))
     paths: list[str] = []
-    readings: list[Reading | str] = []
+    readings: dict[object, Reading | str] = {}
     numbers: dict[object, int] = {}
     for entry in entries:
         if entry.ref not in numbers:
             reading = readings_of.get(entry.ref) or interpret(checkpoint, entry.ref)
-            number = numbers.setdefault(reading_id(reading), len(readings))
+            name = reading_id(reading)
+            number = numbers.setdefault(name, len(readings))
             numbers[entry.ref] = number
             if number == len(readings):
                 paths.append(entry.path)
-                readings.append(reading)
+                readings[name] = reading
     measured = _measure_all(readings, known, progress)
     rows: list[TensorStatistics] = []
     missing = []
@@ -217,19 +228,20 @@ def reading_id(reading: Reading | str) -> object:
 
 
 def _measure_all(
-    readings: Sequence[Reading | str], known: Mapping[object, Measured], progress: Progress | None
+    readings: Mapping[object, Reading | str], known: Mapping[object, Measured], progress: Progress | None
 ) -> list[_Statistics]:
-    """Return the statistics of each reading."""
+    """Return the statistics of each reading; they have the keys of ``reading_id``."""
     found: dict[int, Measured | MalformedError] = {}
     unknown: list[int] = []
-    for number, reading in enumerate(readings):
+    work: list[_Work] = []
+    for number, (name, reading) in enumerate(readings.items()):
         if not isinstance(reading, str):
-            before = known.get(reading_id(reading))
+            before = known.get(name)
             if before is None:
                 unknown.append(number)
+                work.append(_work(reading))
             else:
                 found[number] = before
-    work = [_work(reading) for number in unknown if not isinstance(reading := readings[number], str)]
 
     def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[Measured | MalformedError]:
         def rows(data: list[tuple[bytes, ...]], kind: Kind) -> list[Measured | None]:
@@ -243,7 +255,7 @@ def _measure_all(
     results = _in_threads(measured, [kind_of([item.rule], item.layout) for item in work], sizes, progress)
     for number, item, result in zip(unknown, work, results):
         found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
-    return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings)]
+    return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings.values())]
 
 
 Result = TypeVar("Result")
@@ -376,8 +388,8 @@ def measure_pairs(
     for nodes, name in names.items():
         pair = found[name]
         if not isinstance(pair, MalformedError):
-            for side, reading, numbers in zip(result.sides, pairs[name], (pair.a, pair.b)):
-                side[reading_id(reading)] = numbers
+            for side, reading, numbers in zip(result.sides, name, (pair.a, pair.b)):
+                side[reading] = numbers
             result.compared[nodes] = pair.compared
     return result
 
@@ -399,9 +411,10 @@ class _Work(NamedTuple):
     rule: ElementRule
     layout: Layout
 
-    def read(self) -> tuple[bytes]:
+    def read(self, nearby: Sequence[Nearby]) -> tuple[bytes]:
         """Return the elements; raise MalformedError if bytes are missing."""
-        return (b"".join(elements(self.storage, self.tensor)),)
+        data = short_elements(self.storage, self.tensor, nearby[0])
+        return (b"".join(elements(self.storage, self.tensor)) if data is None else data,)
 
     def measured(self, advance: Progress) -> Measured:
         """Measure the tensor; raise MalformedError if bytes are missing."""

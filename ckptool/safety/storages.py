@@ -25,6 +25,16 @@ _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Finding]:
     """Return every contradiction between tensors, storages and the bytes in the file."""
+    if checkpoint.edited:
+        return _flaws(checkpoint)
+    # A comparison of copies may add problems, which matter here.
+    name = checkpoint.survey.reader, len(checkpoint.container.problems)
+    if checkpoint.cache.flaws[0] != name:
+        checkpoint.cache.flaws = name, _flaws(checkpoint)
+    return list(checkpoint.cache.flaws[1])
+
+
+def _flaws(checkpoint: Checkpoint) -> list[Finding]:
     misfits = sorted(_misfits(checkpoint), key=lambda flaw: flaw.ref)
     return [*_missing(checkpoint), *misfits, *_failing_calls(checkpoint, {flaw.ref for flaw in misfits})]
 

@@ -22,7 +22,7 @@ from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
-from ..files.zips.reader import content_chunks
+from ..files.zips.reader import Nearby, content_chunks
 
 #: Bytes read at a time.
 _CHUNK: Final = 1 << 19
@@ -135,30 +135,48 @@ class StorageReader(NamedTuple):
 
         Return None if they are not in a file as torch has them in memory.
         """
-        body = self.body
-        if body is None or self.width > 1 or body.compressed or not isinstance(body.piece, Span):
+        span = self.span(begin, size)
+        file = None if span is None else span.source.local_file()
+        if span is None or file is None:
             return None
-        (source, start, stored), sums = body.piece, self.cache.checksums
-        file = source.local_file()
-        if file is None or start + begin + size > file.size or begin + size > stored:
-            return None
-        if not begin == 0 < size == body.size == stored:
-            sums = None
-        at, end, crc = begin, begin + size, 0
+        sums, at, end, crc = self._sums(span), span.offset, span.offset + size, 0
 
         def fill(buffer: memoryview) -> int:
             nonlocal at, crc
             part = buffer[: end - at]
             if part:
-                file.read_into(start + at, part)
+                file.read_into(at, part)
                 at += len(part)
             if sums is not None:
                 crc = crc32(part, crc)
                 if at == end:
-                    sums[Span(source, start, stored)] = crc
+                    sums[span] = crc
             return len(part)
 
         return fill
+
+    def span(self, begin: int, size: int) -> Span | None:
+        """Return the place of these bytes in a file; None if they are not there as torch has them in memory."""
+        body = self.body
+        if body is None or self.width > 1 or body.compressed or not isinstance(body.piece, Span):
+            return None
+        source, start, stored = body.piece
+        file = source.local_file()
+        if file is None or start + begin + size > file.size or begin + size > stored:
+            return None
+        return Span(source, start + begin, size)
+
+    def near(self, span: Span, nearby: Nearby) -> bytes:
+        """Return the bytes of a ``span`` of this storage, which ``nearby`` may have read ahead."""
+        data = nearby.content(span)
+        if (sums := self._sums(span)) is not None:
+            sums[span] = crc32(data)
+        return data
+
+    def _sums(self, span: Span) -> dict[Span, int] | None:
+        """Return where to keep the checksum of a span, or None unless it is wanted and the span is all bytes."""
+        body, sums = self.body, self.cache.checksums
+        return None if sums is None or body is None or body.piece != span or body.size != span.size else sums
 
     def loaded(self, begin: int = 0, size: int | None = None, step: int = _CHUNK) -> Iterator[bytes]:
         """Yield the bytes as torch has them in memory on a little-endian machine; otherwise like ``stored``."""
@@ -305,12 +323,25 @@ def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
 
 def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:
     """Return a function that reads what ``elements`` yields into memory, or None if that takes more than reading."""
+    place = _place(tensor)
+    return None if place is None else storage.filling(*place)
+
+
+def short_elements(storage: StorageReader, tensor: Tensor, nearby: Nearby) -> bytes | None:
+    """Return what ``elements`` yields, reading ahead for other tensors; None if that takes more than reading."""
+    place = _place(tensor)
+    span = None if place is None else storage.span(*place)
+    return None if span is None else storage.near(span, nearby)
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the offset and size of contiguous elements in their storage, in bytes; None for other tensors."""
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return None
     if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or not is_contiguous(tensor):
         return None
-    return storage.filling(tensor.offset * dtype.itemsize, tensor_size(tensor))
+    return tensor.offset * dtype.itemsize, tensor_size(tensor)
 
 
 def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Iterator[bytes]:

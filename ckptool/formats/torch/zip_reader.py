@@ -85,6 +85,10 @@ class TorchZip(Container):
         record = self.storage_record(key)
         return None if record is None else record.size
 
+    def is_compressed(self, key: str) -> bool:
+        record = self.storage_record(key)
+        return record is not None and record.method != 0
+
     def stored(self, key: str) -> StorageLocation:
         record = self.storage_record(key)
         return StorageLocation(None, 0) if record is None else stored_in(self.archive, record)

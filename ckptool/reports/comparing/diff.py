@@ -411,8 +411,9 @@ def _container(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
 
 
 def _compressed(checkpoint: Checkpoint) -> bool:
-    bodies = (checkpoint.body(key) for key in checkpoint.survey.reader.storages)
-    return any(body.compressed for body in bodies if body is not None)
+    added, container = checkpoint.added, checkpoint.container
+    keys = checkpoint.survey.reader.storages
+    return any(added[key].compressed if key in added else container.is_compressed(key) for key in keys)
 
 
 def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:

@@ -360,7 +360,7 @@ class ValueComparison:
 
             chosen = [numbers[at] for at in group]
             results = measure_batch(
-                chosen, kinds[group[0]], lambda number: read_pair(pairs[number]), distance_rows, alone
+                chosen, kinds[group[0]], lambda number, nearby: read_pair(pairs[number], nearby), distance_rows, alone
             )
             for number, result in zip(chosen, results):
                 if isinstance(result, MalformedError):

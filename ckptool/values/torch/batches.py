@@ -7,14 +7,14 @@ sums could leave the range of float64, are measured one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from ...base.dtypes import is_complex
 from ...base.errors import MalformedError
 from ...base.records import NamedTuple
-from ..elements import BitDifference
+from ...files.zips.reader import Nearby
+from ..elements import BitDifference, short_elements
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, ElementRule, Layout, numbers_of, raw_blocks, row_major
 from .distance import DIFFERENCE, Compared, Distance, PairMeasured, resolved_rule
@@ -81,19 +81,21 @@ Result = TypeVar("Result")
 def measure_batch(
     items: Sequence[Item],
     kind: Kind | None,
-    read: Callable[[Item], tuple[bytes, ...]],
+    read: Callable[[Item, Sequence[Nearby]], tuple[bytes, ...]],
     rows: Callable[[list[tuple[bytes, ...]], Kind], list[Result | None]],
     alone: Callable[[Item], Result],
 ) -> list[Result | MalformedError]:
     """Measure a batch: ``read`` the elements of each item, measure all ``rows``, and the remaining items ``alone``.
 
-    The result of an item whose bytes are missing is the error.
+    ``read`` also gets a reader of short pieces for each side. The result of an item whose bytes are missing is the
+    error.
     """
     found: dict[int, Result | MalformedError] = {}
     data: dict[int, tuple[bytes, ...]] = {}
+    nearby = Nearby(), Nearby()
     for number, item in enumerate(items if kind is not None else ()):
         try:
-            data[number] = read(item)
+            data[number] = read(item, nearby)
         except MalformedError as error:
             found[number] = error
     if kind is not None:
@@ -110,10 +112,15 @@ def measure_batch(
     return [found[number] for number in range(len(items))]
 
 
-def read_pair(pair: tuple[Reading, Reading]) -> tuple[bytes, bytes]:
+def read_pair(pair: tuple[Reading, Reading], nearby: Sequence[Nearby]) -> tuple[bytes, ...]:
     """Return the elements of two tensors; raise MalformedError if bytes are missing."""
-    one, other = pair
-    return b"".join(resolved_bytes(one)), b"".join(resolved_bytes(other))
+    return tuple(map(_resolved, pair, nearby))
+
+
+def _resolved(reading: Reading, nearby: Nearby) -> bytes:
+    plain = not (reading.negated or reading.conjugated)
+    data = short_elements(reading.storage, reading.tensor, nearby) if plain else None
+    return b"".join(resolved_bytes(reading)) if data is None else data
 
 
 def measure_rows(data: Sequence[tuple[bytes, ...]], kind: Kind, bins: int) -> list[Measured | None]:
@@ -296,7 +303,7 @@ def _compared(torch: Any, sides: Sequence[tuple[Any, Any]], kind: Kind) -> list[
             continue
         differing, first, far_apart, largest, largest_relative, *sums = row
         counts = (count, 0, differing, first if differing else -1, far_apart, largest, largest_relative)
-        found.append(Compared(Distance(*counts, *map(Fraction, sums)), gap, bit))
+        found.append(Compared(Distance(*counts, *sums), gap, bit))
     return found
 
 

@@ -27,7 +27,7 @@ _EXACT: Final = float(1 << 62)
 
 
 class Distance(NamedTuple):
-    """How far b is from a, summed over pairs of numbers. The sums are exact, so they can be added in any order.
+    """How far b is from a, summed over pairs of numbers. Sums are added exactly, so in any order.
 
     ``nonfinite`` counts the pairs without a difference: one number is NaN or infinite, the other is not the same. NaN
     equals NaN, and an infinite number equals itself. All fields except the counts cover the ``finite`` pairs, which are
@@ -42,11 +42,11 @@ class Distance(NamedTuple):
     far: int = 0
     largest: float = 0.0
     largest_relative: float = 0.0
-    total: Fraction = Fraction()
-    squares: Fraction = Fraction()
-    a_squares: Fraction = Fraction()
-    b_squares: Fraction = Fraction()
-    product: Fraction = Fraction()
+    total: Fraction | float = 0.0
+    squares: Fraction | float = 0.0
+    a_squares: Fraction | float = 0.0
+    b_squares: Fraction | float = 0.0
+    product: Fraction | float = 0.0
 
     @property
     def max_abs(self) -> float | None:
@@ -66,19 +66,17 @@ class Distance(NamedTuple):
     @property
     def rel_l2(self) -> float | None:
         """The L2 norm of a - b divided by the L2 norm of b; None if b is all zeros."""
-        one, other = self.squares, self.b_squares
-        return _root(one.numerator * other.denominator, one.denominator * other.numerator) if other else None
+        (one, parts), (other, other_parts) = (part.as_integer_ratio() for part in (self.squares, self.b_squares))
+        return _root(one * other_parts, parts * other) if other else None
 
     @property
     def cosine(self) -> float | None:
         """The cosine of the angle between a and b, with complex numbers as pairs; None if either is all zeros."""
         if not self.a_squares or not self.b_squares:
             return None
-        one, other, product = self.a_squares, self.b_squares, self.product
-        size = _root(
-            product.numerator**2 * (one.denominator * other.denominator),
-            product.denominator**2 * (one.numerator * other.numerator),
-        )
+        sums = self.a_squares, self.b_squares, self.product
+        (one, parts), (other, other_parts), (product, product_parts) = (part.as_integer_ratio() for part in sums)
+        size = _root(product**2 * (parts * other_parts), product_parts**2 * (one * other))
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
@@ -90,12 +88,14 @@ def total(parts: Iterable[Distance]) -> Distance:
     return Distance(*counts, max(largest), max(largest_relative), *map(_exact_sum, sums))
 
 
-def _exact_sum(numbers: Iterable[Fraction]) -> Fraction:
-    """Return the sum. Few denominators differ, and integers add up much faster than fractions."""
+def _exact_sum(numbers: Iterable[Fraction | float]) -> Fraction:
+    """Return the sum. All denominators are powers of two, and integers add up much faster than fractions."""
     numerators: dict[int, int] = {}
     for number in numbers:
-        numerators[number.denominator] = numerators.get(number.denominator, 0) + number.numerator
-    return sum((Fraction(numerator, denominator) for denominator, numerator in numerators.items()), Fraction())
+        numerator, denominator = number.as_integer_ratio()
+        numerators[denominator] = numerators.get(denominator, 0) + numerator
+    most = max(numerators, default=1)
+    return Fraction(sum(numerator * (most // denominator) for denominator, numerator in numerators.items()), most)
 
 
 class Compared(NamedTuple):
@@ -325,10 +325,11 @@ def _ldexp(value: float, shift: int) -> float:
         return math.inf
 
 
-def _ratio(value: Fraction, count: int) -> float | None:
+def _ratio(value: Fraction | float, count: int) -> float | None:
     """Return the value for each of ``count``, or None beyond float64."""
+    numerator, denominator = value.as_integer_ratio()
     try:
-        return value.numerator / (value.denominator * count)
+        return numerator / (denominator * count)
     except OverflowError:
         return None
 
