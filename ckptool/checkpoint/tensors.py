@@ -260,6 +260,10 @@ class TensorReader:
         """Return every mention of a storage as (reference of its Persistent, storage), in the order of the pickle."""
         return list(self._uses.items())
 
+    def is_usual(self, call: Call) -> bool:
+        """Return whether a call whose tensor was read is to ``_rebuild_tensor_v2``, which makes nearly every tensor."""
+        return self._functions.get(call.func) == _USUAL
+
     def tensor(self, ref: Ref) -> Tensor | None:
         """Return the tensor at a reference; None for another node."""
         tensors = self._tensors

@@ -51,7 +51,11 @@ _GAP: Final = 4096
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
     """Return what a tensor has apart from shape and storage, by name: flags, quantizer, members, hooks, attributes."""
     nodes = side.graph.nodes
-    carried: dict[str, Ref] = {}
+    usual, carried = nodes[ref], dict[str, Ref]()
+    if type(usual) is Call and not usual.states and side.reader.is_usual(usual):
+        args = nodes[usual.args]
+        if type(args) is tuple and len(args) == 6:
+            return {} if _is_nothing(nodes, args[5]) else {".hooks": args[5]}
     for call in rebuild_calls(side.graph, ref):
         node = nodes[call.ref]
         if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:

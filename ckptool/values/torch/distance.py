@@ -181,8 +181,8 @@ def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> Bit
 
 def resolved_rule(reading: Reading) -> ElementRule:
     """Return the rule for the elements that ``resolved_bytes`` yields."""
-    # The bytes are already resolved.
-    return rule_of(reading)._replace(negated=False)
+    rule = rule_of(reading)
+    return rule._replace(negated=False) if rule.negated else rule  # the bytes are already resolved
 
 
 def _blocks(
