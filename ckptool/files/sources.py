@@ -195,7 +195,7 @@ class FolderSource(Source):
     def __init__(
         self,
         name: str,
-        files: Sequence[FileSource],
+        files: Sequence[Source],
         beside: Sequence[str] = (),
         strays: Collection[str] = (),
         *,

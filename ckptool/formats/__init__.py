@@ -3,17 +3,20 @@ format."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..base import lazy
+from ..base.errors import UnreadableError
 from ..base.findings import TWO_FORMATS, Finding
 from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, FoundPickle
 from ..files.sources import FolderSource, Source
 from ..files.tars import is_header
+
+if TYPE_CHECKING:
+    from ..files.folders import Folder
 
 
 class Format(NamedTuple):
@@ -75,7 +78,7 @@ FORMATS: Final[tuple[Format, ...]] = (
 
 
 class FolderFormat(NamedTuple):
-    """A format of several files in a folder. ``module`` has ``sniff(path, names) -> bool`` and ``read(path)``.
+    """A format of several files in a folder. ``module`` has ``sniff(folder, names) -> bool`` and ``read(folder)``.
 
     ``sniff`` decides by file names where possible; ``by_names`` tells that it opens no weights. ``read`` opens the
     files, and closes them if it raises. The module is imported only if a file name has one of the ``endings``, if
@@ -88,15 +91,15 @@ class FolderFormat(NamedTuple):
     by_names: bool = True
     endings: tuple[str, ...] = ()
 
-    def sniff(self, path: str, names: Collection[str]) -> bool:
+    def sniff(self, folder: Folder, names: Collection[str]) -> bool:
         """Return whether a folder with these file names has this format."""
         if self.endings and not any(name.endswith(self.endings) for name in names):
             return False
-        return bool(lazy.module(f"formats.{self.module}").sniff(path, names))
+        return bool(lazy.module(f"formats.{self.module}").sniff(folder, names))
 
-    def read(self, path: str) -> tuple[FolderSource, Container]:
+    def read(self, folder: Folder) -> tuple[FolderSource, Container]:
         """Read a folder; raise MalformedError for a damaged one."""
-        opened: tuple[FolderSource, Container] = lazy.module(f"formats.{self.module}").read(path)
+        opened: tuple[FolderSource, Container] = lazy.module(f"formats.{self.module}").read(folder)
         return opened
 
 
@@ -153,26 +156,34 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
 _HEAD = 1024
 
 
-def folder_format(path: str, *, by_names: bool = False) -> FolderFormat | None:
-    """Return the format of a folder that is one checkpoint, or None for any other path.
+def _folder(path: str | Folder) -> Folder:
+    from ..files.folders import open_folder  # not needed for a file
+
+    return open_folder(path) if isinstance(path, str) else path
+
+
+def folder_format(path: str | Folder, *, by_names: bool = False) -> FolderFormat | None:
+    """Return the format of a folder that is one checkpoint, or None for any other folder or path.
 
     With ``by_names``, only formats that are recognised without opening weight files are found.
     """
+    folder = _folder(path)
     try:
-        names = frozenset(os.listdir(path))
-    except OSError:
+        names = folder.names(strict=True)
+    except UnreadableError:
         return None
     known_formats = (known for known in FOLDERS if known.by_names or not by_names)
-    return next((known for known in known_formats if known.sniff(path, names)), None)
+    return next((known for known in known_formats if known.sniff(folder, names)), None)
 
 
-def read_folder(path: str) -> tuple[FolderSource, Container] | None:
+def read_folder(path: str | Folder) -> tuple[FolderSource, Container] | None:
     """Read a folder in the format that its file names show; return None if it is not one checkpoint.
 
     Raises the same errors as ``read_container``.
     """
-    known = folder_format(path)
-    return known.read(path) if known else None
+    folder = _folder(path)
+    known = folder_format(folder)
+    return known.read(folder) if known else None
 
 
 def read_container(source: Source) -> Container:

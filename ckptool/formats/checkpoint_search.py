@@ -189,9 +189,11 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
 
 def _whole_folder(folder: str, named: bool = False) -> Candidate | UnreadableError | None:
     """Return a folder that is one checkpoint, an error for a training folder that ckptool only recognises, or None."""
-    from .names.training import training_folder  # only for folders
+    # only for folders
+    from ..files.folders import open_folder
+    from .names.training import training_folder
 
-    return Candidate(folder, named) if folder_format(folder) else training_folder(folder)
+    return Candidate(folder, named) if folder_format(folder) else training_folder(open_folder(folder))
 
 
 def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
@@ -327,11 +329,12 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
+    from ..files.folders import open_folder
     from .foreign.frameworks import foreign_folder
     from .names.hf import side_files
     from .names.training import training_folder
 
-    if (known := training_folder(path)) is not None:
+    if (known := training_folder(open_folder(path))) is not None:
         return known
     if (foreign := foreign_folder(names)) is not None:
         what = f"it is {foreign.description}, not a torch checkpoint"

@@ -17,6 +17,7 @@ from ..base.steps import NextStep, as_step, command, folder_of
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address
+from ..files.folders import open_folder
 from ..files.sources import FolderSource
 from .rank_part import part_of
 
@@ -64,17 +65,17 @@ def empty_weights(checkpoint: Checkpoint) -> str:
 
 def gather_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices."""
-    from .folders import listed
     from .names.deepspeed import step_folder  # only for empty weights
 
     if isinstance(checkpoint.source, FolderSource):
         folder = checkpoint.path
     else:
         folder = "" if is_address(checkpoint.path) else folder_of(checkpoint.path)
-    step = step_folder(folder, listed(folder)) if folder else None
+    place = open_folder(folder)
+    step = step_folder(place, place.names()) if folder else None
     if step is not None:
         return f"{_GATHER}; or convert the folder that DeepSpeed saved, which has all slices: " + command(
-            "inspect", step.path
+            "inspect", step.folder.path
         )
     return as_step(f"{_GATHER}, or convert the folder global_stepN of DeepSpeed")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
@@ -13,8 +13,8 @@ from ..base.steps import as_step
 from ..base.text import join_limited
 from ..checkpoint.container import Container
 from ..checkpoint.tensors import TensorReader
-from ..files.pool import open_pooled
-from ..files.sources import FileSource, open_source
+from ..files.folders import Folder
+from ..files.sources import Source
 from ..pickles.nodes import Graph, Node, Persistent, Ref
 from .foreign.identification import explain_placeholder
 
@@ -33,7 +33,7 @@ class ShardedContainer(Container):
 
     def __init__(self) -> None:
         self.problems: list[Finding] = []
-        self.files: list[FileSource] = []
+        self.files: list[Source] = []
         self.errors = []
 
     def _note(self, code: str, level: str, message: str, where: str = "", refused: bool = False) -> None:
@@ -43,11 +43,11 @@ class ShardedContainer(Container):
         self._note(INCOMPLETE, "error", message, where, refused=True)
 
     def _read_file(
-        self, folder: str, name: str, stack: ExitStack, read: Callable[[FileSource, str], T], subject: str
+        self, folder: Folder, name: str, stack: ExitStack, read: Callable[[Source, str], T], subject: str
     ) -> T | None:
         """Read a file of the folder with ``read``; report a problem and return None if it cannot be read."""
         try:
-            source = open_pooled(os.path.join(folder, name))
+            source = folder.open(name)
             stack.callback(source.close)
             content = read(source, name)
         except CkptoolError as error:
@@ -87,21 +87,21 @@ def opening(folder: str, next: str = "") -> Iterator[ExitStack]:
         stack.pop_all()
 
 
-def open_listing(folder: str, name: str, stack: ExitStack, subject: str) -> FileSource:
+def open_listing(folder: Folder, name: str, stack: ExitStack, subject: str) -> Source:
     """Open the file that lists the content of a folder; ``subject`` names it in errors.
 
     Raises UnreadableError, and MalformedError for a placeholder.
     """
     try:
-        listing = open_pooled(os.path.join(folder, name))
+        listing = folder.open(name)
     except UnreadableError as error:
-        error.what, error.path = f"{subject} cannot be read: {error.what}", folder
+        error.what, error.path = f"{subject} cannot be read: {error.what}", folder.path
         raise
     stack.callback(listing.close)
     placeholder = explain_placeholder(listing)
     if placeholder is not None:
         what = f"{subject} is not there: {placeholder.what.removeprefix('it is ')}"
-        raise MalformedError(what, path=folder, next=placeholder.step)
+        raise MalformedError(what, path=folder.path, next=placeholder.step)
     return listing
 
 
@@ -120,19 +120,10 @@ def with_storage_keys(reader: TensorReader, key_of: Callable[[str], str]) -> Gra
     return graph.edited(changes, added)
 
 
-def listed(path: str) -> frozenset[str]:
-    """Return the names in a folder; an empty set if it cannot be listed."""
-    try:
-        return frozenset(os.listdir(path))
-    except OSError:
-        return frozenset()
-
-
-def read_tag(path: str) -> str:
+def read_tag(folder: Folder, name: str) -> str:
     """Return the step name stored in a file, or "" if it has none."""
     try:
-        with closing(open_source(path)) as source:
-            text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
+        text = folder.read(name, _MAX_TAG).decode("utf-8", "replace").strip()
     except CkptoolError:
         return ""
     return text if text == os.path.basename(text) else ""

@@ -58,9 +58,10 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
         if referenced := xser.read(name):
             return Checkpoint.of(name, *referenced)
     elif in_several_files(name):
+        from ..files.folders import open_folder
         from .hf import folder as hf_folder
 
-        return Checkpoint.of(name, *hf_folder.read(name))
+        return Checkpoint.of(name, *hf_folder.read(open_folder(os.path.dirname(name)), name))
     return checkpoint_of(open_any(name))
 
 

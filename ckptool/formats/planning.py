@@ -20,13 +20,13 @@ from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import TensorReader
-from ..files.pool import open_pooled
+from ..files.folders import open_folder
 from ..files.sources import (
     AppendPlan,
-    FileSource,
     FolderPlan,
     FolderSource,
     Plan,
+    Source,
     Span,
     links_outside,
 )
@@ -237,11 +237,12 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_
     planned = FolderPlan((*planned.files, *changed))
     planned_names = {name for name, _ in planned.files}
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
-    beside = [path for path in every if os.path.basename(path) not in planned_names and os.path.isfile(path)]
-    return FolderPlan((*planned.files, *_whole_files(map(open_pooled, beside)).files))
+    places = [(open_folder(os.path.dirname(path)), os.path.basename(path)) for path in every]
+    beside = [place for place in places if place[1] not in planned_names and place[0].size(place[1]) is not None]
+    return FolderPlan((*planned.files, *_whole_files(folder.open(name) for folder, name in beside).files))
 
 
-def _whole_files(files: Iterable[FileSource]) -> FolderPlan:
+def _whole_files(files: Iterable[Source]) -> FolderPlan:
     """Plan unchanged copies of files."""
     return FolderPlan(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
@@ -295,7 +296,7 @@ def refuse_step_file(path: str) -> None:
     if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
         from .folders import read_tag  # imported late, because few outputs have such a name
 
-        step = read_tag(path)
+        step = read_tag(open_folder(os.path.dirname(path)), os.path.basename(path))
         if step and step.isprintable():  # a checkpoint with that name would not be a printable text
             what = f"this file says that the latest step is {quoted(step)}, and training resumes from it"
             raise RefusedError(what, path=path, next="choose another name")

@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, Manifest
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import TensorReader
+from ..files.folders import open_folder
 from ..files.sources import Source
 from ..files.zips.reader import read_archive
 from ..pickles.compare import CompareIds, Refs, difference
@@ -38,12 +39,12 @@ def check_file(promise: Promise, staged: Source) -> None:
 def check_folder(promise: Promise, path: str) -> None:
     """Raise ReadBackError if a staged folder does not hold what was promised."""
     # ``read_folder`` would treat a folder that cannot be listed as no checkpoint; here it means a failing disk.
-    names = frozenset(os.listdir(path))
-    known = next((known for known in FOLDERS if known.sniff(path, names)), None)
+    folder, names = open_folder(path), frozenset(os.listdir(path))
+    known = next((known for known in FOLDERS if known.sniff(folder, names)), None)
     with _reporting(promise):
         if known is None:
             raise ReadBackError("it is not a checkpoint", promised=promise.format, read="a folder of other files")
-        opened = known.read(path)
+        opened = known.read(folder)
         with closing(opened[0]):
             _check(promise, *opened)
 

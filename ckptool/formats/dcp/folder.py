@@ -33,11 +33,11 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
-from ...files.pool import open_pooled
-from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
+from ...files.folders import Folder
+from ...files.sources import AppendPlan, FolderSource, Plan, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
-from ..folders import TOO_LARGE, listed, open_listing, opening, other_steps_problem, with_storage_keys
+from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
@@ -85,9 +85,9 @@ class Dcp(Container):
 
     def __init__(
         self,
-        folder: str,
+        folder: Folder,
         read: Metadata,
-        files: Mapping[str, FileSource],
+        files: Mapping[str, Source],
         own: Sequence[FoundPickle],
         closed: Mapping[str, CkptoolError],
     ) -> None:
@@ -230,7 +230,7 @@ class Dcp(Container):
             return iter((*self._own, *self._content[1], *self._unusable, *self._unlisted()))
         pieces = islice((item for item in self._usable.values() if item.offset is not None), _MOST_OPENED)
         objects = (item for item in self._usable.values() if item.offset is None)
-        what = f"{self.folder}: most of {len(self._usable):,} items"
+        what = f"{self.folder.path}: most of {len(self._usable):,} items"
         rest = FoundPickle(what, None, "not looked at; ckptool scan opens each", unchecked=True)
         return iter((*self._own, *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
 
@@ -315,10 +315,10 @@ class Dcp(Container):
         return problems, pickles
 
     def plan(self, pickle: bytes | None) -> Plan:
-        raise RefusedError("a DCP folder is written as a whole", path=self.folder, next=WRITE_IT)
+        raise RefusedError("a DCP folder is written as a whole", path=self.folder.path, next=WRITE_IT)
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("a DCP folder cannot be edited in place", path=self.folder, next=WRITE_IT)
+        raise RefusedError("a DCP folder cannot be edited in place", path=self.folder.path, next=WRITE_IT)
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:
@@ -432,7 +432,7 @@ class Dcp(Container):
         if len(boxes) < len(value.chunks):  # an empty piece may share its place; the first counts
             boxes = [self._pieces.box(item) or box for box, item in zip(boxes, items)]
         files = tuple({item.file: self.files[item.file] for item in items}.values())
-        where = f"{self.folder}: {name}"
+        where = f"{self.folder.path}: {name}"
         return PiecesSource(where, value.dtype.name, value.shape, tuple(boxes), tuple(items), files)
 
     def _object(self, builder: Builder, name: str) -> Ref | None:
@@ -471,16 +471,16 @@ def _storage_key(item: Item, key: str) -> str:
     return f"{item.name}, storage {key}"
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder is a DCP folder by its file names, names one as its latest, or holds accelerate's FSDP
     folders."""
     if LATEST in names:
-        inner = latest_folder(path, names)
-        return are_files(listed(inner)) if inner else False
-    return are_files(names) or (bool(fsdp_folders(path, names)) and weights_of(names) is None)
+        inner = latest_folder(folder, names)
+        return are_files(inner.names()) if inner else False
+    return are_files(names) or (bool(fsdp_folders(folder, names)) and weights_of(names) is None)
 
 
-def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
+def _metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
     """Return the metadata names: the common file, or one file per rank. Raises MalformedError if there are none."""
     if ".metadata" in names:
         return [".metadata"]
@@ -489,21 +489,21 @@ def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
         return [name for _, name in ranks]
     if any(name.endswith(".metadata.tmp") for name in names):
         what = "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
-        raise MalformedError(what, path=path, next="wait until it is saved")
+        raise MalformedError(what, path=folder.path, next="wait until it is saved")
     data = pluralize(sum(name.endswith(DATA) for name in names), "file")
     what = f"{data} of torch.distributed.checkpoint, and no .metadata to say what they hold"
-    raise MalformedError(what, path=path, next="get the folder again, with its hidden files")
+    raise MalformedError(what, path=folder.path, next="get the folder again, with its hidden files")
 
 
 def _open_data(
-    path: str, names: Sequence[str], opened: list[FileSource], stack: ExitStack
-) -> tuple[dict[str, FileSource], dict[str, CkptoolError]]:
+    folder: Folder, names: Sequence[str], opened: list[Source], stack: ExitStack
+) -> tuple[dict[str, Source], dict[str, CkptoolError]]:
     """Return the open data files, and the errors of the files that cannot be opened, both by name."""
-    files: dict[str, FileSource] = {}
+    files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
     for name in names:
         try:
-            source = open_pooled(os.path.join(path, name))
+            source = folder.open(name)
         except UnreadableError as error:
             closed[name] = error
             continue
@@ -525,14 +525,14 @@ class _Listing(NamedTuple):
     own: list[FoundPickle]
 
 
-def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], stack: ExitStack) -> _Listing:
+def _read_listing(folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack) -> _Listing:
     """Read the metadata of a folder, from one file or from one file per rank."""
     ranks, own = [], []
     for name in wanted:
-        listing = open_listing(path, name, stack, name)
+        listing = open_listing(folder, name, stack, name)
         opened.append(listing)
         if listing.size > LIMITS.pickle_bytes:
-            raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
+            raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=folder.path)
         metadata = read_listing(listing.read(0, listing.size), name)
         # A million pieces make a large graph, so it is kept only if something is wrong with it.
         if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
@@ -542,58 +542,57 @@ def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], st
     return _Listing(merge_metadata(ranks), own)
 
 
-def read(path: str) -> tuple[FolderSource, Dcp]:
+def read(folder: Folder) -> tuple[FolderSource, Dcp]:
     """Open a DCP folder, the latest iteration of a Megatron-LM folder, or all folders of one save by accelerate.
 
     Raises MalformedError if there is no readable metadata.
     """
-    named, names, others = path, sorted(os.listdir(path)), list[str]()
-    if LATEST in names:
-        path = latest_folder(path, names)
-        others = [name for name in names if ITERATION.match(name) and name != os.path.basename(path)]
-        names = sorted(listed(path))
-    if not are_files(names) and (folders := fsdp_folders(path, names)):
-        return _read_fsdp(path, names, folders)
-    wanted = _metadata_names(path, names)
-    opened: list[FileSource] = []
-    with opening(path, "it is damaged: get the folder again") as stack:
-        files, closed = _open_data(path, [name for name in names if name.endswith(DATA)], opened, stack)
-        read, own = _read_listing(path, wanted, opened, stack)
-        container = Dcp(path, read, files, own, closed)
+    named, names, others = folder.path, sorted(folder.names(strict=True)), list[str]()
+    if (latest := latest_folder(folder, names)) is not None:
+        others = [name for name in names if ITERATION.match(name) and name != os.path.basename(latest.path)]
+        folder, names = latest, sorted(latest.names())
+    if not are_files(names) and (folders := fsdp_folders(folder, names)):
+        return _read_fsdp(folder, names, folders)
+    wanted = _metadata_names(folder, names)
+    opened: list[Source] = []
+    with opening(folder.path, "it is damaged: get the folder again") as stack:
+        files, closed = _open_data(folder, [name for name in names if name.endswith(DATA)], opened, stack)
+        read, own = _read_listing(folder, wanted, opened, stack)
+        container = Dcp(folder, read, files, own, closed)
     places = {item.file for item in container.read.items}
     container.note_files(names, wanted, places)
     if others:
-        container.problems.append(other_steps_problem(path, LATEST, others))
+        container.problems.append(other_steps_problem(folder.path, LATEST, others))
     strays = files.keys() - places
-    return FolderSource(named, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container
+    return FolderSource(named, opened, [folder.join(name) for name in extra_files(names)], strays), container
 
 
-def _read_fsdp(path: str, names: Sequence[str], folders: Sequence[str]) -> tuple[FolderSource, Dcp]:
+def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> tuple[FolderSource, Dcp]:
     """Open the folders of one save by accelerate as one checkpoint with the entries ``model`` and ``optimizer``.
 
     Further models get an entry named after their folder.
     """
-    opened: list[FileSource] = []
-    files: dict[str, FileSource] = {}
+    opened: list[Source] = []
+    files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
     parts: list[Metadata] = []
     own: list[FoundPickle] = []
     wanted: list[str] = []
-    with opening(path, "it is damaged: get the folder again") as stack:
-        for folder in folders:
-            inside = sorted(listed(os.path.join(path, folder)))
-            data = [f"{folder}/{name}" for name in inside if name.endswith(DATA)]
-            metadata = [f"{folder}/{name}" for name in _metadata_names(os.path.join(path, folder), inside)]
-            more_files, more_closed = _open_data(path, data, opened, stack)
-            read, odd = _read_listing(path, metadata, opened, stack)
-            taken = {place[:1] for part in parts for place in part.paths.values()}
+    with opening(folder.path, "it is damaged: get the folder again") as stack:
+        for part in folders:
+            inside = sorted(folder.inner(part).names())
+            data = [f"{part}/{name}" for name in inside if name.endswith(DATA)]
+            metadata = [f"{part}/{name}" for name in _metadata_names(folder.inner(part), inside)]
+            more_files, more_closed = _open_data(folder, data, opened, stack)
+            read, odd = _read_listing(folder, metadata, opened, stack)
+            taken = {place[:1] for other in parts for place in other.paths.values()}
             apart = any(place[:1] in taken for place in read.paths.values())
-            parts.append(placed(read, folder, apart=apart))
+            parts.append(placed(read, part, apart=apart))
             own, wanted = [*own, *odd], [*wanted, *metadata]
             files, closed = files | more_files, closed | more_closed
-        container = Dcp(path, united(parts), files, own, closed)
+        container = Dcp(folder, united(parts), files, own, closed)
     places = {item.file for item in container.read.items}
     beside = [name for name in names if name not in folders]
     container.note_files([*files, *closed, *beside], wanted, places, "accelerate")
-    companions = [os.path.join(path, name) for name in model_files(beside) if name != _TRAINER]
-    return FolderSource(path, opened, companions, files.keys() - places, folder=path), container
+    companions = [folder.join(name) for name in model_files(beside) if name != _TRAINER]
+    return FolderSource(folder.path, opened, companions, files.keys() - places, folder=folder.path), container

@@ -23,7 +23,6 @@ from ...files.sources import (
     AssembledSource,
     BytesSource,
     ExpectedChecksum,
-    FileSource,
     Seen,
     SliceSource,
     Source,
@@ -180,7 +179,7 @@ class KnownItems:
         self._nearby = Nearby()  # the next item most probably follows the last one
         self._alike: dict[tuple[str, tuple[int, ...]], _Alike] = {}
 
-    def read(self, item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
+    def read(self, item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
         """Return the elements of a tensor if its item matches the pattern for this dtype and shape, else None."""
         alike = self._alike.get((dtype.name, shape))
         if alike is None or item.transforms:
@@ -213,7 +212,7 @@ def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
     known[key] = value
 
 
-def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
+def open_item(item: Item, file: Source, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
     """Open an item; a compressed one may inflate to at most ``most`` bytes.
 
     Raises MalformedError, naming the item, unless it is an archive that torch.load accepts and all readers read alike.
@@ -238,9 +237,7 @@ def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMIT
         raise MalformedError(what, path=file.name, where=item.place) from error
 
 
-def open_tensor_item(
-    item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems
-) -> OpenedItem:
+def open_tensor_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> OpenedItem:
     """Open the item of a tensor; raises as ``open_item`` does, and for big-endian numbers."""
     opened = open_item(item, file, known, LIMITS.member_bytes + prod(shape) * dtype.itemsize)
     if opened.zip.byteorder == "big":
@@ -249,7 +246,7 @@ def open_tensor_item(
     return opened
 
 
-def _inflated(item: Item, file: FileSource, most: int) -> tuple[Source, int, int]:
+def _inflated(item: Item, file: Source, most: int) -> tuple[Source, int, int]:
     """Inflate a compressed item; return source, offset and length in bytes."""
     source = ZstdSource(file, item.at, item.length, most, item.place)
     return source, 0, source.size
@@ -274,7 +271,7 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
     return tensor
 
 
-def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
+def read_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
     """Open an item and return its tensor's elements; raises MalformedError if they differ from the listing."""
     try:
         found = known.read(item, file, dtype, shape)
@@ -299,7 +296,7 @@ class PiecesSource(AssembledSource):
         shape: tuple[int, ...],
         boxes: Sequence[Box],
         items: Sequence[Item],
-        files: Sequence[FileSource],
+        files: Sequence[Source],
         checked: Sequence[int] | None = None,
     ) -> None:
         self.name = name
@@ -373,7 +370,7 @@ class PiecesSource(AssembledSource):
 
 
 @lru_cache(maxsize=1)
-def _places(source: PiecesSource) -> tuple[list[tuple[int, int]], dict[str, FileSource]]:
+def _places(source: PiecesSource) -> tuple[list[tuple[int, int]], dict[str, Source]]:
     """Return each item's byte range in the tensor, and the files by name. Only the last tensor's result is cached."""
     by_name = {os.path.basename(file.name): file for file in source.files}
     return byte_ranges(source.shape, BY_NAME[source.dtype].itemsize, source.boxes), by_name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from math import prod
@@ -13,7 +12,7 @@ from ...base.records import NamedTuple
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import Tensor, TensorReader
-from ...files.sources import open_source
+from ...files.folders import Folder
 from ...pickles.nodes import Dict, Graph, Ref
 from .. import read_container
 from ..megatron.args import Arguments, arguments, number
@@ -41,11 +40,11 @@ class Origin(NamedTuple):
 
 
 def origin_of(
-    folder: str, names: Collection[str], reader: TensorReader, stored: Callable[[str], StorageLocation]
+    folder: Folder, names: Collection[str], reader: TensorReader, stored: Callable[[str], StorageLocation]
 ) -> Origin:
     """Return the origin of a save. ``stored`` locates the bytes of a step that is a tensor."""
     for name, framework in _BESIDE.items():
-        beside = _graph_in(os.path.join(folder, name)) if name in names else None
+        beside = _graph_in(folder, name) if name in names else None
         if beside is not None:
             own = values_of(beside, beside.root)
             numbers = [_number(beside, own[key]) for key in ("iteration", "global_step") if key in own]
@@ -62,11 +61,11 @@ def origin_of(
     return _origin("Megatron-LM", run, max(_iterations(graph), default=-1), folder) if run else Origin()
 
 
-def _origin(framework: str, run: Arguments, step: int, folder: str) -> Origin:
+def _origin(framework: str, run: Arguments, step: int, folder: Folder) -> Origin:
     """Return the origin, with the ranks of a Megatron-LM run. Without a ``step``, take it from the folder name."""
     sizes = number(run, "tensor_model_parallel_size") or 1, number(run, "pipeline_model_parallel_size") or 1
     parallel = f" ({ranks_in_words(sizes)})" if prod(sizes) > 1 else ""
-    name = os.path.basename(os.path.realpath(folder))
+    name = folder.name
     if step < 0 and run and ITERATION.match(name) and name[-1].isdecimal():
         step = int(name.rpartition("_")[2])
     return Origin(framework + parallel, step if step >= 0 else None)
@@ -80,9 +79,9 @@ def _iterations(graph: Graph) -> Iterator[int]:
             yield _number(graph, own["iteration"])
 
 
-def _graph_in(path: str) -> Graph | None:
+def _graph_in(folder: Folder, name: str) -> Graph | None:
     """Return the object in a file, or None if it cannot be read."""
-    with suppress(CkptoolError), closing(open_source(path)) as source:
+    with suppress(CkptoolError), closing(folder.open(name)) as source:
         return read_container(source).graph
     return None
 

@@ -7,7 +7,6 @@ optimizer state is keyed by parameter name, as in ``FullyShardedDataParallel.opt
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,9 +23,10 @@ from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...checkpoint.tensors import ViewId, view_id
+from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
-from ..folders import listed, opening, other_steps_problem
+from ..folders import opening, other_steps_problem
 from ..joined.container import RankFile, RankFiles, grafted_key, rows, whole_tensor
 from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, StepFolder, ZeroFiles, other_steps, step_folder, zero_files
 from ..names.hf import model_files
@@ -62,7 +62,7 @@ class Deepspeed(RankFiles):
     format = "deepspeed"
 
     def __init__(self, path: str, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
-        super().__init__(step.path)
+        super().__init__(step.folder)
         self.path = path
         #: Files of ranks that this save does not have.
         self._left_over: set[str] = set()
@@ -561,19 +561,20 @@ def _value(value: object) -> str:
     return join_limited([str(part) for part in value] or ["none"]) if isinstance(value, tuple) else str(value)
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder holds DeepSpeed files that can be joined, or a ``latest`` file that names such a
     folder."""
-    step = step_folder(path, names)
+    step = step_folder(folder, names)
     return step is not None and zero_files(step.names) is not None
 
 
-def read(path: str) -> tuple[FolderSource, Deepspeed]:
+def read(folder: Folder) -> tuple[FolderSource, Deepspeed]:
     """Open a DeepSpeed ZeRO folder.
 
     Raises NotACheckpointError for a layout that cannot be joined, MalformedError if the files cannot be read.
     """
-    step = step_folder(path, listed(path))
+    path = folder.path
+    step = step_folder(folder, folder.names())
     files = zero_files(step.names) if step is not None else None
     if step is None or files is None:
         raise ChangedError("its files changed while they were read", path=path, next="try again")
@@ -581,9 +582,9 @@ def read(path: str) -> tuple[FolderSource, Deepspeed]:
         container = Deepspeed(path, step, files, stack)
     others = other_steps(step)
     if others:
-        container.problems.append(other_steps_problem(step.path, "latest", others))
-    near = step.above or os.path.dirname(os.path.realpath(path))
-    names = listed(near)
+        container.problems.append(other_steps_problem(step.folder.path, "latest", others))
+    near = step.above or folder.outer()
+    names = near.names()
     beside = model_files(names) if step.above or "latest" in names else []
-    own = [os.path.join(near, name) for name in beside if name != _PROGRESS]
+    own = [near.join(name) for name in beside if name != _PROGRESS]
     return FolderSource(path, container.files, own), container

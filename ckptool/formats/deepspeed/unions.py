@@ -22,9 +22,10 @@ from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, shown, step_words, words
 from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
+from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
-from ..folders import listed, opening, other_steps_problem, read_tag
+from ..folders import opening, other_steps_problem, read_tag
 from ..joined.container import RankFile, RankFiles, rows, whole_tensor
 from ..names.deepspeed import (
     EXPERT,
@@ -97,8 +98,8 @@ class Universal(RankFiles):
 
     format = "deepspeed-union"
 
-    def __init__(self, path: str, stack: ExitStack) -> None:
-        super().__init__(path)
+    def __init__(self, folder: Folder, stack: ExitStack) -> None:
+        super().__init__(folder)
         file = self.open_file(_MODEL, stack)
         if file is None:
             raise self.errors[0]
@@ -110,7 +111,7 @@ class Universal(RankFiles):
         self._experts = _EXPERTS in information
         refs: dict[str, Ref] = {}
         states: list[tuple[str, Ref]] = []
-        parameters = _parameters(path)
+        parameters = _parameters(folder)
         self._slots = {slot for parameter in parameters for slot in parameter.files}
         self._steps: dict[str, float] = {}
         #: Parameters that the optimizer has updated; the others were copied from the model.
@@ -258,7 +259,7 @@ class Universal(RankFiles):
     def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
         """Build the optimizer state, keyed by parameter name."""
         name = os.path.join(_PARAMETERS, _STATE)
-        there = os.path.exists(os.path.join(self.folder, name))
+        there = _STATE in self.folder.inner(_PARAMETERS).names()
         file = self.open_file(name, stack) if there else None
         groups = []
         if file is not None:
@@ -283,8 +284,8 @@ class WholeModel(_Numbered):
 
     format = "deepspeed-union"
 
-    def __init__(self, path: str, step: StepFolder, stack: ExitStack) -> None:
-        super().__init__(step.path)
+    def __init__(self, folder: Folder, step: StepFolder, stack: ExitStack) -> None:
+        super().__init__(step.folder)
         names = step.names
         name = whole_file(names)
         file = self._open_as(MODEL, name, (0,), stack)
@@ -297,7 +298,7 @@ class WholeModel(_Numbered):
         if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
             # The 32-bit weights were cut over ranks, and their files are missing.
             what = "it is a part of a DeepSpeed checkpoint"
-            raise training_folder(path) or NotACheckpointError(what, kind="deepspeed", path=path)
+            raise training_folder(folder) or NotACheckpointError(what, kind="deepspeed", path=folder.path)
         counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
         module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
         self._add_experts(experts, counts, module, stack)
@@ -383,8 +384,8 @@ class Pipeline(_Numbered):
 
     format = "deepspeed-union"
 
-    def __init__(self, path: str, names: Collection[str], stack: ExitStack) -> None:
-        super().__init__(path)
+    def __init__(self, folder: Folder, names: Collection[str], stack: ExitStack) -> None:
+        super().__init__(folder)
         layers, models = self._numbered(LAYER, names), self._numbered(MODEL, names)
         optimizer = any(OPTIMIZER.match(name) for name in names)
         items: dict[str, Ref] = {}
@@ -460,13 +461,13 @@ def _numbers(match: re.Match[str]) -> tuple[int, ...]:
     return tuple(int(group or 0) for group in match.groups())
 
 
-def _parameters(path: str) -> list[_Parameter]:
+def _parameters(folder: Folder) -> list[_Parameter]:
     """Return the parameter folders with their files, weights first."""
-    inner = os.path.join(path, _PARAMETERS)
+    inner = folder.inner(_PARAMETERS)
     parameters = []
-    for name in sorted(listed(inner)):
+    for name in sorted(inner.names()):
         files = sorted(
-            (file for file in listed(os.path.join(inner, name)) if file.endswith(".pt")),
+            (file for file in inner.inner(name).names() if file.endswith(".pt")),
             key=lambda file: (file != _WEIGHTS, file),
         )
         if files:
@@ -474,16 +475,16 @@ def _parameters(path: str) -> list[_Parameter]:
     return parameters
 
 
-def _universal_folder(path: str, names: Collection[str]) -> str:
-    """Return the folder of a universal checkpoint: ``path``, or the folder that its latest file names; "" if none."""
-    tag = read_tag(os.path.join(path, _LATEST)) if _LATEST in names else ""
-    folder = os.path.join(path, tag) if tag and tag in names else path
-    inside = listed(folder)
+def _universal_folder(folder: Folder, names: Collection[str]) -> Folder | None:
+    """Return the folder of a universal checkpoint: ``folder``, or the one that its latest file names; None if none."""
+    tag = read_tag(folder, _LATEST) if _LATEST in names else ""
+    folder = folder.inner(tag) if tag and tag in names else folder
+    inside = folder.names()
     if _PARAMETERS not in inside:
-        return ""
+        return None
     models = [name for name in inside if MODEL.match(name)]
     # Several model files mean that the model itself is cut.
-    return folder if models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
+    return folder if models == [_MODEL] and folder.inner(_PARAMETERS).names() else None
 
 
 def _is_pipeline(names: Collection[str]) -> bool:
@@ -493,34 +494,34 @@ def _is_pipeline(names: Collection[str]) -> bool:
     return bool(layers) and all(match[2] is None for match in layers) and not others
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder holds a checkpoint of such whole tensors, or names a step folder that does."""
-    step = step_folder(path, names)
-    return bool(_universal_folder(path, names)) or (step is not None and _is_whole(step.names))
+    step = step_folder(folder, names)
+    return _universal_folder(folder, names) is not None or (step is not None and _is_whole(step.names))
 
 
 def _is_whole(names: Collection[str]) -> bool:
     return _is_pipeline(names) or bool(whole_file(names))
 
 
-def read(path: str) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
+def read(folder: Folder) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
     """Open a DeepSpeed folder of whole tensors.
 
     Raises NotACheckpointError if optimizer partitions are missing, MalformedError if the files cannot be read.
     """
-    names = listed(path)
-    folder, step = _universal_folder(path, names), step_folder(path, names)
+    path, names = folder.path, folder.names()
+    universal, step = _universal_folder(folder, names), step_folder(folder, names)
     with opening(path, "it is damaged: get the folder again") as stack:
         container: Universal | Pipeline | WholeModel
-        if folder:
-            container = Universal(folder, stack)
+        if universal:
+            container = Universal(universal, stack)
         elif step is not None and _is_pipeline(step.names):
-            container = Pipeline(step.path, step.names, stack)
+            container = Pipeline(step.folder, step.names, stack)
         elif step is not None and _is_whole(step.names):
-            container = WholeModel(path, step, stack)
+            container = WholeModel(folder, step, stack)
         else:
             raise ChangedError("its files changed while they were read", path=path, next="try again")
-    others = other_steps(step) if step is not None and not folder else []
+    others = other_steps(step) if step is not None and not universal else []
     if step is not None and others:
-        container.problems.append(other_steps_problem(step.path, "latest", others))
-    return FolderSource(path, container.files, folder=container.folder), container
+        container.problems.append(other_steps_problem(step.folder.path, "latest", others))
+    return FolderSource(path, container.files, folder=container.folder.path), container

@@ -22,11 +22,12 @@ from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
-from ...files.sources import FolderSource, open_source
+from ...files.folders import Folder
+from ...files.sources import FolderSource
 from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
 from .. import folder_format, read_container
-from ..folders import listed, opening
+from ..folders import opening
 from ..joined.container import RankFiles
 from ..names.hf import model_files
 from ..names.ranks import RankSet, numbered_sets, rank_sets, torch_files
@@ -67,7 +68,7 @@ class Meshes(RankFiles):
 
     format = "rank-files"
 
-    def __init__(self, folder: str, sets: Sequence[RankSet], stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, sets: Sequence[RankSet], stack: ExitStack) -> None:
         super().__init__(folder)
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
@@ -225,27 +226,27 @@ def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
     return f"{join_limited(list(systems))} over {over}{step}"
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether there are rank files whose tensors are spread over ranks."""
-    return bool(_sets(path, names))
+    return bool(_sets(folder, names))
 
 
-def _sets(path: str, names: Collection[str]) -> list[RankSet]:
+def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
     """Return the sets of rank files in a folder that form one checkpoint; [] if there are none."""
     sets = rank_sets(names)[:_MOST_SETS]
-    spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
+    spread = [rank_set for rank_set in sets if _is_spread(folder, rank_set)]
     if not spread:
-        return _labelled(_numbered(path, names))
+        return _labelled(_numbered(folder, names))
     first = spread[0]
     others = set(names).difference(*(rank_set.files.values() for rank_set in sets))
     ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
     sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, first, ranks)]
-    sets += [rank_set._replace(world=first.world) for rank_set in _numbered(path, others, first.files.keys())]
+    sets += [rank_set._replace(world=first.world) for rank_set in _numbered(folder, others, first.files.keys())]
     of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in sets)
     return _labelled(sets) if of_one else []
 
 
-def _numbered(path: str, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
+def _numbered(folder: Folder, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
     """Return sets of numbered files of one save: mesh ranks, and training states with the same numbers. [] if there are
     no mesh ranks.
 
@@ -258,9 +259,9 @@ def _numbered(path: str, names: Collection[str], like: Collection[int] | None = 
         for rank_set in every:
             alike = _goes_beside(rank_set, like, wanted) if like is not None else wanted is _CLASSES
             own = set(rank_set.files.values())
-            if not alike or not taken.isdisjoint(own) or not _mentions(path, rank_set, wanted):
+            if not alike or not taken.isdisjoint(own) or not _mentions(folder, rank_set, wanted):
                 continue
-            if wanted is _TRAINING or _is_one_save(path, rank_set):
+            if wanted is _TRAINING or _is_one_save(folder, rank_set):
                 sets.append(rank_set)
                 taken |= own
                 like = rank_set.files.keys()
@@ -282,9 +283,9 @@ def _labelled(sets: list[RankSet]) -> list[RankSet]:
     ]
 
 
-def are_one_save(path: str, names: Collection[str]) -> bool:
+def are_one_save(folder: Folder, names: Collection[str]) -> bool:
     """Return whether all these files are rank files of one save."""
-    sets = _sets(path, names)
+    sets = _sets(folder, names)
     return bool(sets) and {name for rank_set in sets for name in rank_set.files.values()} == set(names)
 
 
@@ -295,16 +296,16 @@ def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> boo
     return len(rank_set.files) > 1 or rank_set.files.keys() == ranks
 
 
-def _is_spread(path: str, rank_set: RankSet) -> bool:
+def _is_spread(folder: Folder, rank_set: RankSet) -> bool:
     """Return whether a set's files name the classes of spread tensors."""
-    return _mentions(path, rank_set, _CLASSES)
+    return _mentions(folder, rank_set, _CLASSES)
 
 
-def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
+def _mentions(folder: Folder, rank_set: RankSet, words: Sequence[bytes]) -> bool:
     """Return whether the first readable file of a set has one of the words in its pickle."""
     for name in islice(rank_set.files.values(), _TRIED):
         try:
-            with closing(open_source(os.path.join(path, name))) as source:
+            with closing(folder.open(name)) as source:
                 at, size = 0, source.size
                 if source.read(0, 4) == b"PK\x03\x04":
                     archive = read_archive(source)
@@ -317,13 +318,13 @@ def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
     return False
 
 
-def _is_one_save(path: str, rank_set: RankSet) -> bool:
+def _is_one_save(folder: Folder, rank_set: RankSet) -> bool:
     """Return whether numbered files are from several ranks of one mesh, all ranks or some."""
     names = list(rank_set.files.values())
-    ends = [_summary(path, name) for name in (names[0], names[-1])]
+    ends = [_summary(folder, name) for name in (names[0], names[-1])]
     if all(end is not None and end.expected == len(names) for end in ends):
         return len({rank for end in ends if end for rank in end.ranks}) != 1  # one rank saved several times
-    summaries = [found for name in names[:_COMPARED] if (found := _summary(path, name))]
+    summaries = [found for name in names[:_COMPARED] if (found := _summary(folder, name))]
     ranks = [rank for found in summaries for rank in found.ranks]
     if len(ranks) != len(set(ranks)) or any(len(found.ranks) != 1 for found in summaries):
         return False
@@ -332,10 +333,10 @@ def _is_one_save(path: str, rank_set: RankSet) -> bool:
     return len(names) <= most and (len(ranks) > 1 or len(names) == most)
 
 
-def _summary(path: str, name: str) -> ShardingSummary | None:
+def _summary(folder: Folder, name: str) -> ShardingSummary | None:
     """Return how the tensors in a file are spread over ranks; None if they are not, or the file cannot be read."""
     try:
-        with closing(open_source(os.path.join(path, name))) as source:
+        with closing(folder.open(name)) as source:
             container = read_container(source)
             reader = TensorReader(container.graph)
             read_mesh_ranks(container, reader)
@@ -344,12 +345,12 @@ def _summary(path: str, name: str) -> ShardingSummary | None:
         return None
 
 
-def read(path: str) -> tuple[FolderSource, Meshes]:
+def read(folder: Folder) -> tuple[FolderSource, Meshes]:
     """Open a folder of rank files; raise MalformedError if none of its files can be read."""
-    return read_files(path, path, os.listdir(path))
+    return read_files(folder.path, folder, folder.names(strict=True))
 
 
-def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSource, Meshes]:
+def read_files(path: str, folder: Folder, names: Collection[str]) -> tuple[FolderSource, Meshes]:
     """Open some files of a folder as the checkpoint ``path``; raise MalformedError if none of them can be read."""
     sets = _one_save(path, folder, _sets(folder, names))
     with opening(path) as stack:
@@ -360,10 +361,10 @@ def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSo
             Finding.of(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
         )
     container.problems += _left_out(folder, names, sets)
-    return FolderSource(path, container.files, _of_model(folder), folder=folder), container
+    return FolderSource(path, container.files, _of_model(folder), folder=folder.path), container
 
 
-def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
+def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
     """Return notes on other checkpoints and torch files in the folder. Numbered files are shown as one pattern."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
     others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
@@ -378,32 +379,32 @@ def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> l
             words.append(f"{rank_set.pattern} ({pluralize(len(own), 'file')})")
     problems = []
     for name in sorted(names)[:_MOST_NAMES]:
-        inner = os.path.join(folder, name)
+        inner = folder.inner(name)
         if name not in taken and folder_format(inner, by_names=True) is not None:
             what = f"{name} in this folder is a checkpoint of its own, and not read here"
-            problems.append(Finding.of(INNER, "note", what, inner))
+            problems.append(Finding.of(INNER, "note", what, inner.path))
     if not others:
         return problems
     what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
-    first = os.path.join(folder, [*paths, *sorted(left)][0])
+    first = folder.join([*paths, *sorted(left)][0])
     return [*problems, Finding.of(OTHER_FILES, "note", what, first)]
 
 
-def _of_model(path: str) -> list[str]:
+def _of_model(folder: Folder) -> list[str]:
     """Return the files that describe the model, next to the rank files or in verl's subfolder."""
-    for folder in (os.path.join(path, _MODEL), path):
-        names = listed(folder)
+    for place in (folder.inner(_MODEL), folder):
+        names = place.names()
         if "config.json" in names:
-            return [os.path.join(folder, name) for name in model_files(names) if name != _CONFIG]
+            return [place.join(name) for name in model_files(names) if name != _CONFIG]
     return []
 
 
-def _one_save(path: str, folder: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
+def _one_save(path: str, folder: Folder, sets: Sequence[RankSet]) -> Sequence[RankSet]:
     """Return the sets; raise MalformedError if they are from saves with different numbers of ranks."""
     worlds = {rank_set.world for rank_set in sets}
     if len(worlds) > 1:
         numbers = join_limited([str(world) for world in sorted(worlds)])
         what = f"there are rank files of {numbers} ranks: {join_limited([rank_set.pattern for rank_set in sets])}"
-        step = command("inspect", os.path.join(folder, sets[0].pattern))
+        step = command("inspect", folder.join(sets[0].pattern))
         raise MalformedError(what, path=path, next="name those of one save: " + step)
     return sets

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from fnmatch import translate
 from itertools import takewhile
 
+from ...files.folders import Folder, open_folder
 from ...files.sources import FolderSource
-from ..folders import listed
 from ..names.ranks import mates
 from .meshes import Meshes, are_one_save, read_files
 
@@ -24,14 +24,15 @@ def is_pattern(path: str) -> bool:
     return ("*" in name or ("{" in name and "," in name)) and not os.path.lexists(path)
 
 
-def matching(path: str) -> tuple[str, list[str]]:
+def matching(path: str) -> tuple[Folder, list[str]]:
     """Return the folder of a pattern, and the names in it that match."""
-    folder, pattern = os.path.split(path)
+    parent, pattern = os.path.split(path)
+    folder = open_folder(parent)
     before, brace, rest = pattern.partition("{")
     inner, _, after = rest.partition("}")
     patterns = [before + part + after for part in inner.split(",")] if brace else [pattern]
     matches = re.compile("|".join(map(translate, patterns))).match
-    return folder or os.curdir, sorted(name for name in listed(folder or os.curdir) if matches(name))
+    return folder, sorted(name for name in folder.names() if matches(name))
 
 
 def of_one_save(path: str) -> bool:
@@ -60,7 +61,7 @@ def pattern_of(paths: Sequence[str]) -> str:
     if len(folders) != 1 or not 1 < len(names) == len(paths) or any(set("*?[]{},!") & set(name) for name in names):
         return ""
     folder = folders.pop()
-    among = listed(folder or os.curdir)
+    among = open_folder(folder).names()
     if not mates(names, names) == mates(names, among) == names:
         return ""
     pattern = os.path.join(folder, _pattern(names, among))
@@ -71,7 +72,7 @@ def left_out(paths: Sequence[str]) -> list[str]:
     """Return the other files that belong to the sets of the paths by their names; [] if there are none."""
     folder = os.path.dirname(paths[0])
     names = {os.path.basename(path) for path in paths}
-    return sorted(os.path.join(folder, name) for name in mates(names, listed(folder or os.curdir)) - names)
+    return sorted(os.path.join(folder, name) for name in mates(names, open_folder(folder).names()) - names)
 
 
 def _pattern(names: Collection[str], among: Collection[str]) -> str:

@@ -22,7 +22,8 @@ from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import key_text
 from ...checkpoint.tensors import ID_PARTS, TensorReader
-from ...files.sources import AppendPlan, FileSource, FolderSource
+from ...files.folders import Folder
+from ...files.sources import AppendPlan, FolderSource, Source
 from ...pickles.nodes import Graph, Persistent, Ref
 from .. import folder_format
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
@@ -35,7 +36,6 @@ from ..names.hf import (
     companions,
     index_name,
     is_checkpoint,
-    is_index,
     read_index,
     side_files,
     weights_of,
@@ -79,7 +79,7 @@ class HfFolder(ShardedContainer):
 
     load_rule = safetensors_reader.load_rule
 
-    def __init__(self, folder: str, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
         super().__init__()
         self.folder, self.weights = folder, weights
         safe = weights.suffix == "safetensors"
@@ -108,7 +108,9 @@ class HfFolder(ShardedContainer):
         containers = [shard.container for shard in self.shards]
         first = containers[0]
         if any(container.byteorder != first.byteorder for container in containers):
-            raise UnreadableError("its shards are of both byte orders", path=folder, next="convert them one by one")
+            raise UnreadableError(
+                "its shards are of both byte orders", path=folder.path, next="convert them one by one"
+            )
         self.byteorder = first.byteorder
         headers = [container.metadata for container in containers]
         self.metadata: Mapping[str, str] = common_metadata([whole_metadata(first.metadata), *headers[1:]])
@@ -129,7 +131,7 @@ class HfFolder(ShardedContainer):
             if self.errors:
                 raise self.errors[0]
             what = f"none of its {pluralize(len(wanted), 'shard')} is there" if wanted else "its index names no shard"
-            raise MalformedError(what, path=self.folder, next="get the missing files")
+            raise MalformedError(what, path=self.folder.path, next="get the missing files")
         return shards
 
     def _unnamed_shards(self, index: Index, wanted: list[str], names: Collection[str], stack: ExitStack) -> list[str]:
@@ -253,20 +255,20 @@ class HfFolder(ShardedContainer):
             texts = "; ".join(f"{join_limited(files)} ({description})" for description, files in beside.items())
             self._note("side-files", "note", f"beside the weights: {texts}")
         # A sentence-transformers model stores later layers in separate folders.
-        inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(_names(self.folder, name))]
+        inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(self.folder.inner(name).names())]
         if inner:
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
-            self._note(INNER, "note", what, os.path.join(self.folder, inner[0]))
+            self._note(INNER, "note", what, self.folder.join(inner[0]))
         step = step_folder(self.folder, names)
-        known = folder_format(step.path, by_names=True) if step is not None else None
+        known = folder_format(step.folder, by_names=True) if step is not None else None
         if step is not None and known is not None:
             content = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
-            name = os.path.basename(step.path)
+            name = os.path.basename(step.folder.path)
             what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {content}"
-            self._note(INNER, "note", what, step.path)
+            self._note(INNER, "note", what, step.folder.path)
         for name in fsdp_folders(self.folder, names):
             what = f"{name} in it is a checkpoint of its own: all ranks of FSDP, as accelerate saves them"
-            self._note(INNER, "note", what, os.path.join(self.folder, name))
+            self._note(INNER, "note", what, self.folder.join(name))
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]
@@ -355,13 +357,6 @@ class HfFolder(ShardedContainer):
         )
 
 
-def _names(*path: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(os.path.join(*path)))
-    except OSError:
-        return frozenset()
-
-
 def _moved_text(moved: list[tuple[str, str, str]]) -> str:
     """Return the message about misplaced tensors, given as (name, shard in the index, actual shard)."""
     name, listed, actual = moved[0]
@@ -371,7 +366,7 @@ def _moved_text(moved: list[tuple[str, str, str]]) -> str:
     return what + (f"; {listed} and {actual} may have been swapped" if swapped else "")
 
 
-def _shard(source: FileSource, name: str) -> Shard:
+def _shard(source: Source, name: str) -> Shard:
     """Read one weight file, in the format of its content."""
     head = source.read(0, _HEAD)
     container: Container
@@ -406,23 +401,24 @@ def _shard(source: FileSource, name: str) -> Shard:
     return Shard(name, container, tensors)
 
 
-def read(path: str) -> tuple[FolderSource, Container]:
-    """Read a folder, or the folder of an index file named instead. Raises the errors of reading its files."""
-    folder, index = (os.path.dirname(path) or os.curdir, os.path.basename(path)) if is_index(path) else (path, "")
+def read(folder: Folder, named: str = "") -> tuple[FolderSource, Container]:
+    """Read a folder; ``named`` is its index file if the user named that. Raises the errors of reading its files."""
+    path = named or folder.path
     try:
-        names = frozenset(os.listdir(folder))
-    except OSError as error:
-        raise UnreadableError(f"it cannot be listed: {error.strerror}", path=path) from error
-    weights = weights_of(names, index)
+        names = folder.names(strict=True)
+    except UnreadableError as error:
+        error.path = path
+        raise
+    weights = weights_of(names, os.path.basename(named))
     if weights is None:
         raise UnreadableError("there are no weights in it", path=path, next="name a file in it")
-    with opening(folder) as stack:
+    with opening(folder.path) as stack:
         container = HfFolder(folder, weights, names, stack)
     own = {os.path.basename(file.name) for file in container.files}
-    beside = [os.path.join(folder, name) for name in companions(names - own)]
+    beside = [folder.join(name) for name in companions(names - own)]
     return FolderSource(path, container.files, beside), container
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder is one checkpoint by its file names."""
     return is_checkpoint(names)

@@ -7,7 +7,6 @@ a tensor reaches as far as its pieces. Sources in torch/distributed/checkpoint: 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -23,7 +22,8 @@ from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, StorageLocation, StoredRecord
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.sources import AppendPlan, FileSource, FolderSource
+from ...files.folders import Folder
+from ...files.sources import AppendPlan, FolderSource, Source
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..names.hf import companions, weights_of
 from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
@@ -51,7 +51,7 @@ class HfRanks(ShardedContainer):
     )
     load_rule = safetensors_reader.load_rule
 
-    def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, names: Collection[str], stack: ExitStack) -> None:
         super().__init__()
         self.folder = folder
         #: The readable files by name.
@@ -167,7 +167,7 @@ class HfRanks(ShardedContainer):
             if span is not None and span.size:
                 chunks.append(Chunk(piece.box, span.source, span.offset))
         width = pieces[0].tensor.dtype.itemsize
-        return joined(chunks, _shape(pieces), width, f"{self.folder}: {key}")
+        return joined(chunks, _shape(pieces), width, f"{self.folder.path}: {key}")
 
     def records(self) -> Iterator[StoredRecord]:
         for name, shard in self.shards.items():
@@ -179,7 +179,7 @@ class HfRanks(ShardedContainer):
         raise RefusedError("it is a folder of several files", next=advice("write a new folder with ", OUTPUT))
 
 
-def _read_pieces(source: FileSource, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:
+def _read_pieces(source: Source, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:
     """Read one rank's file; return its container, and its pieces with the names of their tensors."""
     shard = safetensors_reader.read(source)
     offsets = saved_offsets(shard.metadata, [(key, tensor.shape) for key, tensor in shard.tensors], name)
@@ -191,14 +191,14 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether there are pieces, and no merged weights next to them."""
     return any(map(_NAME.match, names)) and weights_of(names) is None
 
 
-def read(path: str) -> tuple[FolderSource, HfRanks]:
+def read(folder: Folder) -> tuple[FolderSource, HfRanks]:
     """Open a folder of pieces; raise MalformedError if none of its files can be read."""
-    with opening(path) as stack:
-        names = os.listdir(path)
-        container = HfRanks(path, names, stack)
-    return FolderSource(path, container.files, [os.path.join(path, name) for name in companions(names)]), container
+    with opening(folder.path) as stack:
+        names = folder.names(strict=True)
+        container = HfRanks(folder, names, stack)
+    return FolderSource(folder.path, container.files, [folder.join(name) for name in companions(names)]), container

@@ -25,7 +25,8 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
-from ...files.sources import AppendPlan, BytesSource, FileSource, Span, origins
+from ...files.folders import Folder
+from ...files.sources import AppendPlan, BytesSource, Source, Span, origins
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
@@ -76,11 +77,11 @@ class RankFiles(ShardedContainer):
     #: A description of the files, for messages; "" for per-rank files.
     parts_words = ""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Folder) -> None:
         super().__init__()
         self.folder = folder
         self.builder = Builder()
-        self._sources: dict[str, FileSource] = {}
+        self._sources: dict[str, Source] = {}
         self._kept: dict[str, RankFile] = {}
         self._room = _KEPT_NODES
         #: Joined tensors by storage key; None for a tensor with a missing part.
@@ -134,7 +135,7 @@ class RankFiles(ShardedContainer):
         Without ``whole`` its bytes are missing, and the caller has reported why.
         """
         if tensor.size >= TOO_LARGE:
-            raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder)
+            raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder.path)
         key = self.storage_of[name] = self._new_key(name)
         self._tensors[key] = tensor if whole else None
         return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
@@ -211,7 +212,7 @@ class RankFiles(ShardedContainer):
             return StorageLocation(None, 0)
         if key not in self._joined:
             chunks = [chunk for chunk in tensor.chunks() if prod(chunk.box[1])]
-            self._joined[key] = joined(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder}: {key}")
+            self._joined[key] = joined(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder.path}: {key}")
         return self._joined[key]
 
     def records(self) -> Iterator[StoredRecord]:
@@ -285,11 +286,11 @@ class RankFiles(ShardedContainer):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError(
-            "it is a folder of several files", path=self.folder, next=advice("write one file of it with ", OUTPUT)
+            "it is a folder of several files", path=self.folder.path, next=advice("write one file of it with ", OUTPUT)
         )
 
 
-def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
+def _read(source: Source, name: str) -> tuple[RankFile, Source]:
     container = read_container(source)
     reader = TensorReader(without_views(container.graph))
     read_mesh_ranks(container, reader)

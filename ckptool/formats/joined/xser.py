@@ -13,6 +13,7 @@ from typing import Final
 from ...base.findings import INCOMPLETE, Finding
 from ...base.text import join_limited, pluralize
 from ...checkpoint.objects import attributes, callable_name
+from ...files.folders import Folder, open_folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Call, Global, Graph, Ref
 from ..folders import opening
@@ -29,9 +30,8 @@ class Referenced(RankFiles):
     format = "xser"
     parts_words = "the file and the files of its tensors"
 
-    def __init__(self, path: str, stack: ExitStack) -> None:
-        folder, name = os.path.split(path)
-        super().__init__(folder or os.curdir)
+    def __init__(self, folder: Folder, name: str, stack: ExitStack) -> None:
+        super().__init__(folder)
         main = self.open_file(name, stack)
         if main is None:
             raise self.errors[0]
@@ -41,7 +41,7 @@ class Referenced(RankFiles):
         tensors: dict[int, RankFile | None] = {}
         for ref, tid in self.references.items():
             if tid not in tensors:
-                tensors[tid] = self.open_file(os.path.join(f"{name}{TENSORS}", f"tensor_{tid}.pt"), stack)
+                tensors[tid] = self.open_file(f"{name}{TENSORS}/tensor_{tid}.pt", stack)
             file = tensors[tid]
             if file is not None:
                 self.put(main, ref, self.graft(file, file.graph.root))
@@ -83,8 +83,9 @@ def read(path: str) -> tuple[FolderSource, Referenced] | None:
     Raises UnreadableError or a subclass if the file itself cannot be read. A missing tensor file becomes a problem of
     the container.
     """
+    folder, name = os.path.split(path)
     with opening(path) as stack:
-        container = Referenced(path, stack)
+        container = Referenced(open_folder(folder), name, stack)
         if container.references:
             return FolderSource(path, container.files, folder=path + TENSORS), container
     stack.close()

@@ -22,9 +22,10 @@ from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, shown, step_words
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.objects import mapping, values_of
+from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
-from ..folders import listed, opening, other_steps_problem
+from ..folders import opening, other_steps_problem
 from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
 from ..names.megatron import (
     ITERATION,
@@ -100,10 +101,10 @@ class Megatron(RankFiles):
 
     format = "megatron"
 
-    def __init__(self, folder: str, files: Mapping[Rank, str], stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, files: Mapping[Rank, str], stack: ExitStack) -> None:
         super().__init__(folder)
         self._files = files
-        self.note_twice(twice(folder, listed(folder)))
+        self.note_twice(twice(folder, folder.names()))
         parts = self._read_all(stack)
         first = parts[min(parts)]
         self._arguments = first.arguments
@@ -277,7 +278,7 @@ class Megatron(RankFiles):
         if absent:
             each, rest = divmod(layers - known, absent)
             if not layers or each < 0 or rest:
-                raise MalformedError(f"{pluralize(absent, 'stage')} of the pipeline are missing", path=self.folder)
+                raise MalformedError(f"{pluralize(absent, 'stage')} of the pipeline are missing", path=self.folder.path)
             counts = [each if count < 0 else count for count in counts]
         elif layers and known != layers:
             what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
@@ -471,43 +472,44 @@ def _values(
             yield from _values(file, value, inner, entered)
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder holds per-rank files of Megatron-LM, or names such an iteration folder as its latest."""
-    found = iteration(path, names)
-    return found is not None and files_of_ranks(found.path, found.names) is not None
+    found = iteration(folder, names)
+    return found is not None and files_of_ranks(found.folder, found.names) is not None
 
 
-def read(path: str) -> tuple[FolderSource, Megatron]:
+def read(folder: Folder) -> tuple[FolderSource, Megatron]:
     """Open a Megatron-LM folder.
 
     Raises NotACheckpointError for a model that cannot be joined, MalformedError if the files cannot be read.
     """
-    found = iteration(path, listed(path))
-    files = files_of_ranks(found.path, found.names) if found is not None else None
+    path = folder.path
+    found = iteration(folder, folder.names())
+    files = files_of_ranks(found.folder, found.names) if found is not None else None
     if found is None or files is None:
         raise ChangedError("its files changed while they were read", path=path, next="try again")
     with opening(path, "it is damaged: get the folder again") as stack:
         try:
-            container = Megatron(found.path, files, stack)
+            container = Megatron(found.folder, files, stack)
         except NotACheckpointError as error:
-            step = "its files: " + command("inspect", os.path.join(found.path, "*/*.pt"))
+            step = "its files: " + command("inspect", found.folder.join("*/*.pt"))
             raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
     others = _other_iterations(found)
     if others:
-        container.problems.append(other_steps_problem(found.path, LATEST, others))
-    if left := _left_out(found.path, files.values()):
+        container.problems.append(other_steps_problem(found.folder.path, LATEST, others))
+    if left := _left_out(found.folder, files.values()):
         container.problems.append(left)
-    return FolderSource(path, container.files, folder=container.folder), container
+    return FolderSource(path, container.files, folder=found.folder.path), container
 
 
-def _left_out(folder: str, files: Collection[str]) -> Finding | None:
+def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
     """Return a note on unread files next to the weights, such as the distributed optimizer's state; None if there are
     none."""
     beside: dict[str, list[str]] = {}
     for file in files:
         rank, own = os.path.split(file)
-        for name in sorted(listed(os.path.join(folder, rank)) - {own}):
-            beside.setdefault(name, []).append(os.path.join(folder, rank, name))
+        for name in sorted(folder.inner(rank).names() - {own}):
+            beside.setdefault(name, []).append(folder.join(rank, name))
     if not beside:
         return None
     words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
@@ -517,5 +519,5 @@ def _left_out(folder: str, files: Collection[str]) -> Finding | None:
 
 def _other_iterations(found: Iteration) -> list[str]:
     """Return the names of the other iteration folders in the same parent folder."""
-    own, names = os.path.basename(found.path), sorted(listed(found.above)) if found.above else []
+    own, names = os.path.basename(found.folder.path), sorted(found.above.names()) if found.above else []
     return [name for name in names if ITERATION.match(name) and name != own]

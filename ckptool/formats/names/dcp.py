@@ -7,11 +7,12 @@ Sources: torch/distributed/checkpoint/filesystem.py; accelerate, ``utils/fsdp_ut
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Final
 
+from ...base.errors import UnreadableError
 from ...base.lazy import regex
+from ...files.folders import Folder
 
 DATA: Final = ".distcp"
 #: The metadata of a rank that was saved without the others.
@@ -29,13 +30,13 @@ def are_files(names: Collection[str]) -> bool:
     return bool(metadata) and all(name.startswith(".") or name in metadata for name in names)
 
 
-def fsdp_folders(path: str, names: Collection[str]) -> list[str]:
+def fsdp_folders(folder: Folder, names: Collection[str]) -> list[str]:
     """Return the DCP folders of one save by accelerate, models first; [] if there is no model."""
     found = []
     for match in filter(None, map(_OF_FSDP.match, names)):
         try:
-            inside = os.listdir(os.path.join(path, match[0]))
-        except OSError:
+            inside = folder.inner(match[0]).names(strict=True)
+        except UnreadableError:
             continue
         if are_files(inside):
             found.append((match[1] == "optimizer", int(match[2]), match[0]))

@@ -18,10 +18,10 @@ from ...base.records import NamedTuple
 from ...base.steps import NextStep, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.objects import callable_name, list_items, values_of
-from ...files.sources import open_source
+from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
 from .. import read_container
-from ..folders import listed, read_tag
+from ..folders import read_tag
 from .ranks import by_number
 
 OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
@@ -50,12 +50,12 @@ _Ranks: TypeAlias = dict[tuple[int, ...], str]
 
 
 class StepFolder(NamedTuple):
-    """The folder of one step: its path, its file names, and the parent folder whose ``latest`` file names it, "" if the
-    user named the step folder."""
+    """The folder of one step, its file names, and the parent folder whose ``latest`` file names it, None if the user
+    named the step folder."""
 
-    path: str
+    folder: Folder
     names: frozenset[str]
-    above: str
+    above: Folder | None
 
 
 class ZeroFiles(NamedTuple):
@@ -71,21 +71,21 @@ class ZeroFiles(NamedTuple):
     twice: list[tuple[str, str]]
 
 
-def step_folder(path: str, names: Collection[str]) -> StepFolder | None:
-    """Return the folder with DeepSpeed's files: ``path``, or the folder named by its ``latest`` file; None if
+def step_folder(folder: Folder, names: Collection[str]) -> StepFolder | None:
+    """Return the folder with DeepSpeed's files: ``folder``, or the folder named by its ``latest`` file; None if
     neither."""
     if _are_files(names):
-        return StepFolder(path, frozenset(names), "")
-    tag = read_tag(os.path.join(path, "latest")) if "latest" in names else ""
-    inner = os.path.join(path, tag)
-    inside = listed(inner) if tag and tag in names else frozenset[str]()
-    return StepFolder(inner, inside, path) if _are_files(inside) else None
+        return StepFolder(folder, frozenset(names), None)
+    tag = read_tag(folder, "latest") if "latest" in names else ""
+    inner = folder.inner(tag)
+    inside = inner.names() if tag and tag in names else frozenset[str]()
+    return StepFolder(inner, inside, folder) if _are_files(inside) else None
 
 
 def other_steps(step: StepFolder) -> list[str]:
     """Return the other step folders next to the latest one."""
-    own = os.path.basename(step.path)
-    return [name for name in sorted(listed(step.above)) if _TAG.match(name) and name != own] if step.above else []
+    own = os.path.basename(step.folder.path)
+    return [name for name in sorted(step.above.names()) if _TAG.match(name) and name != own] if step.above else []
 
 
 def _are_files(names: Collection[str]) -> bool:
@@ -126,7 +126,7 @@ def whole_file(names: Collection[str]) -> str:
     return models[0,] if alone else ""
 
 
-def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
+def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | None:
     """Return the error that describes a DeepSpeed folder and its missing files; None for any other folder.
 
     Reads one file of each kind.
@@ -136,7 +136,7 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     layers = [name for name in names if LAYER.match(name)]
     experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
-    run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
+    run = _run_facts(folder, (*optimizer.values(), *zero3.values(), *models.values()))
     stage = 3 if zero3 else run.get("zero_stage", 0)
     partitioned = bool(optimizer or zero3 or run.get(_PARTITIONED))
     whole = whole_file(names) and (experts or not partitioned)
@@ -167,16 +167,16 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
         what += f"; {'experts have files of their own' if experts else why}: they are not joined"
     step = NextStep()
     if zero_files(names) is not None or whole:
-        step += "it is read as one: " + command("inspect", path)
+        step += "it is read as one: " + command("inspect", folder.path)
     elif len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2, the model file has all weights in the training dtype: mostly bfloat16 or float16.
-        file, output = os.path.join(path, *models.values()), suggested_output(path, "module", ".pth")
+        file, output = folder.join(*models.values()), suggested_output(folder.path, "module", ".pth")
         step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
     elif partitioned and not (optimizer and (zero3 or models)):
         step += "no part of it is of use without the other: get the folder again"
     else:
-        step += "its files: " + command("inspect", os.path.join(path, "*.pt"))
-    return NotACheckpointError(what, kind="deepspeed", path=path, next=step)
+        step += "its files: " + command("inspect", folder.join("*.pt"))
+    return NotACheckpointError(what, kind="deepspeed", path=folder.path, next=step)
 
 
 def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
@@ -211,12 +211,12 @@ def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tu
             yield tuple(int(group) for group in match.groups() if group is not None), name
 
 
-def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
+def _run_facts(folder: Folder, files: Iterable[str]) -> dict[str, int]:
     """Return facts about the run, from the first readable file of each kind."""
     facts: dict[str, int] = {}
     for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
         try:
-            with closing(open_source(os.path.join(path, file))) as source:
+            with closing(folder.open(file)) as source:
                 graph = read_container(source).graph
         except CkptoolError:
             continue

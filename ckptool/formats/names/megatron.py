@@ -16,7 +16,8 @@ from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
-from ..folders import listed, read_tag
+from ...files.folders import Folder
+from ..folders import read_tag
 from .ranks import by_number
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
@@ -35,12 +36,12 @@ Rank: TypeAlias = tuple[int, int]
 
 
 class Iteration(NamedTuple):
-    """The folder of one iteration: its path, its names, and the parent folder whose file names it as the latest ("" if
-    the user named the iteration folder)."""
+    """The folder of one iteration, its names, and the parent folder whose file names it as the latest (None if the user
+    named the iteration folder)."""
 
-    path: str
+    folder: Folder
     names: frozenset[str]
-    above: str
+    above: Folder | None
 
 
 def tag_of(text: str) -> str:
@@ -48,20 +49,20 @@ def tag_of(text: str) -> str:
     return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 12 else text
 
 
-def latest_folder(path: str, names: Collection[str]) -> str:
-    """Return the folder that the file ``LATEST`` names, or "" if it does not exist."""
-    tag = tag_of(read_tag(os.path.join(path, LATEST))) if LATEST in names else ""
-    return os.path.join(path, tag) if tag and tag in names else ""
+def latest_folder(folder: Folder, names: Collection[str]) -> Folder | None:
+    """Return the folder that the file ``LATEST`` names, or None if it does not exist."""
+    tag = tag_of(read_tag(folder, LATEST)) if LATEST in names else ""
+    return folder.inner(tag) if tag and tag in names else None
 
 
-def iteration(path: str, names: Collection[str]) -> Iteration | None:
-    """Return the folder that holds the rank folders: ``path``, or the one that its file ``LATEST`` names; None if
+def iteration(folder: Folder, names: Collection[str]) -> Iteration | None:
+    """Return the folder that holds the rank folders: ``folder``, or the one that its file ``LATEST`` names; None if
     neither."""
     if LATEST not in names:
-        return Iteration(path, frozenset(names), "") if folders_of_ranks(names) else None
-    inner = latest_folder(path, names)
-    inside = listed(inner) if inner else frozenset[str]()
-    return Iteration(inner, inside, path) if folders_of_ranks(inside) else None
+        return Iteration(folder, frozenset(names), None) if folders_of_ranks(names) else None
+    inner = latest_folder(folder, names)
+    inside = inner.names() if inner else frozenset[str]()
+    return Iteration(inner, inside, folder) if inner and folders_of_ranks(inside) else None
 
 
 def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
@@ -75,27 +76,27 @@ def _ranked(names: Collection[str]) -> Iterator[tuple[tuple[int, ...], str]]:
     return ((tuple(int(group) for group in match.groups() if group is not None), match[0]) for match in small)
 
 
-def files_of_ranks(path: str, names: Collection[str]) -> dict[Rank, str] | None:
+def files_of_ranks(folder: Folder, names: Collection[str]) -> dict[Rank, str] | None:
     """Return the weight files by tensor-parallel and pipeline rank; None if there are none, or experts have their own
     ranks."""
     if any(len(numbers) > 2 for numbers in folders_of_ranks(names)):
         return None
-    files, _ = by_number(_weights(path, names))
+    files, _ = by_number(_weights(folder, names))
     return dict(sorted(files.items())) or None
 
 
-def twice(path: str, names: Collection[str]) -> list[tuple[str, str]]:
+def twice(folder: Folder, names: Collection[str]) -> list[tuple[str, str]]:
     """Return pairs of weight files for the same rank."""
-    return by_number(_weights(path, names))[1]
+    return by_number(_weights(folder, names))[1]
 
 
-def _weights(path: str, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
+def _weights(folder: Folder, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
     """Yield (rank, file name) of the weight files."""
-    for numbers, folder in _ranked(names):
-        inside = listed(os.path.join(path, folder))
+    for numbers, inner in _ranked(names):
+        inside = folder.inner(inner).names()
         name = next((name for name in _WEIGHTS if name in inside), "")
         if name:
-            yield (numbers[0], numbers[1] if len(numbers) > 1 else 0), os.path.join(folder, name)
+            yield (numbers[0], numbers[1] if len(numbers) > 1 else 0), os.path.join(inner, name)
 
 
 def name_like(files: Mapping[Rank, str], rank: Rank) -> str:
@@ -104,10 +105,10 @@ def name_like(files: Mapping[Rank, str], rank: Rank) -> str:
     return os.path.join(f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if folder.count("_") > 2 else ""), name)
 
 
-def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
+def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | None:
     """Return the error that describes a Megatron-LM folder and its missing files; None for any other folder."""
     ranks = folders_of_ranks(names)
-    if not ranks or not any(os.path.isdir(os.path.join(path, name)) for name in ranks.values()):
+    if not ranks or not any(map(folder.is_folder, ranks.values())):
         return None
     length = max(map(len, ranks))
     sizes = [max(rank[place] + 1 for rank in ranks if len(rank) > place) for place in range(length)]
@@ -118,18 +119,18 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
         for rank in grid
         if rank not in ranks
     ]
-    empty = [name for name in sorted(ranks.values()) if not listed(os.path.join(path, name)).intersection(_WEIGHTS)]
+    empty = [name for name in sorted(ranks.values()) if not folder.inner(name).names() & {*_WEIGHTS}]
     words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS)]
     what = f"it is a Megatron-LM checkpoint of {join_limited(words)} ranks: {len(ranks):,} of {total:,} folders"
     what += f"; missing: {join_limited(missing)}" if missing else ""
     what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
     what += "" if missing or empty else ", all there"
     what += "; the ranks of experts are not joined" if length > 2 else ""
-    if files_of_ranks(path, names) is not None:
-        step = "it is read as one: " + command("inspect", path)
+    if files_of_ranks(folder, names) is not None:
+        step = "it is read as one: " + command("inspect", folder.path)
     else:
-        step = "its files: " + command("inspect", os.path.join(path, "*/*.pt"))
-    return NotACheckpointError(what, kind="megatron", path=path, next=step)
+        step = "its files: " + command("inspect", folder.join("*/*.pt"))
+    return NotACheckpointError(what, kind="megatron", path=folder.path, next=step)
 
 
 def ranks_in_words(sizes: Rank) -> str:

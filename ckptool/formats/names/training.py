@@ -6,7 +6,6 @@ Only the framework knows how the tensors in such a folder are split, unless ckpt
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
@@ -14,45 +13,46 @@ from typing import Final, TypeAlias
 from ...base.errors import Again, NotACheckpointError
 from ...base.lazy import regex
 from ...base.text import quoted
-from ..folders import listed, read_tag
+from ...files.folders import Folder
+from ..folders import read_tag
 from . import deepspeed as deepspeed_files
 from . import megatron as megatron_files
 
 _TAG: Final = regex(r"global_step\d+\Z")
 
 
-def training_folder(path: str) -> NotACheckpointError | None:
+def training_folder(folder: Folder) -> NotACheckpointError | None:
     """Return the error that describes a DeepSpeed or Megatron folder, or None for any other folder.
 
     Reads file names, and one file of each kind.
     """
-    names = listed(path)
-    if error := deepspeed_files.explain(path, names) or megatron_files.explain(path, names):
+    names = folder.names()
+    if error := deepspeed_files.explain(folder, names) or megatron_files.explain(folder, names):
         return error
     if "latest" in names or "zero_to_fp32.py" in names:
-        return _latest_step(path, names, "latest", _TAG, deepspeed_files.explain)
+        return _latest_step(folder, names, "latest", _TAG, deepspeed_files.explain)
     if megatron_files.LATEST in names:
-        return _latest_step(path, names, megatron_files.LATEST, megatron_files.ITERATION, megatron_files.explain)
+        return _latest_step(folder, names, megatron_files.LATEST, megatron_files.ITERATION, megatron_files.explain)
     return None
 
 
-_Explain: TypeAlias = "Callable[[str, Collection[str]], NotACheckpointError | None]"
+_Explain: TypeAlias = "Callable[[Folder, Collection[str]], NotACheckpointError | None]"
 
 
 def _latest_step(
-    path: str, names: Collection[str], tag_file: str, pattern: re.Pattern[str], explain: _Explain
+    folder: Folder, names: Collection[str], tag_file: str, pattern: re.Pattern[str], explain: _Explain
 ) -> NotACheckpointError | None:
     """Return the error for the step that ``tag_file`` names as the latest, or else the last step in the folder."""
     steps = sorted((name for name in names if pattern.match(name)), key=lambda name: (len(name), name))
-    tag = read_tag(os.path.join(path, tag_file)) if tag_file in names else ""
+    tag = read_tag(folder, tag_file) if tag_file in names else ""
     tag = megatron_files.tag_of(tag) if tag_file == megatron_files.LATEST else tag
     step = tag if tag in names else next(reversed(steps), "")
-    inner = os.path.join(path, step)
-    error = explain(inner, listed(inner)) if step else None
+    inner = folder.inner(step)
+    error = explain(inner, inner.names()) if step else None
     if error is not None:
         error.what += f"; the step is {quoted(step)}" + (f", one of {len(steps):,}" if len(steps) > 1 else "")
         error.what += f", and {tag_file} says {quoted(tag)}, which is not there" if tag and tag != step else ""
-        error.path = path
-        if any(part.arguments == (inner,) for part in error.step.commands):
-            error.again = Again(words=((path, inner),), before=error.step.advice)
+        error.path = folder.path
+        if any(part.arguments == (inner.path,) for part in error.step.commands):
+            error.again = Again(words=((folder.path, inner.path),), before=error.step.advice)
     return error

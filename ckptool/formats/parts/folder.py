@@ -6,15 +6,14 @@ recipe, which has all the names, says so. A tensor that the recipe does not cut 
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import cache
 from math import prod
 from typing import Any, Final
 
-from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError
+from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
 from ...base.findings import UNJOINED
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
@@ -22,11 +21,12 @@ from ...checkpoint.container import RankSave
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import TensorReader, contiguous_strides
-from ...files.pool import open_pooled
+from ...files.archives import parsed_object
+from ...files.folders import Folder
 from ...files.sources import FolderSource, Span
 from ...pickles.nodes import Ref
 from .. import read_container
-from ..folders import listed, opening
+from ..folders import opening
 from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
 from ..names.hf import companions
 from ..pieces.chunks import Chunk, Rows, RowSource
@@ -34,7 +34,7 @@ from ..pieces.copies import CopyPair
 from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
 from ..recipes.evaluation import Output, UnknownError, View, fits, joined
-from ..recipes.numbers import CONFIGURATIONS, configurations, known_numbers
+from ..recipes.numbers import CONFIGURATIONS, known_numbers
 from ..recipes.recipe import Index, Pattern, Recipe, Rule, built_in, built_in_heads
 
 _MAX_BYTES: Final = 1 << 20
@@ -129,7 +129,7 @@ class Parts(RankFiles):
 
     format = "parts"
 
-    def __init__(self, folder: str, found: _Files, stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, found: _Files, stack: ExitStack) -> None:
         super().__init__(folder)
         self.parts_words = pluralize(len(found.prefixes), "part")
         self.note_twice(found.twice)
@@ -139,7 +139,7 @@ class Parts(RankFiles):
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
         tensors = dict.fromkeys(name for part in self._parts for name in part)
-        facts = list(configurations(os.path.join(folder, name) for name in CONFIGURATIONS))
+        facts = list(_configurations(folder))
         self.recipe, self._known = self._fitting(found.recipes, tensors, facts)
         self._index = Index(self.recipe.rules)
         wholes = {name: ref for name in tensors if (ref := self._whole(name)) is not None}
@@ -389,14 +389,23 @@ def _chunks(output: Output, places: Mapping[str, Rows]) -> list[Chunk]:
     return chunks
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def _configurations(folder: Folder) -> Iterator[Mapping[str, Any]]:
+    """Yield the content of each file that describes the model."""
+    for name in CONFIGURATIONS:
+        with suppress(UnreadableError):
+            content = parsed_object(folder.read(name, _MAX_BYTES))
+            if content is not None:
+                yield content
+
+
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether there are several parts, and a recipe has the names in the first one."""
     found = _files(names)
     if found is None:
         return False
     try:
         first, *_ = (name for files in found.parts for name in files)
-        with closing(open_pooled(os.path.join(path, first))) as source:
+        with closing(folder.open(first)) as source:
             graph = read_container(source).graph
             reader = TensorReader(without_views(graph))
             values = values_of(graph, graph.root)
@@ -407,13 +416,13 @@ def sniff(path: str, names: Collection[str]) -> bool:
         return False
 
 
-def read(path: str) -> tuple[FolderSource, Parts]:
+def read(folder: Folder) -> tuple[FolderSource, Parts]:
     """Open a folder of parts; raise MalformedError if none of its files can be read."""
-    names = listed(path)
+    names = folder.names()
     found = _files(names)
     if found is None:
-        raise NotACheckpointError("it has no parts of a model", path=path, kind="parts")
-    with opening(path) as stack:
-        container = Parts(path, found, stack)
-    beside = [os.path.join(path, name) for name in {*companions(names), *(names & {*CONFIGURATIONS})}]
-    return FolderSource(path, container.files, sorted(beside)), container
+        raise NotACheckpointError("it has no parts of a model", path=folder.path, kind="parts")
+    with opening(folder.path) as stack:
+        container = Parts(folder, found, stack)
+    beside = [folder.join(name) for name in {*companions(names), *(names & {*CONFIGURATIONS})}]
+    return FolderSource(folder.path, container.files, sorted(beside)), container

@@ -5,7 +5,6 @@ Such a folder results from unpacking a downloaded checkpoint, as some browsers d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Final
@@ -15,8 +14,8 @@ from ...base.limits import LIMITS
 from ...base.steps import OUTPUT, advice
 from ...checkpoint.container import FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.tensors import TensorReader
-from ...files.pool import open_pooled
-from ...files.sources import AppendPlan, FileSource, FolderSource, Span
+from ...files.folders import Folder
+from ...files.sources import AppendPlan, FolderSource, Source, Span
 from ...pickles.decode import decode
 from ..folders import ShardedContainer, opening
 from ..search.pickle_search import bare_pickles, nested_pickles
@@ -34,10 +33,10 @@ class UnpackedArchive(ShardedContainer):
     traits = Traits(no_checksums="an unpacked archive", loads="converted", loader="", writes_as="")
     writer = "torch.save, unpacked since"
 
-    def __init__(self, folder: str, stack: ExitStack) -> None:
+    def __init__(self, folder: Folder, stack: ExitStack) -> None:
         super().__init__()
         self.folder = folder
-        main = open_pooled(os.path.join(folder, _PICKLE))
+        main = folder.open(_PICKLE)
         stack.callback(main.close)
         self.files.append(main)
         if main.size > LIMITS.pickle_bytes:
@@ -46,16 +45,15 @@ class UnpackedArchive(ShardedContainer):
         self.graph = decoded.graph
         self._end = decoded.end
         self._main = main
-        self._storages: dict[str, FileSource] = {}
-        place = os.path.join(folder, _DATA)
-        names = set(os.listdir(place)) if os.path.isdir(place) else set[str]()
+        self._storages: dict[str, Source] = {}
+        names = folder.inner(_DATA).names(strict=folder.is_folder(_DATA))
         for key in TensorReader(self.graph).storages:
             # Keys are untrusted text: open only names that exist in the folder.
             if key in names:
-                file = self._read_file(folder, os.path.join(_DATA, key), stack, lambda source, _: source, f"data/{key}")
+                file = self._read_file(folder, f"{_DATA}/{key}", stack, lambda source, _: source, f"data/{key}")
                 if file is not None:
                     self._storages[key] = file
-        for name in sorted({"byteorder", "version"}.intersection(os.listdir(folder))):
+        for name in sorted({"byteorder", "version"} & folder.names()):
             file = self._read_file(folder, name, stack, lambda source, _: source, name)
             if file is not None and name == "byteorder":
                 self.byteorder = "big" if file.read(0, 8) == b"big" else "little"
@@ -81,17 +79,17 @@ class UnpackedArchive(ShardedContainer):
 
     def append(self, pickle: bytes, keys: object, gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError(
-            "it is a folder of several files", path=self.folder, next=advice("write one file of it with ", OUTPUT)
+            "it is a folder of several files", path=self.folder.path, next=advice("write one file of it with ", OUTPUT)
         )
 
 
-def sniff(path: str, names: Collection[str]) -> bool:
+def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder has the names of every torch.save archive, and is not a program."""
     return _PICKLE in names and "version" in names and _PROGRAM not in names
 
 
-def read(path: str) -> tuple[FolderSource, UnpackedArchive]:
+def read(folder: Folder) -> tuple[FolderSource, UnpackedArchive]:
     """Read a folder; raise MalformedError for a damaged one."""
-    with opening(path, "get the file again that it was") as stack:
-        container = UnpackedArchive(path, stack)
-        return FolderSource(path, container.files, folder=path), container
+    with opening(folder.path, "get the file again that it was") as stack:
+        container = UnpackedArchive(folder, stack)
+        return FolderSource(folder.path, container.files, folder=folder.path), container

@@ -12,6 +12,7 @@ import torch
 import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.files.folders import open_folder
 from ckptool.files.sources import FolderSource
 from ckptool.formats.joined.container import JoinedTensor, RankFiles, rows
 from ckptool.formats.pieces.chunks import Chunk
@@ -26,8 +27,8 @@ class Halves(RankFiles):
     writer = "a test"
 
     def __init__(self, folder: str, stack: ExitStack) -> None:
-        super().__init__(folder)
-        files = [file for name in sorted(os.listdir(folder)) if (file := self.open_file(name, stack))]
+        super().__init__(open_folder(folder))
+        files = [file for name in sorted(self.folder.names()) if (file := self.open_file(name, stack))]
         parts: dict[str, list[Chunk]] = {}
         width = 0
         for file in files:

@@ -149,7 +149,7 @@ def test_files_named_one_by_one_are_one_input(pair: tuple[Path, str, str], tmp_p
             assert str(given[0]) not in said.all
         pattern = pattern_of(given)
         folder_of, names = matching(pattern)
-        assert {os.path.join(folder_of, name) for name in names} == set(given)
+        assert set(map(folder_of.join, names)) == set(given)
         assert ckptool.hash(pattern)["content"] == ckptool.hash(out)["content"]
         assert say("convert", pattern, "-o", out, "--force").code == 0
         assert "*" not in suggested_output(pattern, "cpu") and "{" not in suggested_output(pattern, "cpu")

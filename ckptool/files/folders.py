@@ -1,0 +1,129 @@
+"""Folders whose files together form a checkpoint: listing them, and opening their files.
+
+Formats get a ``Folder``, not a path, so they never ask the disk themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import closing
+
+from ..base.errors import UnreadableError
+from .pool import open_pooled
+from .sources import Source
+
+
+class Folder:
+    """A folder. ``path`` is its path as the user may type it.
+
+    Names are relative to the folder, with "/" between folders. Names from untrusted files must be among ``names``
+    before they are opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def names(self, *, strict: bool = False) -> frozenset[str]:
+        """Return the names of the files and folders in it.
+
+        For a folder that cannot be listed, return an empty set, or raise UnreadableError if ``strict``.
+        """
+        raise NotImplementedError
+
+    def is_folder(self, name: str) -> bool:
+        """Return whether a name is a folder's."""
+        raise NotImplementedError
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, or None if there is no such file."""
+        raise NotImplementedError
+
+    def open(self, name: str) -> Source:
+        """Open a file; raise UnreadableError if it is missing or cannot be read."""
+        raise NotImplementedError
+
+    def inner(self, name: str) -> Folder:
+        """Return a folder in it, whether or not it exists."""
+        raise NotImplementedError
+
+    def outer(self) -> Folder:
+        """Return the folder that contains it."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Its name in ``outer()``."""
+        raise NotImplementedError
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return numbers that change if a file in it or in its folders changes.
+
+        They are the total size in bytes, the latest modification time in ns, and a digest of 64 bits.
+        """
+        raise NotImplementedError
+
+    def join(self, *names: str) -> str:
+        """Return the path of a file or folder in it."""
+        return os.path.join(self.path, *names)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the first ``limit`` bytes of a file; raise UnreadableError if it cannot be read."""
+        with closing(self.open(name)) as source:
+            return source.read(0, limit)
+
+
+class LocalFolder(Folder):
+    """A folder on a disk. Its files stay open from a pool, so there may be any number."""
+
+    def names(self, *, strict: bool = False) -> frozenset[str]:
+        try:
+            return frozenset(os.listdir(self.path))
+        except OSError as error:
+            if strict:
+                raise UnreadableError(f"it cannot be listed: {error.strerror}", path=self.path) from error
+            return frozenset()
+
+    def is_folder(self, name: str) -> bool:
+        return os.path.isdir(self.join(name))
+
+    def size(self, name: str) -> int | None:
+        try:
+            status = os.stat(self.join(name))
+        except (OSError, ValueError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def open(self, name: str) -> Source:
+        return open_pooled(self.join(name))
+
+    def inner(self, name: str) -> LocalFolder:
+        return LocalFolder(self.join(name))
+
+    def outer(self) -> LocalFolder:
+        return LocalFolder(os.path.dirname(os.path.realpath(self.path)))
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(os.path.realpath(self.path))
+
+    def mark(self) -> tuple[int, int, int]:
+        from hashlib import sha256  # imported late: loads OpenSSL
+
+        size = latest = 0
+        digest = sha256()
+        for root, folders, files in os.walk(self.path):
+            folders.sort()
+            for name in sorted(files):
+                status = os.stat(os.path.join(root, name))
+                size += status.st_size
+                latest = max(latest, status.st_mtime_ns)
+                path = os.path.relpath(os.path.join(root, name), self.path)
+                facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
+                digest.update(repr(facts).encode("ascii"))
+        return size, latest, int.from_bytes(digest.digest()[:8], "big")
+
+
+def open_folder(path: str) -> Folder:
+    """Return the folder at a path, whether or not it exists; "" means the working folder."""
+    return LocalFolder(path or os.curdir)

@@ -1,0 +1,199 @@
+"""Every folder format reads a folder through ``Folder`` alone: one in memory reads as the same folder on a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from conftest import FIXTURES
+
+from ckptool.base.errors import CkptoolError, UnreadableError
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.files.folders import Folder, LocalFolder, open_folder
+from ckptool.files.sources import BytesSource, FolderSource, Source
+from ckptool.formats import FOLDERS, folder_format, read_folder
+from ckptool.formats.names.training import training_folder
+
+
+class MemoryFolder(Folder):
+    """A folder whose files are in memory, by their whole paths."""
+
+    def __init__(self, path: str, files: Mapping[str, bytes]) -> None:
+        super().__init__(path)
+        self.files = files
+
+    def names(self, *, strict: bool = False) -> frozenset[str]:
+        start = self.join("")
+        names = frozenset(path[len(start) :].partition("/")[0] for path in self.files if path.startswith(start))
+        if strict and not names:
+            raise UnreadableError("it cannot be listed: no such folder", path=self.path)
+        return names
+
+    def is_folder(self, name: str) -> bool:
+        return bool(self.inner(name).names())
+
+    def size(self, name: str) -> int | None:
+        data = self.files.get(self.join(name))
+        return None if data is None else len(data)
+
+    def open(self, name: str) -> Source:
+        path = self.join(name)
+        if path not in self.files:
+            raise UnreadableError("no such file", path=path)
+        return BytesSource(self.files[path], path)
+
+    def inner(self, name: str) -> MemoryFolder:
+        return MemoryFolder(self.join(name), self.files)
+
+    def outer(self) -> MemoryFolder:
+        return MemoryFolder(os.path.dirname(self.path), self.files)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+
+#: All folders in the fixtures that are one checkpoint.
+CHECKPOINTS: Final = sorted(
+    os.path.relpath(root, FIXTURES)
+    for root, _, _ in os.walk(FIXTURES)
+    if root != str(FIXTURES) and folder_format(root) is not None
+)
+
+
+def _write_ranks(folder: Path) -> None:
+    """Write a tensor of 3 x 2 in two pieces, as ``HuggingFaceStorageWriter(save_distributed=True)`` does."""
+    folder.mkdir(parents=True)
+    for rank, begin, rows in ((1, 0, 2), (2, 2, 1)):
+        size = rows * 8
+        texts = {"DCP_SHARDING_INFO": json.dumps({"weight": {"saved_offsets": [begin, 0]}})}
+        header = {"__metadata__": texts, "weight": {"dtype": "F32", "shape": [rows, 2], "data_offsets": [0, size]}}
+        text = json.dumps(header).encode()
+        data = len(text).to_bytes(8, "little") + text + bytes(range(size))
+        (folder / f"shard-{rank:05}-model-00001-of-00001.safetensors").write_bytes(data)
+
+
+def _unpack(folder: Path) -> None:
+    with zipfile.ZipFile(FIXTURES / "bare.pth") as file:
+        file.extractall(folder.parent)
+        (folder.parent / file.namelist()[0].partition("/")[0]).rename(folder)
+
+
+#: Folders that are not in the fixtures.
+MADE: Final = {"dcp-safetensors": _write_ranks, "torch-folder": _unpack}
+
+
+def test_every_folder_format_is_tested() -> None:
+    found = {known.name for path in CHECKPOINTS if (known := folder_format(str(FIXTURES / path))) is not None}
+    assert found | MADE.keys() == {known.name for known in FOLDERS}
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _facts(folder: Folder) -> dict[str, Any]:
+    """Return all that a reader finds in a folder, the bytes of its storages included."""
+    opened = read_folder(folder)
+    assert opened is not None
+    source, container = opened
+    assert isinstance(source, FolderSource)
+    with Checkpoint.of(folder.path, source, container) as checkpoint:
+        container.compare_copies()
+        storages = checkpoint.survey.reader.storages
+        bodies = {key: container.stored(key).span for key in storages}
+        return {
+            "format": (container.format, container.writer, container.byteorder, container.rank_save),
+            "problems": container.problems,
+            "audit": container.audit(list(storages)),
+            "manifest": container.manifest(checked=True),
+            "metadata": dict(container.metadata),
+            "tensors": [(entry.key, entry.tensor.dtype, entry.tensor.shape) for entry in checkpoint.survey.tensors],
+            "bytes": [span and (key, span.source.read(span.offset, span.size)) for key, span in bodies.items()],
+            "records": [
+                (record.name, record.size, record.crc, record.key, record.span and record.span.size)
+                for record in container.records()
+            ],
+            "pickles": [(pickle.where, pickle.error) for pickle in container.pickles()],
+            "source": (source.name, source.folder, source.beside, source.links, source.parts, source.size),
+            "files": [file.name for file in source.files],
+        }
+
+
+@pytest.mark.parametrize("path", [*CHECKPOINTS, *MADE])
+def test_a_folder_in_memory_reads_as_on_a_disk(path: str, tmp_path: Path) -> None:
+    place = tmp_path / path
+    if path in MADE:
+        MADE[path](place)
+    elif path.count("/") > 1:
+        shutil.copytree((FIXTURES / path).parent, place.parent)  # some readers look at the files around a step
+    else:
+        shutil.copytree(FIXTURES / path, place)
+    on_disk = _facts(LocalFolder(str(place)))
+    if path in MADE:
+        assert on_disk["format"][0] == path
+    files = _files(tmp_path)
+    shutil.rmtree(tmp_path)  # whatever still asks the disk finds nothing
+    assert _facts(MemoryFolder(str(place), files)) == on_disk
+
+
+@pytest.mark.parametrize("path", [*CHECKPOINTS, *MADE])
+def test_a_folder_in_memory_without_its_last_file(path: str, tmp_path: Path) -> None:
+    place = tmp_path / "folder"
+    if path in MADE:
+        MADE[path](place)
+    else:
+        shutil.copytree(FIXTURES / path, place)
+    last = max(file for file in place.rglob("*") if file.is_file())
+    last.unlink()
+    if not any(last.parent.iterdir()):
+        last.parent.rmdir()  # no folder in memory is empty
+    on_disk = _outcome(LocalFolder(str(place)))
+    files = _files(tmp_path)
+    shutil.rmtree(tmp_path)
+    assert _outcome(MemoryFolder(str(place), files)) == on_disk
+
+
+def _outcome(folder: Folder) -> tuple[object, ...]:
+    error = training_folder(folder)
+    training = error and (str(error), error.next)
+    try:
+        opened = read_folder(folder)
+    except CkptoolError as error:
+        return training, type(error), str(error), error.next
+    return training, opened and (opened[1].format, opened[1].problems, opened[0].parts)
+
+
+def test_a_local_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "0").write_bytes(b"abc")
+    (tmp_path / "version").write_bytes(b"3\n")
+    folder = open_folder(str(tmp_path))
+    assert folder.names() == {"data", "version"} and folder.inner("data").names() == {"0"}
+    assert (folder.is_folder("data"), folder.is_folder("version"), folder.is_folder("none")) == (True, False, False)
+    assert (folder.size("version"), folder.size("data/0"), folder.size("data"), folder.size("x")) == (2, 3, None, None)
+    assert folder.read("data/0", 2) == b"ab"
+    assert folder.inner("data").outer().path == str(tmp_path.resolve())
+    assert folder.inner("data/..").name == tmp_path.resolve().name
+    with pytest.raises(UnreadableError, match="no such file"):
+        folder.open("none")
+    assert folder.inner("none").names() == set()
+    with pytest.raises(UnreadableError, match="cannot be listed"):
+        folder.inner("none").names(strict=True)
+    before = folder.mark()
+    assert before == open_folder(str(tmp_path)).mark() and before[0] == 5
+    (tmp_path / "data" / "0").write_bytes(b"abcd")
+    assert folder.mark() != before
+
+
+def test_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x").touch()
+    assert open_folder("").names() == open_folder(".").names() == {"x"}
+    assert open_folder("").name == tmp_path.resolve().name
