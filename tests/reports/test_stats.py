@@ -289,6 +289,8 @@ def test_many_pieces_are_one(tmp_path: Path) -> None:
     holes = torch.randn(3000, 1000)[:, 3:600:7]
     counts = torch.arange(STEP + 3) - 5
     names = {"many": many, "bad": bad, "wide": wide, "holes": holes, "counts": counts}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        names[f"far_{dtype.itemsize}_{len(names)}"] = (torch.randn(200, 100) + 50).to(dtype)
     names["one"] = many[:STEP].clone()
     names["expanded"] = torch.tensor([1.0, 2.0, math.nan]).expand(1000, 3)
     torch.save(names, tmp_path / "a.pth")

@@ -218,8 +218,7 @@ class Gauge:
         """Add a block of real numbers."""
         torch, (part, numbers, bias, raw) = self.torch, block
         plain = self.rule.dtype in ("float32", "bfloat16", "float16") and not self.rule.negated
-        ends = torch.aminmax(raw if plain else numbers)
-        low, high = (end.item() for end in ends)
+        low, high = _ends(raw if plain else numbers)
         finite = filled = numbers
         if not (math.isfinite(low) and math.isfinite(high)):
             bad = ~torch.isfinite(numbers)
@@ -227,7 +226,7 @@ class Gauge:
             nans = int(torch.isnan(numbers).sum())
             self.nans, self.infs = self.nans + nans, self.infs + int(bad.sum()) - nans
             self.spread(bad, part, self.nonfinite)
-            low, high = (end.item() for end in torch.aminmax(finite)) if len(finite) else (math.inf, -math.inf)
+            low, high = _ends(finite) if len(finite) else (math.inf, -math.inf)
         low, high = low + bias, high + bias
         if self.sketch is None:
             zeros = len(finite) - int((finite != -bias).sum())
@@ -245,7 +244,7 @@ class Gauge:
         if not len(finite):
             return
         self.low, self.high = min(self.low, low), max(self.high, high)
-        self.add_sums(finite, filled, bias, (low, high), part)
+        self.add_sums(finite, filled, bias, (low, high), part, raw if finite is numbers and plain else None)
 
     def note_alive(self, numbers: Any, bias: int, zeros: int, part: Part) -> None:
         channels = self.alive[part.first : part.first + part.channels]
@@ -255,15 +254,19 @@ class Gauge:
             nonzero = (numbers != -bias).view(part.repeats, part.channels, part.length)
             channels |= nonzero.any(2).any(0)
 
-    def add_sums(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part) -> None:
-        """Add to the sums, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers."""
+    def add_sums(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part, copied: Any) -> None:
+        """Add to the sums, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers.
+
+        Unless ``copied`` is None, both are a copy of it, which may be overwritten.
+        """
         torch, count, (low, high) = self.torch, len(finite), ends
         if finite.dtype == torch.int64 or low == high or shift_of(max(abs(low), abs(high))):
             self.add_exactly(finite, filled, bias, ends, part)
             return
         total = float(finite.sum())
         if self.layout.channels > 1:
-            squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
+            scratch = SCRATCH.take(torch, "distances", len(filled), torch.float64) if copied is None else filled
+            squared = torch.square(filled, out=scratch)
             size = float(self.spread(squared, part, self.squares).sum())
         else:
             size = float(torch.dot(finite, finite))
@@ -273,7 +276,8 @@ class Gauge:
             self.square_totals.append(size)
             self.count += count
         else:
-            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
+            given = finite if copied is None else copied.double()
+            distances = torch.sub(given, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
             apart = Fraction(float(torch.dot(distances, distances)))
             self.moments = self.moments.plus(Moments(count, Fraction(total), Fraction(middle), apart))
 
@@ -369,6 +373,11 @@ class Gauge:
         roots = (rms * (self.sizes / left).sqrt()).tolist()
         rms = tuple(root if count else None for root, count in zip(roots, left.tolist()))
         return Channels(layout.channels, dead, rms)
+
+
+def _ends(numbers: Any) -> tuple[Any, Any]:
+    """Return the smallest and the largest number, NaN if one is NaN; ``aminmax`` takes longer for large blocks."""
+    return numbers.amin().item(), numbers.amax().item()
 
 
 def shift_of(size: float) -> int:
