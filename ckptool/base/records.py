@@ -7,7 +7,10 @@ module, one for each number of fields, and annotations stay strings. Otherwise t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+#: Makes a named tuple from all its values, in half the time that its class takes. For objects made by the ten thousand.
+new_tuple: Final = tuple.__new__
 
 if TYPE_CHECKING:
     from typing import NamedTuple as NamedTuple

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.findings import COPIES, Finding
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, new_tuple
 from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FolderSource, MemberSource, Source, Span
@@ -368,8 +368,8 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         """Return the bytes of a storage, from an edit or from the file; None if they are missing."""
         if key in self.added:
             return self.added[key]
-        stored = self.container.stored(key)
-        return None if stored.span is None else StorageData(stored.span, stored.size, stored.crc, stored.compressed)
+        span, size, compressed, crc = self.container.stored(key)
+        return None if span is None else new_tuple(StorageData, (span, size, crc, compressed))
 
     def stored_size(self, key: str) -> int | None:
         """Return the uncompressed size of a storage in bytes; None if its bytes are missing."""

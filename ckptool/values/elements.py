@@ -16,7 +16,7 @@ from zlib import crc32
 from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, new_tuple
 from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
@@ -225,7 +225,7 @@ def storage_reader(checkpoint: Checkpoint, key: str, body: StorageData | None = 
     ``body`` has its bytes if they are known.
     """
     width = swapped_width(checkpoint, key)
-    return StorageReader(key, body or checkpoint.body(key), width, checkpoint.path, checkpoint.cache)
+    return new_tuple(StorageReader, (key, body or checkpoint.body(key), width, checkpoint.path, checkpoint.cache))
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from typing import Final
 from ...base.errors import ChangedError, MalformedError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, new_tuple
 from ...base.text import quoted
 from ..sources import Source, Span
 from ..threads import read_blocks
@@ -234,7 +234,7 @@ class Archive:
         at = self._payloads.get(record.entry)
         if at is None:
             at = self._payloads[record.entry] = self.local(record).payload
-        return Span(self.source, at, record.compressed)
+        return new_tuple(Span, (self.source, at, record.compressed))
 
     def read(self, record: Record, limit: int) -> bytes:
         """Return the content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""

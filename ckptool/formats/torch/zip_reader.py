@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
+from ...base.records import new_tuple
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
@@ -247,7 +248,7 @@ class TorchZip(Container):
 def stored_in(archive: Archive, record: Record) -> StorageLocation:
     """Return the place of a record's content. The checksum 0 of an empty stored record need not be checked."""
     crc = record.crc if record.size or record.crc or record.method else None
-    return StorageLocation(archive.payload(record), record.size, record.method != 0, crc)
+    return new_tuple(StorageLocation, (archive.payload(record), record.size, record.method != 0, crc))
 
 
 def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:

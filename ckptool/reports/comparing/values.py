@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import MalformedError, TargetError, UnreadableError
+from ...base.lazy import regex
 from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
@@ -176,18 +178,32 @@ def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:
     return {"layer": layer, "tensors": tensors, "numbers": found.finite, **_figures(found)}
 
 
+#: A path that ends with a key in quotes, without escapes: nearly every path of a tensor.
+_QUOTED: Final = regex(r'(.*)\["([^"\\]*)"\]', re.DOTALL)
+
+
+@lru_cache(maxsize=64)
+def _respelled(path: str) -> str:
+    return reduce(joined, (step.step for step in parse_steps(path)), "")
+
+
 def layer_of(path: str) -> str:
     """Return the path of the layer that a tensor belongs to.
 
     The layer is the key up to its first number, such as ``model.layers.3`` or ``layer1.0``. Without a number it is the
     module, that is all but the last part: ``conv1`` for ``conv1.weight``.
     """
+    quoted = _QUOTED.fullmatch(path)
     try:
-        *outer, last = parse_steps(path)
+        if quoted is None:
+            *outer, last = parse_steps(path)
+            base = reduce(joined, (step.step for step in outer), "")
+        else:
+            base = _respelled(quoted[1])
     except (TargetError, ValueError):
         return path  # this is the root, or a path that was cut
-    base = reduce(joined, (step.step for step in outer), "")
-    parts = last.value.split(".") if isinstance(last.value, str) else []
+    key = last.value if quoted is None else quoted[2]
+    parts = key.split(".") if isinstance(key, str) else []
     numbers = [place for place, part in enumerate(parts) if place and part.isdecimal()]
     module = ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
     return spell_key(base, module) if module else base

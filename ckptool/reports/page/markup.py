@@ -254,7 +254,8 @@ def tensors(content: Content) -> str:
     head += _CHANGE if content.comparison is not None else ()
     head += _IDENTITY
     if not content.without_numbers:
-        known = {by for by, _, _ in _NUMBERS for row in content.tensors.rows if _figure_of(by, row) is not None}
+        rows = content.tensors.rows
+        known = {by for by, _, _ in _NUMBERS if any(_figure_of(by, row) is not None for row in rows)}
         head += [item for item in _NUMBERS if item[0] in known or item[0] in ("chart", "bad")]
     cells = "".join(
         f'<th scope=col data-by="{by}"{" class=n" if right else ""}{_hint(by)}>{label}</th>'

@@ -153,7 +153,7 @@ def _sides(torch: Any, data: Sequence[tuple[bytes, ...]], kind: Kind) -> list[tu
     sides = []
     numel = kind.layout.numel
     for name, pieces, rule in zip(("a", "b"), zip(*data), kind.rules):
-        raw = next(raw_blocks(torch, pieces, rule, (len(data) * numel,), name))
+        raw = next(raw_blocks(torch, (b"".join(pieces),), rule, (len(data) * numel,), name))
         sides.append((raw, numbers_of(torch, raw, rule, 0, name)[0].double().view(-1, numel)))
     return sides
 
