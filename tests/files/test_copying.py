@@ -224,10 +224,16 @@ def test_short_pieces_are_computed_together(tmp_path: Path) -> None:
     assert sum(calls) == 2000 and len(calls) <= 4
 
 
-def test_blocks_are_reserved_for_computed_bytes_alone(source: Path, tmp_path: Path) -> None:
+def test_blocks_are_reserved_for_computed_bytes_alone(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, size = open_source(str(source)), 17 << 20
     plan = Plan((b"start", Span(file, 0, SIZE), Computed(size, made, (size,)), b"middle", Span(file, 0, 4000), b"end"))
     with (tmp_path / "output").open("wb") as output:
+        with monkeypatch.context() as windows:
+            windows.delattr(os, "posix_fallocate")
+            windows.setattr(space, "_fallocate", None)
+            space.allocate(plan, output.fileno())
         space.allocate(plan, output.fileno())
         status = os.fstat(output.fileno())
         if not status.st_blocks:

@@ -157,6 +157,8 @@ def allocate(plan: Plan, fd: int) -> None:
 
     The size of the file stays. Nothing happens where the system cannot; a full disk is reported by the write.
     """
+    if not hasattr(os, "posix_fallocate"):
+        return  # Windows has no libc
     begin = at = 0
     for piece in (*plan.pieces, None):
         if (piece is None or isinstance(piece, Span)) and at - begin >= _MIN_ALLOCATED:
