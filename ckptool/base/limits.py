@@ -58,6 +58,20 @@ class Limits(NamedTuple):
     nesting: int = 8
     #: files of all folders that are open at once; every system allows a process 64
     open_files: int = 24
+    #: bytes that one command reads from afar, unless it is allowed more; lists of tensors need less than a MB, and
+    #: what needs more than this is better downloaded once
+    download_bytes: int = 1 << 30
+    #: requests for one remote file that are under way at once; more gain nothing on a line of 1 Gbit/s at 50 ms
+    requests: int = 32
+    #: bytes of one remote file that are kept in memory
+    remote_bytes: int = 64 << 20
+    #: files in one remote folder; the largest models have some hundreds of shards, ranks of large runs some thousands
+    remote_files: int = 100_000
+    #: how often a request is sent again after a failure that may pass, with growing pauses of a few seconds in total
+    retries: int = 4
+    #: seconds in which a server must accept a connection, and seconds in which the next bytes must come
+    connect_seconds: float = 5.0
+    read_seconds: float = 10.0
 
 
 LIMITS = Limits()

@@ -1,0 +1,299 @@
+"""S3, Google Cloud Storage, Azure and HTTP servers, through obstore.
+
+obstore starts fast, but its errors are pages with the whole address, retries take minutes, and profiles of AWS are
+unknown to it. This module sets limits, finds credentials where people have them, and turns errors into ``Failed``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+from ..base.addresses import parse
+from ..base.lazy import regex
+from ..base.limits import LIMITS
+from .store import Answer, Facts, Failed, Range, Settings, Store, at_once
+
+try:
+    import obstore
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+except ImportError:
+    raise Failed("obstore") from None
+
+T = TypeVar("T")
+#: Bytes of one part of an upload.
+_PART: Final = 8 << 20
+_PARTS_AT_ONCE: Final = 4
+#: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
+_REQUEST_SECONDS: Final = 300
+_METADATA_SECONDS: Final = 1
+#: Where a machine in a cloud gets its credentials.
+_METADATA: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
+_STATUS: Final = regex(r"\bstatus: (\d{3}),")
+_CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
+#: What servers and users wrote in the text of an error.
+_FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"\\])*"')
+#: The kinds of failures by words in the text of an error, in the order in which they are looked for.
+_WORDS: Final = (
+    ("region", regex("BareRedirect")),
+    ("whole", regex("NotPartial|RangeNotSupported")),
+    ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment")),
+    ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
+    ("name", regex("dns error")),
+    ("proxy", regex("Tunnel|ConnectFailed")),
+    ("timeout", regex("kind: Timeout|TimedOut")),
+    ("tls", regex("[Cc]ertificate|InvalidMessage|InvalidContentType|[Tt]ls|HandshakeFailure|AlertReceived")),
+    ("route", regex("Connect")),
+    ("body", regex("kind: (Body|Decode|Interrupted)")),
+    ("reset", regex("IncompleteMessage|kind: Request")),
+)
+
+
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
+    """Return the store of an address, and the key of its object; raises Failed if there are no credentials."""
+    parts = parse(address)
+    if parts.scheme in ("http", "https"):
+        return _Http(HTTPStore(str(parts), **_client(parts.scheme))), ""
+    names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
+    return _bucket(parts.scheme, parts.host, settings, environment), parts.path
+
+
+@lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
+def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple[str, str], ...]) -> Store:
+    variables = dict(environment)
+    more: dict[str, Any] = {"skip_signature": True} if settings.anonymous else {}
+    endpoint = settings.endpoint_url
+    if scheme == "s3":
+        more |= {} if settings.anonymous else _aws(variables, settings.profile)
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        endpoint = endpoint or next((variables[name] for name in names if name in variables), "")
+        endpoint = endpoint or more.pop("endpoint", "")
+        more = more | {"endpoint": endpoint} if endpoint else more
+        return ObStore(S3Store(host, **more, **_client(endpoint)))
+    if scheme == "gs":
+        given = any(name.startswith("GOOGLE_") for name in variables) or os.path.exists(os.path.expanduser(_GCLOUD))
+        _expect(given or settings.anonymous, "http://metadata.google.internal")
+        more |= {"base_url": endpoint} if endpoint else {}
+        return ObStore(GCSStore(host, **more, **_client(endpoint)))
+    container, _, account = host.partition("@")
+    given = any(name.startswith("AZURE_") for name in variables)
+    _expect(given or settings.anonymous, "http://169.254.169.254")
+    more |= {"account_name": account.partition(".")[0]} if account else {}
+    more |= {"endpoint": endpoint} if endpoint else {}
+    return ObStore(AzureStore(container, **more, **_client(endpoint)), has_tail=False)
+
+
+_GCLOUD: Final = "~/.config/gcloud/application_default_credentials.json"
+
+
+def _client(endpoint: str) -> dict[str, Any]:
+    """Return the limits of all requests to an endpoint, and the certificates that they trust."""
+    options: dict[str, Any] = {
+        "allow_http": endpoint.startswith("http:") or endpoint == "http",
+        "connect_timeout": timedelta(seconds=LIMITS.connect_seconds),
+        "read_timeout": timedelta(seconds=LIMITS.read_seconds),
+        "timeout": timedelta(seconds=_REQUEST_SECONDS),
+    }
+    for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if os.path.isfile(path := os.environ.get(name, "")):
+            with open(path, "rb") as file:
+                options["root_certificate"] = file.read()
+            break
+    backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
+    retries = {"max_retries": LIMITS.retries, "retry_timeout": timedelta(seconds=_REQUEST_SECONDS), "backoff": backoff}
+    return {"client_options": options, "retry_config": retries}
+
+
+def _aws(variables: dict[str, str], profile: str) -> dict[str, Any]:
+    """Return how S3 finds credentials: obstore knows variables and metadata, botocore the rest."""
+    own = ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+    if not profile and any(name.startswith(own) for name in variables):
+        return {}
+    files = [variables.get("AWS_CONFIG_FILE", "~/.aws/config")]
+    files.append(variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
+    if profile or "AWS_PROFILE" in variables or any(os.path.exists(os.path.expanduser(file)) for file in files):
+        return _session(profile, variables)
+    disabled = variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    _expect(False, "" if disabled else variables.get("AWS_METADATA_ENDPOINT", "http://169.254.169.254"))
+    return {}
+
+
+def _expect(given: bool, metadata: str) -> None:
+    """Raise Failed unless credentials are given, or the machine has its own: a server at the address ``metadata``."""
+    if given:
+        return
+    options = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
+    if metadata:
+        try:
+            HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")  # type: ignore[arg-type]
+        except Exception as error:
+            if failed_of(error).status in (0, 407, 502, 503):
+                metadata = ""
+    if not metadata:
+        raise Failed("none")
+
+
+def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
+    """Return credentials, region and endpoint of a profile, as boto3 finds them; raises Failed."""
+    try:
+        import botocore.exceptions  # type: ignore[import-untyped]
+        import botocore.session  # type: ignore[import-untyped]
+    except ImportError:
+        raise Failed("botocore") from None
+    try:
+        session = botocore.session.Session(profile=profile or None)
+        credentials = session.get_credentials()
+        region, settings = session.get_config_variable("region"), session.get_scoped_config()
+    except botocore.exceptions.ProfileNotFound:
+        raise Failed("profile") from None
+    except botocore.exceptions.BotoCoreError:
+        raise Failed("expired") from None
+    if credentials is None:
+        raise Failed("none")
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        expires = datetime.now(timezone.utc) + timedelta(minutes=15)
+        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
+        return {**keys, "token": frozen.token, "expires_at": expires}
+
+    try:
+        provide()  # so that an expired sign-in fails here, where it can be told from other failures
+    except botocore.exceptions.BotoCoreError:
+        raise Failed("expired") from None
+    more: dict[str, Any] = {"region": region} if region and "AWS_REGION" not in variables else {}
+    more |= {"endpoint": settings["endpoint_url"]} if settings.get("endpoint_url") else {}
+    return {"credential_provider": provide, **more}
+
+
+def failed_of(error: Exception) -> Failed:
+    """Return the facts of an error of obstore."""
+    text = str(error)
+    _, _, debug = text.partition("Debug source:")
+    if _METADATA.search(text):
+        return Failed("none")
+    code = _CODE.search(debug)
+    if status := _STATUS.search(debug):
+        return Failed("", int(status[1]), code[1] if code else "")
+    if isinstance(error, FileNotFoundError):
+        return Failed("", 404)
+    plain = _FOREIGN.sub("", debug or text)
+    return Failed(next((kind for kind, words in _WORDS if words.search(plain)), ""))
+
+
+class ObStore:
+    """A bucket or container."""
+
+    def __init__(self, store: Any, has_tail: bool = True) -> None:
+        self._store = store
+        self.has_tail = has_tail
+
+    def head(self, key: str) -> Facts:
+        return self._try(lambda: _facts(obstore.head(self._store, key)))
+
+    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
+        return self._answer(key, (begin, begin + size), size, etag)
+
+    def tail(self, key: str, size: int) -> Answer:
+        return self._answer(key, {"suffix": size}, size, "")
+
+    def _answer(self, key: str, span: Any, size: int, etag: str) -> Answer:
+        options: Any = {"range": span}
+        if etag and not etag.startswith("W/"):  # a weak ETag matches no condition
+            options["if_match"] = etag
+
+        def ask() -> Answer:
+            found = obstore.get(self._store, key, options=options)
+            data, facts = bytes(found.bytes()), _facts(found.meta)
+            begin = span[0] if isinstance(span, tuple) else max(facts.size - size, 0)
+            if found.range[0] != begin or len(data) != min(size, facts.size - begin):
+                raise Failed("length")
+            return Answer(data, facts)
+
+        return self._try(ask)
+
+    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
+        return at_once(ranges, lambda one: self.get(key, *one, etag))
+
+    def list(self, prefix: str) -> Sequence[Facts]:
+        return self._try(lambda: self._list(prefix))
+
+    def _list(self, prefix: str) -> Sequence[Facts]:
+        found: list[Facts] = []
+        for page in obstore.list(self._store, prefix.strip("/") or None, chunk_size=1000):
+            found += map(_facts, page)
+            if len(found) > LIMITS.remote_files:
+                raise Failed("many")
+        return found
+
+    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
+        """Write an object; a small one in one request, a larger one in parts, of which a few are in memory."""
+        parts = iter(chunks)
+        first: list[bytes] = []
+        while sum(map(len, first)) < _PART and (part := next(parts, None)) is not None:
+            first.append(part)
+        small = sum(map(len, first)) < _PART
+        if small:
+            mode: Any = "create" if create else "overwrite"
+            return self._ask(lambda: obstore.put(self._store, key, b"".join(first), mode=mode)["e_tag"] or "")
+        if create and self._exists(key):  # uploads in parts take no condition in obstore
+            raise Failed("", 412)
+        every: Iterator[bytes] = chain(first, parts)
+        return self._ask(
+            lambda: (
+                obstore.put(self._store, key, every, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)["e_tag"] or ""
+            )
+        )
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.head(key)
+        except Failed as failed:
+            if failed.status == 404:
+                return False
+            raise
+        return True
+
+    def _ask(self, do: Callable[[], T]) -> T:
+        """Return the result of a request; raises Failed."""
+        try:
+            return do()
+        except (Failed, MemoryError):
+            raise
+        except Exception as error:
+            failed = failed_of(error)
+        raise failed  # out of reach of the error of obstore: no traceback shows it
+
+    def _try(self, do: Callable[[], T]) -> T:
+        """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
+        for attempt in range(LIMITS.retries):
+            try:
+                return self._ask(do)
+            except Failed as failed:
+                if failed.kind != "length":
+                    raise
+            time.sleep(random.uniform(0.05, 0.1) * 2**attempt)
+        return self._ask(do)
+
+
+class _Http(ObStore):
+    """One file on a web server: its key is ""."""
+
+    def list(self, prefix: str) -> Sequence[Facts]:
+        raise Failed("listing")
+
+    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
+        raise Failed("", 405)
+
+
+def _facts(meta: Any) -> Facts:
+    """Return the facts of an object. Without an ETag, the time of its last change takes its place."""
+    etag = meta["e_tag"] or (f'W/"{meta["last_modified"]}"' if meta["last_modified"].year > 1970 else "")
+    return Facts(meta["path"], meta["size"], etag)

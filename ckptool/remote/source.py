@@ -1,0 +1,258 @@
+"""One remote object as a source: bytes that were read are kept, and ranges close together are one request."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from ..base.addresses import parse, shown
+from ..base.errors import ChangedError, UnreadableError
+from ..base.limits import LIMITS
+from .store import Answer, Budget, Facts, Failed, Range, Settings, Store, at_once, error_of
+
+T = TypeVar("T")
+#: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
+ENDS: Final = 256 << 10
+#: Ranges with a gap of fewer bytes become one request: at 50 ms and 125 MB/s, a request costs as much as 6 MB, but many
+#: are under way at once, and traffic is paid for.
+_GAP: Final = 64 << 10
+#: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
+_REQUEST: Final = 4 << 20
+_AHEAD: Final = 16 << 20
+#: The schemes of addresses that can be opened.
+SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss", "http", "https"))
+
+
+def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
+    """Open a remote file: two requests at once, for its first and its last bytes.
+
+    Raises UnreadableError and RefusedError as for a local file.
+    """
+    settings = settings or Settings()
+    store, key = open_store(address, settings)
+    source = RemoteSource(store, address, settings, Budget(settings.max_download), Facts(key, 0, ""))
+    source.begin()
+    return source
+
+
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
+    """Return the store of an address and the key of its object; raises UnreadableError."""
+    try:
+        if parse(address).scheme not in SCHEMES:
+            raise UnreadableError(f"addresses with {parse(address).scheme}:// are not supported", path=shown(address))
+        from . import obstores
+
+        return obstores.open_store(address, settings)
+    except Failed as failed:
+        found = failed
+    raise error_of(found, address)
+
+
+class RemoteSource:
+    """A remote object. If it is replaced, ChangedError follows: every answer must have the ETag of the first one.
+
+    ``facts`` are its key, size and ETag if a listing told them. Otherwise ``begin`` must ask for them.
+    """
+
+    def __init__(self, store: Store, address: str, settings: Settings, budget: Budget, facts: Facts) -> None:
+        self.name = shown(address)
+        self._store, self._address, self._settings, self._budget = store, address, settings, budget
+        self._key, self.size, self._etag = facts
+        self._begun = self._closed = False
+        self._blocks = _Blocks()
+        self._lock = threading.Lock()
+        self._next = -1  # where a reader would go straight on
+        self._window = _GAP
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The same for two sources of one object, whatever it contains."""
+        parts = parse(self._address)
+        return (parts.scheme, self._settings.endpoint_url, parts.host, parts.path)
+
+    def local_file(self) -> None:
+        """Return None: there is no local file with these bytes."""
+
+    def begin(self) -> None:
+        """Ask for the first bytes and, unless they hold all metadata, for the last ones at the same time."""
+        self._begun = True
+        tail = not self.name.endswith(".safetensors")
+        if not (self.size or self._etag):
+            self._ask_unknown(tail and self._store.has_tail)
+        self.prefetch([(0, ENDS), (max(self.size - ENDS, 0), ENDS)][: 1 + tail])
+
+    def _ask_unknown(self, tail: bool) -> None:
+        """Ask for the ends of an object whose size is not known."""
+        asked = [lambda: self._store.get(self._key, 0, ENDS), lambda: self._store.tail(self._key, ENDS)]
+        try:
+            answers = at_once(asked[: 1 + tail], lambda ask: ask())
+        except Failed as failed:
+            found = failed
+        else:
+            self.size, self._etag = answers[0].facts[1:]
+            for at, answer in zip((0, max(self.size - ENDS, 0)), answers):
+                self._keep(at, answer)
+            return
+        if found.status == 416:  # an empty object has no first byte
+            self.size, self._etag = self._do(lambda: self._store.head(self._key))[1:]
+        if found.status != 416 or self.size:
+            raise error_of(found, self._address)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the object was replaced since it was opened."""
+        facts = self._do(lambda: self._store.head(self._key))
+        if facts[1:] != (self.size, self._etag):
+            raise self._changed()
+
+    def read(self, offset: int, size: int) -> bytes:
+        if self._closed:
+            raise UnreadableError("the checkpoint is closed", path=self.name, next="save it before it is closed")
+        size = min(size, self.size - offset)
+        if size <= 0:
+            return b""
+        if not self._begun:
+            self.begin()
+        with self._lock:
+            kept, gaps = self._blocks.split(offset, offset + size)
+            if gaps:
+                begin = gaps[0][0]
+                self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
+                self._next = min(max(begin + self._window, offset + size), self.size)
+        if gaps:
+            kept += self._fetch([(begin, self._next - begin)])
+        return _cut(sorted(kept), offset, size)
+
+    def prefetch(self, ranges: Iterable[Range]) -> None:
+        """Ask for several ranges, (offset, size) in bytes, at the same time, and keep them as far as there is room."""
+        wanted, total = [], 0
+        for begin, size in sorted(ranges):
+            size = min(size, self.size - begin)
+            if size > 0 and total + size <= LIMITS.remote_bytes:
+                wanted.append((begin, size))
+                total += size
+        self._fetch(wanted)
+
+    def allow(self, nbytes: int) -> None:
+        """Raise RefusedError if reading ``nbytes`` exceeds what a command may download. Nothing is read."""
+        self._budget.check(nbytes, self.name)
+
+    def close(self) -> None:
+        self._closed = True
+        self._blocks = _Blocks()
+
+    def _fetch(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
+        """Return (offset, bytes) that cover the ranges, in order; what is not kept is asked for and kept."""
+        pieces: list[tuple[int, bytes]] = []
+        missing: list[Range] = []
+        with self._lock:
+            for begin, size in ranges:
+                kept, gaps = self._blocks.split(begin, begin + size)
+                pieces += kept
+                missing += gaps
+        asked = [(at, min(_REQUEST, end - at)) for begin, end in _joined(missing) for at in range(begin, end, _REQUEST)]
+        if asked:
+            self._budget.spend(sum(size for _, size in asked), self.name)
+            answers = self._do(lambda: self._store.many(self._key, asked, self._etag))
+            for (at, _), answer in zip(asked, answers, strict=True):
+                self._keep(at, answer)
+                pieces.append((at, answer.data))
+        return sorted(pieces)
+
+    def _keep(self, at: int, answer: Answer) -> None:
+        """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
+        if answer.facts[1:] != (self.size, self._etag):
+            raise self._changed()
+        with self._lock:
+            self._blocks.add(at, answer.data)
+
+    def _do(self, ask: Callable[[], T]) -> T:
+        try:
+            return at_once([ask], lambda do: do())[0]
+        except Failed as failed:
+            found = failed
+        raise error_of(found, self._address)
+
+    def _changed(self) -> ChangedError:
+        return error_of(Failed("", 412), self._address)  # type: ignore[return-value]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopened, (self._address, self._settings, self.size, self._etag)
+
+
+def _reopened(address: str, settings: Settings, size: int, etag: str) -> RemoteSource:
+    """Reopen the object of a pickled source; the first read raises ChangedError if it was replaced."""
+    store, key = open_store(address, settings)
+    return RemoteSource(store, address, settings, Budget(settings.max_download), Facts(key, size, etag))
+
+
+def _joined(ranges: Iterable[Range]) -> list[tuple[int, int]]:
+    """Return (begin, end) of ranges in order, those with a small gap between them as one."""
+    found: list[tuple[int, int]] = []
+    for begin, size in sorted(ranges):
+        if found and begin - found[-1][1] < _GAP:
+            found[-1] = found[-1][0], max(found[-1][1], begin + size)
+        else:
+            found.append((begin, begin + size))
+    return found
+
+
+def _cut(pieces: Sequence[tuple[int, bytes]], offset: int, size: int) -> bytes:
+    """Return a range from pieces in order that cover it."""
+    parts, at, end = [], offset, offset + size
+    for begin, data in pieces:
+        if begin <= at < begin + len(data):
+            parts.append(data[at - begin : end - begin])
+            at += len(parts[-1])
+        if at >= end:
+            break
+    return b"".join(parts)
+
+
+class _Blocks:
+    """Ranges of an object in memory: at most ``LIMITS.remote_bytes``, without those that were used longest ago."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._data: dict[int, bytes] = {}  # in the order of their use
+        self._total = 0
+
+    def _at(self, offset: int) -> int:
+        """Return the beginning of the block that contains an offset, or -1."""
+        at = bisect_right(self._begins, offset) - 1
+        if at < 0:
+            return -1
+        begin = self._begins[at]
+        return begin if offset < begin + len(self._data[begin]) else -1
+
+    def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
+        """Return the blocks in a range as (offset, bytes), and the ranges between them as (offset, size)."""
+        kept: list[tuple[int, bytes]] = []
+        gaps: list[Range] = []
+        at = begin
+        while at < end:
+            if (found := self._at(at)) >= 0:
+                data = self._data.pop(found)
+                self._data[found] = data  # the last one used
+                kept.append((found, data))
+                at = found + len(data)
+            else:
+                index = bisect_right(self._begins, at)
+                until = min(self._begins[index], end) if index < len(self._begins) else end
+                gaps.append((at, until - at))
+                at = until
+        return kept, gaps
+
+    def add(self, begin: int, data: bytes) -> None:
+        """Keep bytes from ``begin``, without those that are kept already."""
+        _, gaps = self.split(begin, begin + len(data))
+        for at, size in gaps:
+            part = data[at - begin : at - begin + size]
+            self._begins.insert(bisect_right(self._begins, at), at)
+            self._data[at] = part
+            self._total += size
+        while self._total > LIMITS.remote_bytes:
+            oldest = next(iter(self._data))
+            self._total -= len(self._data.pop(oldest))
+            self._begins.remove(oldest)

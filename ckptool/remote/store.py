@@ -1,0 +1,236 @@
+"""What ckptool asks of a store of remote objects, and the errors for everything that fails there.
+
+A store is a module with one class that has the methods of ``Store``. It raises ``Failed`` with plain facts;
+``error_of`` turns them into errors of ckptool. The text of a library is never shown: it may contain signatures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeVar
+
+from ..base.addresses import parse, shown
+from ..base.errors import ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
+from ..base.limits import LIMITS
+from ..base.records import NamedTuple
+from ..base.steps import FORCE, AnyStep, Line, Setting, advice
+from ..base.text import human_bytes
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+#: A range of an object: its first byte, and its size in bytes.
+Range = tuple[int, int]
+
+
+class Settings(NamedTuple):
+    """How stores are reached; every field has a default that asks the environment.
+
+    ``max_download`` is the most bytes that one command reads from afar.
+    """
+
+    endpoint_url: str = ""
+    anonymous: bool = False
+    profile: str = ""
+    max_download: int = LIMITS.download_bytes
+
+
+class Facts(NamedTuple):
+    """An object: its key, its size in bytes, and its ETag, which changes with its bytes; "" if the server has none."""
+
+    key: str
+    size: int
+    etag: str
+
+
+class Answer(NamedTuple):
+    """Bytes of an object, and the facts of the object that they come from."""
+
+    data: bytes
+    facts: Facts
+
+
+class Store(Protocol):
+    """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``."""
+
+    #: Whether the last bytes can be asked for without knowing the size.
+    has_tail: bool
+
+    def head(self, key: str) -> Facts:
+        """Return the facts of an object."""
+        ...
+
+    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
+        """Return ``size`` bytes from ``begin``, fewer at the end; with ``etag``, only from the object that has it."""
+        ...
+
+    def tail(self, key: str, size: int) -> Answer:
+        """Return the last ``size`` bytes, or all if there are fewer."""
+        ...
+
+    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
+        """Return the bytes of several ranges, asked for at the same time."""
+        ...
+
+    def list(self, prefix: str) -> Sequence[Facts]:
+        """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is ""."""
+        ...
+
+    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
+        """Write an object and return its ETag. ``create`` refuses to replace an object."""
+        ...
+
+
+class Failed(Exception):
+    """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
+
+    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``_KINDS``, or "".
+    """
+
+    def __init__(self, kind: str = "", status: int = 0, code: str = "") -> None:
+        super().__init__(kind, status, code)
+        self.kind, self.status, self.code = kind, status, code
+
+
+#: Messages and next steps by the kind of a failure that has no status, or whose code says more than its status.
+_KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
+    "name": (
+        "{host} cannot be found: there is no host of this name",
+        "check the spelling, the endpoint and the network",
+    ),
+    "route": ("no connection to {host}", "check the network, and the port of the address or endpoint"),
+    "timeout": ("{host} does not answer", "try again, or check the network"),
+    "tls": (
+        "no secure connection to {host}: it does not speak TLS, or its certificate is not trusted",
+        "name the certificates of your network in SSL_CERT_FILE, or check http:// and https://",
+    ),
+    "proxy": ("the proxy gives no connection to {host}", "check HTTPS_PROXY and NO_PROXY"),
+    "body": ("{host} broke off its answer, also when asked again", "try again later"),
+    "length": ("{host} sends fewer bytes than it should, also when asked again", "try again later"),
+    "reset": ("{host} broke off the connection, also when asked again", "try again later"),
+    "whole": ("{host} cannot send a part of a file", "download it first"),
+    "region": ("the bucket {bucket} is in another region", "set AWS_REGION to the region of the bucket"),
+    "expired": ("the credentials have expired", "sign in again, for example with aws sso login"),
+    "address": ("the signed address has expired", "get a new one"),
+    "skew": ("{host} refuses all requests, because the clock of this machine is wrong", "set the clock"),
+    "keys": ("{host} does not accept the credentials", "check the key, the secret and the profile"),
+    "none": (
+        "there are no credentials for {host}",
+        advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", Setting("anonymous")),
+    ),
+    "profile": ("there is no such profile", "see which there are: aws configure list-profiles"),
+    "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
+    "listing": ("{host} cannot list files", "name one file"),
+    "key": ("one of its names has an empty part between two slashes", "download it first"),
+    "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
+    "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
+    "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
+    "unknown": ("the request failed", "try again, or download it first"),
+}
+#: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
+_CODES: Final = {
+    "NoSuchBucket": "bucket",
+    "ContainerNotFound": "bucket",
+    "PermanentRedirect": "region",
+    "AuthorizationHeaderMalformed": "region",
+    "IllegalLocationConstraintException": "region",
+    "ExpiredToken": "expired",
+    "TokenRefreshRequired": "expired",
+    "InvalidToken": "expired",
+    "RequestTimeTooSkewed": "skew",
+    "InvalidAccessKeyId": "keys",
+    "SignatureDoesNotMatch": "keys",
+    "AuthenticationFailed": "keys",
+}
+_HOSTS: Final = {"s3": "S3", "gs": "Google Cloud Storage"}
+
+
+def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
+    """Return the error for a failed request about the object at an address."""
+    parts, status = parse(address), failed.status
+    web = parts.scheme in ("http", "https")
+    host = parts.host if web else _HOSTS.get(parts.scheme, "Azure")
+    bucket = parts.host.partition("@")[0]
+    kind = _CODES.get(failed.code, failed.kind)
+    if web:  # the codes of a signed address say nothing about credentials of the user
+        kind = "address" if kind == "expired" else "unknown" if failed.kind == "region" else failed.kind
+    error: type[CkptoolError] = OutputError if writing else UnreadableError
+    what, step = _KINDS.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
+    if kind in _KINDS or not status:
+        pass
+    elif status == 401:
+        what, step = "{host} wants credentials", "" if web else _KINDS["none"][1]
+    elif status == 403 and web:
+        what, step = "{host} refuses it", "check the address; signed ones expire"
+    elif status == 403:
+        verb = "write" if writing else "read"
+        what = f"no permission to {verb} it, or no such file and no permission to list {{bucket}}"
+        step = "check the name and the permissions"
+    elif status in (404, 410):
+        what = "no such file"
+    elif status == 407:
+        what, step = _KINDS["proxy"]
+    elif status in (409, 412) and writing:
+        error, what, step = RefusedError, "the output exists", advice("replace it with ", FORCE)
+    elif status in (412, 416):
+        error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
+    elif status == 429 or status >= 500:
+        what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
+    return error(what.format(host=host, bucket=bucket), path=shown(address), next=step)
+
+
+class Budget:
+    """The bytes that a command may still read from afar."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.spent = 0
+        self._lock = threading.Lock()
+
+    def check(self, nbytes: int, path: str) -> None:
+        """Raise RefusedError if reading ``nbytes`` more would exceed the limit."""
+        if self.spent + nbytes > self.limit:
+            what = f"it would download {human_bytes(self.spent + nbytes)}, more than {human_bytes(self.limit)}"
+            step = advice("download the file first, or allow more with ", Setting("max_download", None))
+            raise RefusedError(what, path=path, next=step)
+
+    def spend(self, nbytes: int, path: str) -> None:
+        """Count bytes before they are asked for; raise RefusedError as ``check`` does."""
+        with self._lock:
+            self.check(nbytes, path)
+            self.spent += nbytes
+
+
+def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:
+    """Return the results of ``do`` for each item, in order, from up to ``LIMITS.requests`` threads.
+
+    Raises the first error; the threads then stop at their next item. Even one item runs in a thread: libraries wait for
+    an answer without looking at signals, so ^C would have no effect for as long.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    items, lock, done = iter(enumerate(work)), threading.Lock(), threading.Event()
+
+    def run() -> None:
+        try:
+            while not done.is_set():
+                with lock:
+                    at, item = next(items, (-1, None))
+                if item is None:
+                    return
+                results[at] = do(item)
+        except BaseException as error:
+            errors.append(error)
+            done.set()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(len(work), LIMITS.requests))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        done.set()
+    if errors:
+        raise errors[0]
+    return [results[at] for at in range(len(work))]
