@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ..base.addresses import join, parse, shown
 from ..base.errors import UnreadableError
 from ..base.text import human_bytes
-from .source import RemoteSource, open_store
-from .store import Budget, Facts, Failed, Settings, Store, at_once, error_of
+from .source import Allowance, RemoteSource, open_store
+from .store import Facts, Failed, Settings, Store, at_once, error_of
 
 
 def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
@@ -23,7 +23,7 @@ def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
     else:
         start = len(prefix) + 1 if prefix else 0
         files = {facts.key[start:]: facts for facts in listed if facts.key[start:]}
-        return RemoteFolder(store, address, settings, Budget(settings.max_download), files)
+        return RemoteFolder(store, address, settings, Allowance(settings.max_download), files)
     raise error_of(found, address)
 
 
@@ -33,10 +33,12 @@ class RemoteFolder:
     ``files`` holds their facts by their paths in the folder, with "/".
     """
 
-    def __init__(self, store: Store, address: str, settings: Settings, budget: Budget, files: dict[str, Facts]) -> None:
+    def __init__(
+        self, store: Store, address: str, settings: Settings, allowance: Allowance, files: dict[str, Facts]
+    ) -> None:
         self.name = shown(address)
         self.files = files
-        self._store, self._address, self._settings, self._budget = store, address, settings, budget
+        self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in it, sorted."""
@@ -49,7 +51,7 @@ class RemoteFolder:
         """Return a folder in it, from the same listing."""
         start = len(name) + 1
         files = {path[start:]: facts for path, facts in self.files.items() if path.startswith(f"{name}/")}
-        return RemoteFolder(self._store, join(self._address, name), self._settings, self._budget, files)
+        return RemoteFolder(self._store, join(self._address, name), self._settings, self._allowance, files)
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes; raises UnreadableError if there is no such file."""
@@ -59,7 +61,7 @@ class RemoteFolder:
         """Open a file without a request; the first read asks for both ends."""
         facts = self._facts(name)
         address = str(parse(self._address)._replace(path=facts.key))
-        return RemoteSource(self._store, address, self._settings, self._budget, facts)
+        return RemoteSource(self._store, address, self._settings, self._allowance, facts)
 
     def open_all(self, names: Iterable[str]) -> list[RemoteSource]:
         """Open several files and ask for their ends, all at the same time."""
@@ -72,7 +74,9 @@ class RemoteFolder:
         source = self.open(name)
         if source.size > limit:
             raise UnreadableError(f"it is too large: {human_bytes(source.size)}", path=source.name)
-        return source.read(0, source.size)
+        data = source.read(0, source.size)
+        source.close()
+        return data
 
     def mark(self) -> tuple[Facts, ...]:
         """Return what changes when any file is added, removed or replaced."""

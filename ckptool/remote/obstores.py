@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import random
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 from ..base.addresses import parse
 from ..base.lazy import regex
@@ -27,6 +29,7 @@ except ImportError:
     raise Failed("obstore") from None
 
 T = TypeVar("T")
+_PROCESS: Final = os.getpid()
 #: Bytes of one part of an upload.
 _PART: Final = 8 << 20
 _PARTS_AT_ONCE: Final = 4
@@ -59,7 +62,10 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed if there are no credentials."""
     parts = parse(address)
     if parts.scheme in ("http", "https"):
-        return _Http(HTTPStore(str(parts), **_client(parts.scheme))), ""
+        more = _client(f"{parts.scheme}:")
+        if parts.user:  # obstore would drop it; sent as a header, it follows no redirect to another host
+            more["client_options"]["default_headers"] = {"authorization": _basic(parts.user)}
+        return _Http(HTTPStore(str(parts._replace(user="")), **more)), ""
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     return _bucket(parts.scheme, parts.host, settings, environment), parts.path
@@ -90,13 +96,17 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     return ObStore(AzureStore(container, **more, **_client(endpoint)), has_tail=False)
 
 
+def _basic(user: str) -> str:
+    return f"Basic {b64encode(unquote(user).encode()).decode()}"
+
+
 _GCLOUD: Final = "~/.config/gcloud/application_default_credentials.json"
 
 
 def _client(endpoint: str) -> dict[str, Any]:
     """Return the limits of all requests to an endpoint, and the certificates that they trust."""
     options: dict[str, Any] = {
-        "allow_http": endpoint.startswith("http:") or endpoint == "http",
+        "allow_http": endpoint.startswith("http:"),
         "connect_timeout": timedelta(seconds=LIMITS.connect_seconds),
         "read_timeout": timedelta(seconds=LIMITS.read_seconds),
         "timeout": timedelta(seconds=_REQUEST_SECONDS),
@@ -263,6 +273,8 @@ class ObStore:
 
     def _ask(self, do: Callable[[], T]) -> T:
         """Return the result of a request; raises Failed."""
+        if os.getpid() != _PROCESS:  # the threads of obstore do not live on in a forked process: it would wait for ever
+            raise Failed("fork")
         try:
             return do()
         except (Failed, MemoryError):

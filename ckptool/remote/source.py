@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from ..base.addresses import parse, shown
-from ..base.errors import ChangedError, UnreadableError
+from ..base.errors import ChangedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
-from .store import Answer, Budget, Facts, Failed, Range, Settings, Store, at_once, error_of
+from ..base.steps import Setting, advice
+from ..base.text import human_bytes
+from .store import Answer, Facts, Failed, Range, Settings, Store, at_once, error_of
 
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
@@ -32,7 +34,9 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     """
     settings = settings or Settings()
     store, key = open_store(address, settings)
-    source = RemoteSource(store, address, settings, Budget(settings.max_download), Facts(key, 0, ""))
+    if parse(address).path.endswith("/") or not parse(address).path:
+        raise UnreadableError("it is a directory, not a file", path=shown(address), next="name a checkpoint file in it")
+    source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source
 
@@ -56,13 +60,12 @@ class RemoteSource:
     ``facts`` are its key, size and ETag if a listing told them. Otherwise ``begin`` must ask for them.
     """
 
-    def __init__(self, store: Store, address: str, settings: Settings, budget: Budget, facts: Facts) -> None:
+    def __init__(self, store: Store, address: str, settings: Settings, allowance: Allowance, facts: Facts) -> None:
         self.name = shown(address)
-        self._store, self._address, self._settings, self._budget = store, address, settings, budget
+        self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
         self._key, self.size, self._etag = facts
         self._begun = self._closed = False
-        self._blocks = _Blocks()
-        self._lock = threading.Lock()
+        self._blocks = _Blocks(allowance)
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
 
@@ -114,14 +117,14 @@ class RemoteSource:
             return b""
         if not self._begun:
             self.begin()
-        with self._lock:
+        with self._allowance.lock:
             kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
                 begin = gaps[0][0]
                 self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
-                self._next = min(max(begin + self._window, offset + size), self.size)
+                self._next = until = min(max(begin + self._window, offset + size), self.size)
         if gaps:
-            kept += self._fetch([(begin, self._next - begin)])
+            kept += self._fetch([(begin, until - begin)])
         return _cut(sorted(kept), offset, size)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
@@ -136,24 +139,25 @@ class RemoteSource:
 
     def allow(self, nbytes: int) -> None:
         """Raise RefusedError if reading ``nbytes`` exceeds what a command may download. Nothing is read."""
-        self._budget.check(nbytes, self.name)
+        self._allowance.check(nbytes, self.name)
 
     def close(self) -> None:
         self._closed = True
-        self._blocks = _Blocks()
+        with self._allowance.lock:
+            self._blocks.clear()
 
     def _fetch(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
         """Return (offset, bytes) that cover the ranges, in order; what is not kept is asked for and kept."""
         pieces: list[tuple[int, bytes]] = []
         missing: list[Range] = []
-        with self._lock:
+        with self._allowance.lock:
             for begin, size in ranges:
                 kept, gaps = self._blocks.split(begin, begin + size)
                 pieces += kept
                 missing += gaps
         asked = [(at, min(_REQUEST, end - at)) for begin, end in _joined(missing) for at in range(begin, end, _REQUEST)]
         if asked:
-            self._budget.spend(sum(size for _, size in asked), self.name)
+            self._allowance.spend(sum(size for _, size in asked), self.name)
             answers = self._do(lambda: self._store.many(self._key, asked, self._etag))
             for (at, _), answer in zip(asked, answers, strict=True):
                 self._keep(at, answer)
@@ -164,7 +168,7 @@ class RemoteSource:
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
         if answer.facts[1:] != (self.size, self._etag):
             raise self._changed()
-        with self._lock:
+        with self._allowance.lock:
             self._blocks.add(at, answer.data)
 
     def _do(self, ask: Callable[[], T]) -> T:
@@ -184,7 +188,80 @@ class RemoteSource:
 def _reopened(address: str, settings: Settings, size: int, etag: str) -> RemoteSource:
     """Reopen the object of a pickled source; the first read raises ChangedError if it was replaced."""
     store, key = open_store(address, settings)
-    return RemoteSource(store, address, settings, Budget(settings.max_download), Facts(key, size, etag))
+    return RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, size, etag))
+
+
+class Allowance:
+    """What the files of one command share: the bytes that they may still download, and the memory for their bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.spent = 0
+        self.lock = threading.RLock()
+        self._used: dict[tuple[_Blocks, int], int] = {}  # sizes of blocks in memory, in the order of their use
+        self._kept = 0
+
+    def check(self, nbytes: int, path: str) -> None:
+        """Raise RefusedError if downloading ``nbytes`` more would exceed the limit."""
+        if self.spent + nbytes > self.limit:
+            what = f"it would download {human_bytes(self.spent + nbytes)}, more than {human_bytes(self.limit)}"
+            step = advice("download the file first, or allow more with ", Setting("max_download", None))
+            raise RefusedError(what, path=path, next=step)
+
+    def spend(self, nbytes: int, path: str) -> None:
+        """Count bytes before they are asked for; raises as ``check`` does."""
+        with self.lock:
+            self.check(nbytes, path)
+            self.spent += nbytes
+
+    def use(self, blocks: _Blocks, begin: int, size: int) -> None:
+        """Record the use of a block, and forget the blocks that were used longest ago if memory is full."""
+        self._kept += size - self._used.pop((blocks, begin), 0)
+        self._used[blocks, begin] = size
+        while self._kept > LIMITS.remote_bytes:
+            self.forget(*next(iter(self._used)))
+
+    def forget(self, blocks: _Blocks, begin: int) -> None:
+        self._kept -= self._used.pop((blocks, begin))
+        blocks.remove(begin)
+
+
+class _Blocks:
+    """Ranges of one object in memory. The lock of the allowance must be held."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
+        self._begins: list[int] = []
+        self._data: dict[int, bytes] = {}
+
+    def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
+        """Return the blocks that have bytes of a range as (offset, bytes), and what is missing as (offset, size)."""
+        kept: list[tuple[int, bytes]] = []
+        missing: list[Range] = []
+        at, index = begin, max(bisect_right(self._begins, begin) - 1, 0)
+        for start in [*self._begins[index : bisect_left(self._begins, end)], end]:
+            if start > at:
+                missing.append((at, start - at))
+            if start < end and start + len(self._data[start]) > at:
+                kept.append((start, self._data[start]))
+                at = start + len(self._data[start])
+                self._allowance.use(self, start, len(self._data[start]))
+        return kept, missing
+
+    def add(self, begin: int, data: bytes) -> None:
+        """Keep bytes from ``begin``, except those that are kept already."""
+        for at, size in self.split(begin, begin + len(data))[1]:
+            insort(self._begins, at)
+            self._data[at] = data[at - begin : at - begin + size]
+            self._allowance.use(self, at, size)
+
+    def remove(self, begin: int) -> None:
+        self._begins.remove(begin)
+        del self._data[begin]
+
+    def clear(self) -> None:
+        for begin in [*self._begins]:
+            self._allowance.forget(self, begin)
 
 
 def _joined(ranges: Iterable[Range]) -> list[tuple[int, int]]:
@@ -208,51 +285,3 @@ def _cut(pieces: Sequence[tuple[int, bytes]], offset: int, size: int) -> bytes:
         if at >= end:
             break
     return b"".join(parts)
-
-
-class _Blocks:
-    """Ranges of an object in memory: at most ``LIMITS.remote_bytes``, without those that were used longest ago."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._data: dict[int, bytes] = {}  # in the order of their use
-        self._total = 0
-
-    def _at(self, offset: int) -> int:
-        """Return the beginning of the block that contains an offset, or -1."""
-        at = bisect_right(self._begins, offset) - 1
-        if at < 0:
-            return -1
-        begin = self._begins[at]
-        return begin if offset < begin + len(self._data[begin]) else -1
-
-    def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
-        """Return the blocks in a range as (offset, bytes), and the ranges between them as (offset, size)."""
-        kept: list[tuple[int, bytes]] = []
-        gaps: list[Range] = []
-        at = begin
-        while at < end:
-            if (found := self._at(at)) >= 0:
-                data = self._data.pop(found)
-                self._data[found] = data  # the last one used
-                kept.append((found, data))
-                at = found + len(data)
-            else:
-                index = bisect_right(self._begins, at)
-                until = min(self._begins[index], end) if index < len(self._begins) else end
-                gaps.append((at, until - at))
-                at = until
-        return kept, gaps
-
-    def add(self, begin: int, data: bytes) -> None:
-        """Keep bytes from ``begin``, without those that are kept already."""
-        _, gaps = self.split(begin, begin + len(data))
-        for at, size in gaps:
-            part = data[at - begin : at - begin + size]
-            self._begins.insert(bisect_right(self._begins, at), at)
-            self._data[at] = part
-            self._total += size
-        while self._total > LIMITS.remote_bytes:
-            oldest = next(iter(self._data))
-            self._total -= len(self._data.pop(oldest))
-            self._begins.remove(oldest)

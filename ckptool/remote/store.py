@@ -15,7 +15,6 @@ from ..base.errors import ChangedError, CkptoolError, OutputError, RefusedError,
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import FORCE, AnyStep, Line, Setting, advice
-from ..base.text import human_bytes
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -125,6 +124,7 @@ _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
+    "fork": ("a forked process cannot read what its parent opened", "start processes with spawn or forkserver"),
     "unknown": ("the request failed", "try again, or download it first"),
 }
 #: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
@@ -177,28 +177,6 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     elif status == 429 or status >= 500:
         what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
     return error(what.format(host=host, bucket=bucket), path=shown(address), next=step)
-
-
-class Budget:
-    """The bytes that a command may still read from afar."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.spent = 0
-        self._lock = threading.Lock()
-
-    def check(self, nbytes: int, path: str) -> None:
-        """Raise RefusedError if reading ``nbytes`` more would exceed the limit."""
-        if self.spent + nbytes > self.limit:
-            what = f"it would download {human_bytes(self.spent + nbytes)}, more than {human_bytes(self.limit)}"
-            step = advice("download the file first, or allow more with ", Setting("max_download", None))
-            raise RefusedError(what, path=path, next=step)
-
-    def spend(self, nbytes: int, path: str) -> None:
-        """Count bytes before they are asked for; raise RefusedError as ``check`` does."""
-        with self._lock:
-            self.check(nbytes, path)
-            self.spent += nbytes
 
 
 def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:

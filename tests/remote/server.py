@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -193,6 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Print nothing."""
 
+    def handle_expect_100(self) -> bool:
+        done = super().handle_expect_100()
+        self.wfile.flush()
+        return done
+
     def _answer(self) -> None:
         server, begun = self.server_of, time.monotonic()
         with server.lock:
@@ -315,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Failure(404, "NoSuchBucket")
         if not key:
             return 200, {"Content-Type": "application/xml"}, self._listing(bucket).encode()
-        if method in ("GET", "HEAD"):
+        if method in ("GET", "HEAD") and "uploadId" not in query:
             return self._read(server.object(bucket, key, query.get("versionId", "")))
         if method == "POST" and "uploads" in query:
             upload = f"upload-{server.number}-{time.time_ns()}"
@@ -436,6 +441,7 @@ class _Handler(BaseHTTPRequestHandler):
         more = len(page) < len(left)
         token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>" if more else ""
         text = f"<Name>{bucket}</Name><Prefix>{name(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
+        text += "<EncodingType>url</EncodingType>" if name is quote else ""
         text += f"<MaxKeys>1000</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}"
         return f"<ListBucketResult>{text}{''.join(row for _, row in page)}</ListBucketResult>"
 
@@ -527,10 +533,3 @@ def check_signature(
         secret = hmac.new(secret, word.encode(), hashlib.sha256).digest()
     if hmac.new(secret, text.encode(), hashlib.sha256).hexdigest() != signature:
         raise Failure(403, "SignatureDoesNotMatch")
-
-
-def shards(server: Server, bucket: str, folder: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """Store the files of a folder; yield their keys."""
-    for name, data in files.items():
-        server.put(bucket, f"{folder}/{name}", data)
-        yield f"{folder}/{name}"

@@ -1,0 +1,387 @@
+"""Remote objects are read as local files are, with few requests, and never as a mixture of two objects."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote.server import FAULTS, KEY, MIB, SECRET, Server
+
+pytest.importorskip("obstore")
+
+from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, UnreadableError
+from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.formats import read_container
+from ckptool.remote import obstores, source, store
+from ckptool.remote.source import ENDS, Allowance, RemoteSource, open_remote
+from ckptool.remote.store import Facts, Settings
+
+DATA = random.Random(1).randbytes(3 * MIB)
+#: The kinds of stores, and an address for each; plain HTTP needs the address of the server before it.
+KINDS = {"s3": "s3://bucket/run/a.pth", "http": "/plain/run/a.pth?Signature=SECRETQUERY"}
+KINDS |= {"gs": "gs://bucket/run/a.pth", "az": "az://bucket/run/a.pth", "abfs": "abfs://bucket@host/run/a.pth"}
+Open = Callable[..., RemoteSource]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=1))
+    with Server() as found:
+        yield found
+
+
+@pytest.fixture(params=KINDS)
+def opened(server: Server, request: pytest.FixtureRequest) -> Open:
+    """Store bytes under the address of one kind of store, and open it."""
+    kind = request.param
+
+    def open_it(data: bytes = DATA, **settings: Any) -> RemoteSource:
+        server.signed = kind == "s3"
+        server.put("plain" if kind == "http" else "bucket", "run/a.pth", data)
+        address = server.url + KINDS[kind] if kind == "http" else KINDS[kind]
+        anonymous = kind not in ("s3", "http")
+        return open_remote(address, Settings(server.url, anonymous=anonymous, **settings))
+
+    return open_it
+
+
+@pytest.mark.parametrize("size", [1, 100, ENDS, ENDS + 1, 2 * ENDS - 1, 2 * ENDS + 1, 3 * MIB])
+def test_random_reads_are_right(size: int, opened: Open, server: Server) -> None:
+    data, chance = DATA[:size], random.Random(size)
+    found = opened(data)
+    assert found.size == size
+    for _ in range(200):
+        offset, wanted = chance.randrange(size + 2), chance.choice((1, 30, 1000, MIB))
+        assert found.read(offset, wanted) == data[offset : offset + wanted]
+    assert found.read(0, 0) == found.read(size, 5) == found.read(5, -1) == b""
+    # What was read is kept: every byte comes once, but those at both ends of a small file come twice.
+    assert server.down <= size + min(size, ENDS)
+
+
+def test_an_empty_object(opened: Open, server: Server) -> None:
+    found = opened(b"")
+    assert (found.size, found.read(0, 10)) == (0, b"")
+    found.check_unchanged()
+
+
+def test_both_ends_come_first_and_at_once(opened: Open, server: Server, request: pytest.FixtureRequest) -> None:
+    server.delay = 0.1
+    found = opened()
+    azure = "az" in request.node.name or "abfs" in request.node.name
+    assert (server.count("GET"), server.down) == (2, 2 * ENDS)
+    assert server.round_trips == (2 if azure else 1)
+    assert found.read(0, ENDS) == DATA[:ENDS] and found.read(3 * MIB - ENDS, MIB) == DATA[-ENDS:]
+    assert server.count() == 2
+
+
+def test_a_safetensors_file_has_its_metadata_at_the_beginning(server: Server) -> None:
+    server.put("bucket", "model.safetensors", DATA)
+    found = open_remote("s3://bucket/model.safetensors", Settings(server.url))
+    assert (server.count(), server.down) == (1, ENDS)
+    assert found.read(ENDS - 10, 20) == DATA[ENDS - 10 : ENDS + 10]
+    assert (server.count(), server.down) == (2, ENDS + (64 << 10))
+
+
+def test_ranges_that_lie_close_together_are_one_request(server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    close = [(ENDS + 1000 * number, 100) for number in range(300)]
+    far = [(MIB + 200_000 * number, 100) for number in range(5)]
+    server.clear()
+    server.delay = 0.1
+    found.prefetch([*far, *close, (0, 50), (3 * MIB - 10, 50), (4 * MIB, 1)])
+    assert (server.count(), server.round_trips) == (6, 1)
+    for offset, size in [*close, *far]:
+        assert found.read(offset, size) == DATA[offset : offset + size]
+    assert server.count() == 6
+    found.prefetch(close)
+    assert server.count() == 6
+    assert {each.headers["if-match"] for each in server.seen} == {server.object("bucket", "a").etag}
+
+
+def test_a_reader_that_goes_straight_on_needs_few_requests(server: Server) -> None:
+    data = random.Random(2).randbytes(40 * MIB)
+    server.put("bucket", "a", data)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    for step in (1 << 20, 30_000):
+        server.clear()
+        assert b"".join(found.read(at, step) for at in range(0, len(data), step)) == data
+        assert server.count() <= 16
+        found.close()
+        found = open_remote("s3://bucket/a", Settings(server.url))
+
+
+def test_requests_in_flight_are_limited(server: Server) -> None:
+    server.put("bucket", "a", bytes(12 * MIB))
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    server.clear()
+    server.delay = 0.1
+    found.prefetch([(ENDS + at * 80_000, 10) for at in range(100)])
+    moments = sorted([(each.begun, 1) for each in server.seen] + [(each.ended, -1) for each in server.seen])
+    at_once = [sum(change for _, change in moments[:end]) for end in range(1, len(moments) + 1)]
+    assert server.count() == 100
+    assert 16 < max(at_once) <= 32
+
+
+def test_memory_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "LIMITS", source.LIMITS._replace(remote_bytes=MIB))
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    chance = random.Random(3)
+    for _ in range(300):
+        offset, size = chance.randrange(3 * MIB), chance.randrange(1, 300_000)
+        assert found.read(offset, size) == DATA[offset : offset + size]
+        assert sum(map(len, found._blocks._data.values())) == found._allowance._kept <= MIB
+    found.prefetch([(0, 3 * MIB)])
+    assert found._allowance._kept <= MIB
+    found.close()
+    assert found._allowance._kept == 0
+    with pytest.raises(UnreadableError, match="closed"):
+        found.read(0, 1)
+
+
+def test_threads_read_one_source(server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    wrong: list[int] = []
+
+    def read(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(60):
+            offset, size = chance.randrange(3 * MIB), chance.randrange(1, 100_000)
+            if found.read(offset, size) != DATA[offset : offset + size]:
+                wrong.append(offset)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------
+
+
+def test_a_large_download_is_refused_before_the_first_byte(opened: Open, server: Server) -> None:
+    found = opened(max_download=2 * MIB)
+    server.clear()
+    found.allow(MIB)
+    with pytest.raises(RefusedError, match=r"it would download 3\.\d\d MB, more than 2\.10 MB") as caught:
+        found.allow(3 * MIB)
+    assert caught.value.next == "download the file first, or allow more with max_download"
+    with pytest.raises(RefusedError):
+        found.prefetch([(0, 3 * MIB)])
+    with pytest.raises(RefusedError):
+        found.read(0, 3 * MIB)
+    assert server.count() == 0
+    assert found.read(MIB, ENDS) == DATA[MIB : MIB + ENDS]
+    with pytest.raises(RefusedError):
+        for offset in range(0, 3 * MIB, 100_000):
+            found.read(offset, 100_000)
+    assert server.down <= 2 * MIB
+
+
+# -- replaced objects -----------------------------------------------------------------------------------------
+
+
+def test_a_replaced_object_is_noticed_by_every_kind_of_request(opened: Open, server: Server) -> None:
+    other = DATA[::-1]
+    requests: list[Callable[[RemoteSource], object]] = [
+        lambda found: found.read(MIB, 100),
+        lambda found: found.prefetch([(MIB, 100), (2 * MIB, 100)]),
+        lambda found: found.check_unchanged(),
+    ]
+    for request in requests:
+        found = opened()
+        found.check_unchanged()
+        for bucket in server.buckets:
+            server.put(bucket, "run/a.pth", other)
+        with pytest.raises(ChangedError, match="the file changed while it was read") as caught:
+            request(found)
+        assert caught.value.next == "try again when nobody writes to it"
+        assert found.read(0, ENDS) == DATA[:ENDS]  # what was read before is still right
+
+
+def test_a_server_that_ignores_conditions_is_compared_with(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.put("plain", "a", DATA)
+    found = open_remote(f"{server.url}/plain/a", Settings())
+    server.faults = dict.fromkeys(range(3, 9), "etag")
+    with pytest.raises(ChangedError):
+        found.read(MIB, 10)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_an_object_replaced_before_any_request(number: int, server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    second = DATA[::-1]
+    server.replaced = {number: ("bucket", "a", second)}
+    parts: dict[int, bytes] = {}
+    error = None
+    try:
+        found = open_remote("s3://bucket/a", Settings(server.url))
+        parts |= ((at, found.read(at, 100)) for at in (0, MIB, 2 * MIB, 3 * MIB - 100))
+        found.check_unchanged()
+    except ChangedError as changed:
+        error = changed
+    # The first two requests are under way at once: whichever comes first may still see the first object.
+    assert (error is None) is (number > 5) or number < 3
+    assert any(all(data[at : at + 100] == part for at, part in parts.items()) for data in (DATA, second))
+
+
+def test_weak_etags_are_compared_but_not_demanded(server: Server) -> None:
+    server.put("plain", "a", DATA, etag='W/"weak"')
+    found = open_remote(f"{server.url}/plain/a", Settings())
+    assert found.read(MIB, 10) == DATA[MIB : MIB + 10]
+    assert "if-match" not in server.seen[-1].headers
+    server.put("plain", "a", DATA, etag='W/"other"')
+    with pytest.raises(ChangedError):
+        found.read(2 * MIB, 10)
+
+
+# -- faults ---------------------------------------------------------------------------------------------------
+
+#: Faults of one answer that a second one makes good.
+PASSING = {"500", "503", "reset", "short", "length"}
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("stall", "complete")])
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_one_fault_at_any_request(kind: str, fault: str, server: Server) -> None:
+    """A fault of one request is made good, or is an error: never wrong bytes."""
+    address = server.url + KINDS["http"] if kind == "http" else KINDS["s3"]
+    server.put("plain" if kind == "http" else "bucket", "run/a.pth", DATA)
+    outcomes = []
+    for number in range(1, 6):
+        server.clear()
+        server.faults = {number: fault}
+        try:
+            found = open_remote(address, Settings(server.url))
+            assert found.read(MIB, 1000) == DATA[MIB : MIB + 1000]
+            found.prefetch([(2 * MIB - 100_000, 10), (2 * MIB, 10)])
+            assert found.read(2 * MIB, 10) == DATA[2 * MIB : 2 * MIB + 10]
+            assert found.read(0, 3 * MIB) == DATA
+            outcomes.append("")
+        except CkptoolError as error:
+            outcomes.append(type(error).__name__)
+            assert not any(text in f"{error} {error.next}" for text in ("SECRET", "http error", "Generic"))
+    expected = "" if fault in PASSING else "ChangedError" if fault == "etag" else "UnreadableError"
+    assert outcomes == [expected] * 5
+
+
+def test_a_server_that_stalls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0, read_seconds=0.3))
+    server.put("plain", "a", DATA)
+    server.faults = {1: "stall"}
+    with pytest.raises(UnreadableError, match="does not answer"):
+        open_remote(f"{server.url}/plain/a", Settings())
+    server.released.set()
+
+
+# -- other processes ------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_source_reads_the_same_object_or_fails(server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    copy = pickle.loads(pickle.dumps(found))
+    assert (copy.name, copy.size, copy.identity) == (found.name, found.size, found.identity)
+    assert copy.read(MIB, 10) == DATA[MIB : MIB + 10]
+    copy = pickle.loads(pickle.dumps(found))
+    server.put("bucket", "a", DATA[::-1])
+    with pytest.raises(ChangedError):
+        copy.read(0, 10)
+
+
+def _read_in_child(found: RemoteSource, pipe: Any) -> None:
+    try:
+        pipe.send(found.read(MIB, 10))
+    except CkptoolError as error:
+        pipe.send(error.what)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork")
+def test_a_forked_process_does_not_wait_for_ever(server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_read_in_child, args=(found, theirs))
+    child.start()
+    assert ours.poll(30)
+    assert ours.recv() == "a forked process cannot read what its parent opened"
+    child.join()
+
+
+# -- the protocol ---------------------------------------------------------------------------------------------
+
+
+def test_names_and_identities(server: Server) -> None:
+    server.put("plain", "a", DATA)
+    one = open_remote(f"{server.url}/plain/a?Signature=one", Settings())
+    two = open_remote(f"{server.url}/plain/a?Signature=two", Settings())
+    assert one.name == f"{server.url}/plain/a"
+    assert one.identity == two.identity
+    assert one.local_file() is None  # type: ignore[func-returns-value]
+    server.put("bucket", "a", DATA)
+    assert open_remote("s3://bucket/a", Settings(server.url)).identity != one.identity
+
+
+def test_a_listing_tells_what_an_object_is(server: Server) -> None:
+    """With size and ETag known, nothing is asked for until the first read."""
+    found = server.put("bucket", "a", DATA)
+    opened_store, key = obstores.open_store("s3://bucket/a", Settings(server.url))
+    remote = RemoteSource(
+        opened_store, "s3://bucket/a", Settings(), Allowance(10 * MIB), Facts(key, 3 * MIB, found.etag)
+    )
+    assert server.count() == 0
+    assert remote.read(0, 4) == DATA[:4]
+    assert (server.count(), server.round_trips) == (2, 1) or server.count() == 2
+
+
+def test_work_at_once_stops_after_an_error() -> None:
+    done = []
+
+    def do(number: int) -> int:
+        if number == 40:
+            raise ValueError("forty")
+        done.append(number)
+        return number * 2
+
+    assert store.at_once(range(10), do) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
+    assert store.at_once([], do) == []
+    with pytest.raises(ValueError, match="forty"):
+        store.at_once(range(1000), do)
+
+
+# -- today's readers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "requests"), [("pth", 2), ("safetensors", 1)])
+def test_a_checkpoint_of_680_tensors_is_listed_in_two_requests(suffix: str, requests: int, server: Server) -> None:
+    torch: Any = pytest.importorskip("torch")
+    state = {f"module.layers.{number}.weight": torch.full((2000,), float(number)) for number in range(680)}
+    if suffix == "pth":
+        file = io.BytesIO()
+        torch.save({"state_dict": state}, file)
+        data = file.getvalue()
+    else:
+        data = pytest.importorskip("safetensors.torch").save(state)
+    server.put("bucket", f"model.{suffix}", data)
+    found = open_remote(f"s3://bucket/model.{suffix}", Settings(server.url))
+    checkpoint = Checkpoint.of(found.name, found, read_container(found))
+    assert [len(each.items) for each in checkpoint.state_dicts] == [680]
+    assert server.count() == requests
+    assert server.down == requests * ENDS
