@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..base.addresses import join, parse, shown
+from ..base.addresses import conceal, join, parse, reveal
 from ..base.errors import UnreadableError
 from ..base.text import human_bytes
 from .source import Allowance, RemoteSource, open_store
@@ -13,7 +13,7 @@ from .store import Facts, Failed, Settings, Store, at_once, error_of
 
 def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
     """List a remote folder: one request for every 1000 files. Raises UnreadableError; a missing folder is empty."""
-    settings = settings or Settings()
+    settings, address = settings or Settings(), reveal(address)
     store, prefix = open_store(address, settings)
     prefix = prefix.strip("/")
     try:
@@ -36,7 +36,7 @@ class RemoteFolder:
     def __init__(
         self, store: Store, address: str, settings: Settings, allowance: Allowance, files: dict[str, Facts]
     ) -> None:
-        self.name = shown(address)
+        self.name = conceal(address)
         self.files = files
         self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
 
@@ -84,5 +84,5 @@ class RemoteFolder:
 
     def _facts(self, name: str) -> Facts:
         if name not in self.files:
-            raise UnreadableError("no such file", path=shown(join(self._address, name)))
+            raise UnreadableError("no such file", path=conceal(join(self._address, name)))
         return self.files[name]

@@ -25,8 +25,8 @@ from .store import Answer, Facts, Failed, Range, Settings, Store, at_once
 try:
     import obstore
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
-except ImportError:
-    raise Failed("obstore") from None
+except ImportError:  # the extra ckptool[remote] is not installed
+    obstore = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
@@ -59,13 +59,17 @@ _WORDS: Final = (
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
-    """Return the store of an address, and the key of its object; raises Failed if there are no credentials."""
+    """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
+    if obstore is None:
+        raise Failed("obstore")
     parts = parse(address)
     if parts.scheme in ("http", "https"):
         more = _client(f"{parts.scheme}:")
         if parts.user:  # obstore would drop it; sent as a header, it follows no redirect to another host
             more["client_options"]["default_headers"] = {"authorization": _basic(parts.user)}
         return _Http(HTTPStore(str(parts._replace(user="")), **more)), ""
+    if parts.query:
+        raise Failed("query")
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     return _bucket(parts.scheme, parts.host, settings, environment), parts.path
@@ -175,7 +179,7 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
         return {**keys, "token": frozen.token, "expires_at": expires}
 
     try:
-        provide()  # so that an expired sign-in fails here, where it can be told from other failures
+        provide()  # an expired sign-in fails here already, with an error that says so
     except botocore.exceptions.BotoCoreError:
         raise Failed("expired") from None
     more: dict[str, Any] = {"region": region} if region and "AWS_REGION" not in variables else {}
@@ -244,23 +248,31 @@ class ObStore:
         return found
 
     def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
-        """Write an object; a small one in one request, a larger one in parts, of which a few are in memory."""
-        parts = iter(chunks)
-        first: list[bytes] = []
+        """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
+        parts, first = iter(chunks), [b""]
         while sum(map(len, first)) < _PART and (part := next(parts, None)) is not None:
             first.append(part)
-        small = sum(map(len, first)) < _PART
-        if small:
-            mode: Any = "create" if create else "overwrite"
-            return self._ask(lambda: obstore.put(self._store, key, b"".join(first), mode=mode)["e_tag"] or "")
-        if create and self._exists(key):  # uploads in parts take no condition in obstore
+        options: dict[str, Any] = {"chunk_size": _PART, "max_concurrency": _PARTS_AT_ONCE}
+        stopped: list[BaseException] = []
+
+        def rest() -> Iterator[bytes]:
+            try:
+                yield from parts
+            except BaseException as error:
+                stopped.append(error)
+                raise
+
+        data: Any = chain(first, rest())
+        if sum(map(len, first)) < _PART:
+            data, options = b"".join(first), {"mode": "create" if create else "overwrite"}
+        elif create and self._exists(key):  # uploads in parts take no condition in obstore
             raise Failed("", 412)
-        every: Iterator[bytes] = chain(first, parts)
-        return self._ask(
-            lambda: (
-                obstore.put(self._store, key, every, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)["e_tag"] or ""
-            )
-        )
+        try:
+            return self._ask(lambda: obstore.put(self._store, key, data, **options)["e_tag"] or "")
+        except Failed:
+            if stopped:  # not the store failed, but who makes the bytes
+                raise stopped[0] from None
+            raise
 
     def _exists(self, key: str) -> bool:
         try:

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
-from ..base.addresses import parse, shown
+from ..base.addresses import conceal, parse, reveal
 from ..base.errors import ChangedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.steps import Setting, advice
@@ -28,14 +28,16 @@ SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss", "http", "https"))
 
 
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
-    """Open a remote file: two requests at once, for its first and its last bytes.
+    """Open a remote file by its address, or the text that stands for it: two requests at once, for both its ends.
 
     Raises UnreadableError and RefusedError as for a local file.
     """
-    settings = settings or Settings()
+    settings, address = settings or Settings(), reveal(address)
     store, key = open_store(address, settings)
     if parse(address).path.endswith("/") or not parse(address).path:
-        raise UnreadableError("it is a directory, not a file", path=shown(address), next="name a checkpoint file in it")
+        raise UnreadableError(
+            "it is a directory, not a file", path=conceal(address), next="name a checkpoint file in it"
+        )
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source
@@ -45,7 +47,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address and the key of its object; raises UnreadableError."""
     try:
         if parse(address).scheme not in SCHEMES:
-            raise UnreadableError(f"addresses with {parse(address).scheme}:// are not supported", path=shown(address))
+            raise UnreadableError(f"addresses with {parse(address).scheme}:// are not supported", path=conceal(address))
         from . import obstores
 
         return obstores.open_store(address, settings)
@@ -57,11 +59,11 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
 class RemoteSource:
     """A remote object. If it is replaced, ChangedError follows: every answer must have the ETag of the first one.
 
-    ``facts`` are its key, size and ETag if a listing told them. Otherwise ``begin`` must ask for them.
+    ``facts`` come from a listing. With size 0 and no ETag they are unknown: then ``begin`` must be called.
     """
 
     def __init__(self, store: Store, address: str, settings: Settings, allowance: Allowance, facts: Facts) -> None:
-        self.name = shown(address)
+        self.name = conceal(address)
         self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
         self._key, self.size, self._etag = facts
         self._begun = self._closed = False
@@ -70,10 +72,9 @@ class RemoteSource:
         self._window = _GAP
 
     @property
-    def identity(self) -> tuple[str, ...]:
+    def identity(self) -> tuple[str, str]:
         """The same for two sources of one object, whatever it contains."""
-        parts = parse(self._address)
-        return (parts.scheme, self._settings.endpoint_url, parts.host, parts.path)
+        return self._settings.endpoint_url, self.name
 
     def local_file(self) -> None:
         """Return None: there is no local file with these bytes."""
@@ -147,7 +148,7 @@ class RemoteSource:
             self._blocks.clear()
 
     def _fetch(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
-        """Return (offset, bytes) that cover the ranges, in order; what is not kept is asked for and kept."""
+        """Return (offset, bytes) that cover the ranges, in order. Missing bytes are downloaded, and kept."""
         pieces: list[tuple[int, bytes]] = []
         missing: list[Range] = []
         with self._allowance.lock:

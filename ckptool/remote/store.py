@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
-from ..base.addresses import parse, shown
+from ..base.addresses import conceal, parse
 from ..base.errors import ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
@@ -121,6 +121,7 @@ _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
     "listing": ("{host} cannot list files", "name one file"),
     "key": ("one of its names has an empty part between two slashes", "download it first"),
+    "query": ("parameters behind a question mark are not supported", "name the object alone"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
@@ -176,7 +177,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
     elif status == 429 or status >= 500:
         what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
-    return error(what.format(host=host, bucket=bucket), path=shown(address), next=step)
+    return error(what.format(host=host, bucket=bucket), path=conceal(address), next=step)
 
 
 def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:

@@ -332,8 +332,10 @@ def test_names_and_identities(server: Server) -> None:
     server.put("plain", "a", DATA)
     one = open_remote(f"{server.url}/plain/a?Signature=one", Settings())
     two = open_remote(f"{server.url}/plain/a?Signature=two", Settings())
-    assert one.name == f"{server.url}/plain/a"
-    assert one.identity == two.identity
+    again = open_remote(two.name, Settings())  # the text that stands for an address
+    assert (one.name, two.name) == (f"{server.url}/plain/a", f"{server.url}/plain/a#2")
+    assert two.identity == again.identity != one.identity
+    assert [each.query for each in server.seen[::2]] == ["Signature=one", "Signature=two", "Signature=two"]
     assert one.local_file() is None  # type: ignore[func-returns-value]
     server.put("bucket", "a", DATA)
     assert open_remote("s3://bucket/a", Settings(server.url)).identity != one.identity

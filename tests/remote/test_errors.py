@@ -1,0 +1,305 @@
+"""Every failure is one line with a next step, and no output has a secret or the text of a library."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote.server import ERRORS, FAULTS, KEY, SECRET, Server
+
+pytest.importorskip("obstore")
+
+from ckptool.base.errors import ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
+from ckptool.remote import obstores
+from ckptool.remote.folder import open_folder
+from ckptool.remote.source import open_remote
+from ckptool.remote.store import Failed, Settings, error_of
+
+VARIABLES = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_CONFIG_FILE", "HTTP_PROXY")
+VARIABLES += ("AWS_SHARED_CREDENTIALS_FILE", "AWS_DEFAULT_REGION", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
+#: Nothing of these may be shown: keys, what the server says, a query string, user information, texts of libraries.
+SECRETS = (SECRET, "SECRET", KEY, "Signature", "user:", "Generic", "reqwest", "obstore.", "http error", "status code")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0))
+    with Server() as found:
+        found.put("bucket", "a", bytes(1000))
+        found.put("plain", "a", bytes(1000))
+        yield found
+
+
+def failure(address: str, settings: Settings | None = None) -> CkptoolError:
+    """Return the error of opening an address; it has no secret, also in a traceback."""
+    with pytest.raises(CkptoolError) as caught:
+        open_remote(address, settings)
+    check_secrets(caught.value)
+    return caught.value
+
+
+def check_secrets(error: CkptoolError) -> None:
+    shown = "".join([*traceback.format_exception(error), error.next, repr(error)])
+    shown = "\n".join(line for line in shown.splitlines() if not line.startswith("    "))  # lines of code
+    assert [secret for secret in SECRETS if secret in shown] == []
+    assert "\n" not in error.what
+
+
+EXPECTED = {
+    "500": ("S3 fails with status 500, also when asked again", "try again later"),
+    "503": ("S3 fails with status 503, also when asked again", "try again later"),
+    "expired": ("the credentials have expired", "sign in again, for example with aws sso login"),
+    "region": ("the bucket bucket is in another region", "set AWS_REGION to the region of the bucket"),
+    "skew": ("S3 refuses all requests, because the clock of this machine is wrong", "set the clock"),
+    "denied": (
+        "no permission to read it, or no such file and no permission to list bucket",
+        "check the name and the permissions",
+    ),
+    "unauthorized": (
+        "S3 wants credentials",
+        "sign in, choose a profile, or read a public bucket with anonymous=True",
+    ),
+    "reset": ("S3 broke off the connection, also when asked again", "try again later"),
+    "short": ("S3 broke off its answer, also when asked again", "try again later"),
+    "length": ("S3 sends fewer bytes than it should, also when asked again", "try again later"),
+    "whole": ("S3 cannot send a part of a file", "download it first"),
+}
+EXPECTED["expired 403"] = EXPECTED["expired"]
+#: The same from a web server, where it differs.
+WEB = {
+    "expired": ("the signed address has expired", "get a new one"),
+    "expired 403": ("the signed address has expired", "get a new one"),
+    "region": ("the request failed", "try again, or download it first"),
+    "skew": ("{host} refuses it", "check the address; signed ones expire"),
+    "denied": ("{host} refuses it", "check the address; signed ones expire"),
+    "unauthorized": ("{host} wants credentials", ""),
+}
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("stall", "complete", "etag")])
+def test_what_a_server_answers(fault: str, server: Server) -> None:
+    server.faults = dict.fromkeys(range(1, 40), fault)
+    error = failure("s3://bucket/a", Settings(server.url))
+    assert (error.what, error.next, error.path) == (*EXPECTED[fault], "s3://bucket/a")
+    assert (type(error), error.exit_code) == (UnreadableError, 3)
+    server.clear()
+    server.faults = dict.fromkeys(range(1, 40), fault)
+    error = failure(f"{server.url.replace('//', '//user:PASSWORD@')}/plain/a?X-Amz-Signature=SECRETQUERY")
+    host = server.url.removeprefix("http://")
+    what, step = WEB.get(fault) or (EXPECTED[fault][0].replace("S3", "{host}"), EXPECTED[fault][1])
+    assert (error.what, error.next) == (what.format(host=host), step)
+    assert error.path.startswith(f"{server.url}/plain/a")
+
+
+def test_names_that_are_not_there(server: Server) -> None:
+    settings = Settings(server.url)
+    assert failure("s3://bucket/b", settings).what == "no such file"
+    assert failure("s3://none/a", settings).what == "there is no bucket none"
+    assert failure(f"{server.url}/plain/none").what == "no such file"
+    assert failure("s3://bucket", settings).what == "it is a directory, not a file"
+    assert failure("s3://bucket/a/", settings).what == "it is a directory, not a file"
+    assert failure("s3://bucket/a//b", settings).what == "one of its names has an empty part between two slashes"
+    assert failure("s3://bucket/old?versionId=7", settings).what.startswith("parameters behind a question mark")
+    assert failure("ftp://host/a").what == "addresses with ftp:// are not supported"
+
+
+def test_wrong_credentials(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(server.url)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "AKIDSECRETOTHER")
+        error = failure("s3://bucket/a", settings)
+        assert error.what == "S3 does not accept the credentials"
+        monkeypatch.setenv(name, KEY if name == "AWS_ACCESS_KEY_ID" else SECRET)
+    server.expired.add("SECRETTOKEN")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRETTOKEN")
+    assert failure("s3://bucket/a", settings).what == "the credentials have expired"
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "another")
+    assert open_remote("s3://bucket/a", settings).size == 1000
+    error = failure("s3://bucket/a", Settings(server.url, anonymous=True))
+    assert error.what.startswith("no permission to read it")
+    server.signed = False
+    assert open_remote("s3://bucket/a", Settings(server.url, anonymous=True)).size == 1000
+
+
+def test_a_folder_has_the_same_errors(server: Server) -> None:
+    for address, what in {
+        "s3://none/a": "there is no bucket none",
+        f"{server.url}/plain/?Signature=SECRET": f"{server.url.removeprefix('http://')} cannot list files",
+    }.items():
+        with pytest.raises(UnreadableError) as caught:
+            open_folder(address, Settings(server.url))
+        check_secrets(caught.value)
+        assert caught.value.what == what
+
+
+# -- the way to the server ------------------------------------------------------------------------------------
+
+
+def closed_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_no_way_to_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = f"http://127.0.0.1:{closed_port()}"
+    assert failure("s3://bucket/a", Settings(nobody)).what == "no connection to S3"
+    assert failure(f"{nobody}/a?Signature=SECRET").what == f"no connection to {nobody.removeprefix('http://')}"
+    error = failure("http://nobody.invalid/a?Signature=SECRET")
+    assert error.what == "nobody.invalid cannot be found: there is no host of this name"
+    for proxy in (nobody, server.url):  # one is not there, the other knows no CONNECT
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+        error = failure("https://example.com/a?Signature=SECRET")
+        assert (error.what, error.next) == (
+            "the proxy gives no connection to example.com",
+            "check HTTPS_PROXY and NO_PROXY",
+        )
+
+
+def test_tls(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secure = server.url.replace("http:", "https:")
+    error = failure(f"{secure}/plain/a?Signature=SECRET")
+    assert "it does not speak TLS, or its certificate is not trusted" in error.what
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl to make certificates")
+    made = {"ca": "/CN=test", "host": "/CN=localhost"}
+    extra = {"ca": ["-x509", "-days", "2"], "host": []}
+    for name, subject in made.items():
+        words = ["-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", subject]
+        subprocess.run(["openssl", "req", *words, *extra[name]], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n", encoding="utf-8")
+    words = [
+        "-in",
+        "host.pem",
+        "-out",
+        "host.crt",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+    ]
+    subprocess.run(
+        ["openssl", "x509", "-req", *words, "-extfile", "names"], cwd=tmp_path, check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "host.crt", tmp_path / "host.key")
+    with Server() as other:
+        other.put("plain", "a", bytes(1000))
+        other.http.socket = context.wrap_socket(other.http.socket, server_side=True)
+        address = f"{other.url.replace('http:', 'https:')}/plain/a?Signature=SECRET"
+        assert failure(address).next.startswith("name the certificates of your network in SSL_CERT_FILE")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        assert open_remote(address).size == 1000
+
+
+# -- credentials as people have them ----------------------------------------------------------------------------
+
+
+def test_no_credentials_at_all(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    for _ in range(2):
+        error = failure("s3://bucket/a", Settings(server.url))
+        assert error.what == "there are no credentials for S3"
+        assert error.next == "sign in, choose a profile, or read a public bucket with anonymous=True"
+        monkeypatch.delenv("AWS_METADATA_ENDPOINT", raising=False)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert server.count() == 0
+
+
+def test_profiles(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("botocore")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / ".aws").mkdir()
+    keys = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{keys}[team]\n{keys}", encoding="utf-8")
+    settings = f"[default]\nregion = eu-west-1\n[profile team]\nendpoint_url = {server.url}\nregion = eu-north-1\n"
+    (tmp_path / ".aws" / "config").write_text(settings, encoding="utf-8")
+    assert open_remote("s3://bucket/a", Settings(server.url)).size == 1000
+    assert "/eu-west-1/" in server.seen[-1].headers["authorization"]
+    assert open_remote("s3://bucket/a", Settings(profile="team")).size == 1000
+    assert "/eu-north-1/" in server.seen[-1].headers["authorization"]
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert open_remote("s3://bucket/a").size == 1000
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    assert open_remote("s3://bucket/a").size == 1000
+    assert "/us-west-2/" in server.seen[-1].headers["authorization"]
+    error = failure("s3://bucket/a", Settings(server.url, profile="other"))
+    assert (error.what, error.next) == ("there is no such profile", "see which there are: aws configure list-profiles")
+
+
+def test_what_is_not_installed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    error = failure("s3://bucket/a", Settings(server.url, profile="team"))
+    assert error.next == "pip install 'ckptool[s3]'"
+    monkeypatch.setattr(obstores, "obstore", None)
+    error = failure("s3://bucket/a", Settings(server.url))
+    assert error.next == "pip install 'ckptool[remote]'"
+
+
+def test_a_password_does_not_follow_a_redirect_to_another_host(server: Server) -> None:
+    server.put("org--model", "a.bin", bytes(5000))
+    with Server() as other:
+        other.put("plain", "org--model/a.bin", bytes(5000))
+        server.redirect = other.url.replace("127.0.0.1", "localhost")
+        address = f"{server.url.replace('//', '//user:pass%2Fword@')}/hub/org/model/resolve/main/a.bin"
+        assert open_remote(address).size == 5000
+        assert {each.headers.get("authorization") for each in server.seen} == {"Basic dXNlcjpwYXNzL3dvcmQ="}
+        assert [each.headers.get("authorization") for each in other.seen] == [None, None]
+        assert other.seen[0].query == "Signature=SECRETSIGNATURE"
+
+
+# -- the table ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind", "what"),
+    [
+        (Failed("", 412), ChangedError, "the file changed while it was read"),
+        (Failed("", 416), ChangedError, "the file changed while it was read"),
+        (Failed("", 407), UnreadableError, "the proxy gives no connection to S3"),
+        (Failed("", 429), UnreadableError, "S3 fails with status 429, also when asked again"),
+        (Failed("", 418), UnreadableError, "S3 answers with status 418"),
+        (Failed(), UnreadableError, "the request failed"),
+        (Failed("many"), UnreadableError, "it has more than 100,000 files"),
+    ],
+)
+def test_errors_of_reading(failed: Failed, kind: type[CkptoolError], what: str) -> None:
+    error = error_of(failed, "s3://bucket/a")
+    assert (type(error), error.what, error.path) == (kind, what, "s3://bucket/a")
+
+
+def test_errors_of_writing() -> None:
+    exists = error_of(Failed("", 412), "s3://bucket/a", writing=True)
+    assert (type(exists), exists.what, exists.exit_code) == (RefusedError, "the output exists", 4)
+    denied = error_of(Failed("", 403, "AccessDenied"), "gs://bucket/a", writing=True)
+    assert isinstance(denied, OutputError) and denied.what.startswith("no permission to write it")
+    broken = error_of(Failed("", 500), "az://container/a", writing=True)
+    assert isinstance(broken, OutputError) and broken.what == "Azure fails with status 500, also when asked again"
+
+
+def test_every_error_of_the_server_is_known() -> None:
+    assert EXPECTED.keys() >= ERRORS.keys()
+    for code in (each for _, each in ERRORS.values()):
+        error: Any = error_of(Failed("", 400, code), "s3://bucket/a")
+        assert "SECRET" not in str(error)

@@ -1,0 +1,146 @@
+"""A remote folder is one listing, and its files are opened at the same time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote.server import KEY, MIB, SECRET, Server
+
+pytest.importorskip("obstore")
+
+from ckptool.base.errors import ChangedError, RefusedError, UnreadableError
+from ckptool.remote import obstores
+from ckptool.remote.folder import RemoteFolder, open_folder
+from ckptool.remote.source import ENDS
+from ckptool.remote.store import Failed, Settings
+
+FILES = {f"model-0000{number}-of-00008.safetensors": bytes([number]) * MIB for number in range(1, 9)}
+FILES |= {"model.safetensors.index.json": b'{"weight_map": {}}', "config.json": b"{}", "rank0/optim.pt": bytes(10)}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    with Server() as found:
+        for name, data in FILES.items():
+            found.put("bucket", f"run/{name}", data)
+        found.put("bucket", "run/", b"")  # what a console makes of a new folder
+        found.put("bucket", "run2/other.pth", b"other")
+        yield found
+
+
+def folder(server: Server, address: str = "s3://bucket/run/", **settings: Any) -> RemoteFolder:
+    return open_folder(address, Settings(server.url, **settings))
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "s3://bucket/run/"])
+def test_names_and_sizes_come_from_one_request(address: str, server: Server) -> None:
+    found = folder(server, address)
+    assert found.names() == sorted({name.partition("/")[0] for name in FILES})
+    assert {name: found.size(name) for name in FILES} == {name: len(data) for name, data in FILES.items()}
+    assert found.is_folder("rank0") and not found.is_folder("config.json") and not found.is_folder("rank")
+    assert found.folder("rank0").names() == ["optim.pt"]
+    assert found.folder("rank0").size("optim.pt") == 10
+    assert found.folder("rank0").name == "s3://bucket/run/rank0"
+    with pytest.raises(UnreadableError, match="no such file") as caught:
+        found.size("none")
+    assert caught.value.path == "s3://bucket/run/none"
+    assert server.count() == 1
+
+
+def test_a_whole_bucket_and_an_empty_folder(server: Server) -> None:
+    assert folder(server, "s3://bucket").names() == ["run", "run2"]
+    assert folder(server, "s3://bucket/none/").names() == []
+
+
+def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.page = 3
+    assert len(folder(server).names()) == 11
+    assert server.count() == 4
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(remote_files=5))
+    with pytest.raises(UnreadableError, match="it has more than"):
+        folder(server)
+
+
+def test_shards_take_two_round_trips(server: Server) -> None:
+    server.delay = 0.1
+    found = folder(server)
+    shards = found.open_all([name for name in found.names() if name.endswith(".safetensors")])
+    assert (len(shards), server.count(), server.round_trips) == (8, 9, 2)
+    assert [source.read(8, 4) for source in shards] == [bytes([number]) * 4 for number in range(1, 9)]
+    assert (server.count(), server.down) == (9, 8 * ENDS + server.seen[0].down)
+    assert [source.name for source in shards] == [f"s3://bucket/run/{name}" for name in FILES if "-of-" in name]
+
+
+def test_small_files_are_read_whole(server: Server) -> None:
+    found = folder(server)
+    assert found.read("config.json", 100) == b"{}"
+    assert found.read("rank0/optim.pt", 10) == bytes(10)
+    assert server.count() == 3
+    with pytest.raises(UnreadableError, match=r"it is too large: 1\.05 MB"):
+        found.read("model-00001-of-00008.safetensors", MIB - 1)
+    assert server.count() == 3
+
+
+def test_the_mark_changes_with_any_file(server: Server) -> None:
+    mark = folder(server).mark()
+    assert mark == folder(server).mark()
+    server.put("bucket", "run/config.json", b"[]")
+    changed = folder(server).mark()
+    server.put("bucket", "run/new", b"")
+    assert len({mark, changed, folder(server).mark()}) == 3
+
+
+def test_a_file_that_is_replaced_after_the_listing(server: Server) -> None:
+    found = folder(server)
+    server.put("bucket", "run/config.json", b"[]")
+    with pytest.raises(ChangedError):
+        found.read("config.json", 100)
+
+
+def test_files_share_the_allowance(server: Server) -> None:
+    found = folder(server, max_download=3 * MIB)
+    sources = found.open_all([name for name in found.names() if "-of-" in name])
+    sources[0].read(0, MIB)
+    with pytest.raises(RefusedError, match="it would download"):
+        sources[1].allow(3 * MIB)
+    with pytest.raises(RefusedError, match="it would download"):
+        sources[1].read(0, MIB)
+
+
+# -- writing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1000, 8 * MIB, 17 * MIB])
+def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> None:
+    data = random.Random(size).randbytes(size)
+    store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
+    chunks = [data[at : at + 3_000_000] for at in range(0, size, 3_000_000)]
+    etag = store.put(key, iter(chunks), create=True)
+    assert server.get("bucket", "new") == data
+    assert etag == server.object("bucket", "new").etag
+    with pytest.raises(Failed) as caught:
+        store.put(key, iter(chunks), create=True)
+    assert caught.value.status == 412
+    assert store.put(key, iter(chunks), create=False) == etag
+    assert server.uploads == {}
+
+
+def test_an_upload_that_fails_leaves_nothing(server: Server) -> None:
+    store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(20 * MIB)
+        raise OSError("the disk")
+
+    with pytest.raises(OSError, match="the disk"):
+        store.put(key, chunks(), create=False)
+    assert server.uploads == {}
+    assert "new" not in server.buckets["bucket"]
