@@ -36,8 +36,18 @@ _PARTS_AT_ONCE: Final = 4
 #: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
 _REQUEST_SECONDS: Final = 300
 _METADATA_SECONDS: Final = 1
-#: Where a machine in a cloud gets its credentials.
-_METADATA: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
+#: Where a machine in a cloud asks for its credentials, by scheme.
+_METADATA: Final = {"s3": "http://169.254.169.254", "gs": "http://metadata.google.internal"}
+_METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
+#: Files with credentials, and variables from which obstore takes them, by scheme.
+_FILES: Final = {
+    "s3": ("AWS_CONFIG_FILE", "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "~/.config/gcloud/application_default_credentials.json"),
+}
+_VARIABLES: Final = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    "gs": ("GOOGLE_",),
+}
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
 #: What servers and users wrote in the text of an error.
@@ -47,6 +57,7 @@ _WORDS: Final = (
     ("region", regex("BareRedirect")),
     ("whole", regex("NotPartial|RangeNotSupported")),
     ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment")),
+    ("account", regex("MissingAccount|[Aa]ccount must be specified")),
     ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
     ("name", regex("dns error")),
     ("proxy", regex("Tunnel|ConnectFailed")),
@@ -64,53 +75,68 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
         raise Failed("obstore")
     parts = parse(address)
     if parts.scheme in ("http", "https"):
-        more = _client(f"{parts.scheme}:")
-        if parts.user:  # obstore would drop it; sent as a header, it follows no redirect to another host
-            more["client_options"]["default_headers"] = {"authorization": _basic(parts.user)}
-        return _Http(HTTPStore(str(parts._replace(user="")), **more)), ""
+        more = _client(parts.scheme)
+        if parts.user:  # obstore would drop it. Sent as a header, it follows no redirect to another host.
+            basic = b64encode(unquote(parts.user).encode()).decode()
+            more["client_options"]["default_headers"] = {"authorization": f"Basic {basic}"}
+        return _ask(lambda: _Http(HTTPStore(str(parts._replace(user="")), **more))), ""
     if parts.query:
         raise Failed("query")
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
-    return _bucket(parts.scheme, parts.host, settings, environment), parts.path
+    return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
 
 
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
 def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple[str, str], ...]) -> Store:
     variables = dict(environment)
-    more: dict[str, Any] = {"skip_signature": True} if settings.anonymous else {}
+    anonymous: dict[str, Any] = {"skip_signature": True}
+    more = anonymous if settings.anonymous else _credentials(scheme, variables, settings.profile)
     endpoint = settings.endpoint_url
     if scheme == "s3":
-        more |= {} if settings.anonymous else _aws(variables, settings.profile)
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        endpoint = endpoint or next((variables[name] for name in names if name in variables), "")
-        endpoint = endpoint or more.pop("endpoint", "")
-        more = more | {"endpoint": endpoint} if endpoint else more
+        endpoint = endpoint or next((variables[name] for name in names if name in variables), more.get("endpoint", ""))
+        more |= {"endpoint": endpoint} if endpoint else {}
         return ObStore(S3Store(host, **more, **_client(endpoint)))
     if scheme == "gs":
-        given = any(name.startswith("GOOGLE_") for name in variables) or os.path.exists(os.path.expanduser(_GCLOUD))
-        _expect(given or settings.anonymous, "http://metadata.google.internal")
         more |= {"base_url": endpoint} if endpoint else {}
         return ObStore(GCSStore(host, **more, **_client(endpoint)))
     container, _, account = host.partition("@")
-    given = any(name.startswith("AZURE_") for name in variables)
-    _expect(given or settings.anonymous, "http://169.254.169.254")
     more |= {"account_name": account.partition(".")[0]} if account else {}
     more |= {"endpoint": endpoint} if endpoint else {}
     return ObStore(AzureStore(container, **more, **_client(endpoint)), has_tail=False)
 
 
-def _basic(user: str) -> str:
-    return f"Basic {b64encode(unquote(user).encode()).decode()}"
+def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[str, Any]:
+    """Return how to sign requests; raises Failed if nobody knows.
 
-
-_GCLOUD: Final = "~/.config/gcloud/application_default_credentials.json"
+    obstore asks variables, files of Google and the metadata of a machine, botocore the profiles of AWS.
+    """
+    files = _FILES.get(scheme, ())
+    paths = (variables.get(name, path) for name, path in zip(files[::2], files[1::2]))
+    found = any(os.path.exists(os.path.expanduser(path)) for path in paths)
+    given = any(name.startswith(_VARIABLES.get(scheme, ("AZURE_",))) for name in variables)
+    if scheme == "s3" and (profile or (not given and (found or "AWS_PROFILE" in variables))):
+        return _session(profile, variables)
+    if given or found:
+        return {}
+    metadata = variables.get("AWS_METADATA_ENDPOINT", _METADATA.get(scheme, _METADATA["s3"]))
+    disabled = scheme == "s3" and variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    options: Any = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
+    try:
+        if not disabled:
+            HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
+    except Exception as error:
+        disabled = failed_of(error).status in (0, 407, 502, 503)  # no server answered, at most a proxy
+    if disabled:
+        raise Failed("none")
+    return {}
 
 
 def _client(endpoint: str) -> dict[str, Any]:
     """Return the limits of all requests to an endpoint, and the certificates that they trust."""
     options: dict[str, Any] = {
-        "allow_http": endpoint.startswith("http:"),
+        "allow_http": endpoint == "http" or endpoint.startswith("http:"),
         "connect_timeout": timedelta(seconds=LIMITS.connect_seconds),
         "read_timeout": timedelta(seconds=LIMITS.read_seconds),
         "timeout": timedelta(seconds=_REQUEST_SECONDS),
@@ -123,35 +149,6 @@ def _client(endpoint: str) -> dict[str, Any]:
     backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
     retries = {"max_retries": LIMITS.retries, "retry_timeout": timedelta(seconds=_REQUEST_SECONDS), "backoff": backoff}
     return {"client_options": options, "retry_config": retries}
-
-
-def _aws(variables: dict[str, str], profile: str) -> dict[str, Any]:
-    """Return how S3 finds credentials: obstore knows variables and metadata, botocore the rest."""
-    own = ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
-    if not profile and any(name.startswith(own) for name in variables):
-        return {}
-    files = [variables.get("AWS_CONFIG_FILE", "~/.aws/config")]
-    files.append(variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
-    if profile or "AWS_PROFILE" in variables or any(os.path.exists(os.path.expanduser(file)) for file in files):
-        return _session(profile, variables)
-    disabled = variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    _expect(False, "" if disabled else variables.get("AWS_METADATA_ENDPOINT", "http://169.254.169.254"))
-    return {}
-
-
-def _expect(given: bool, metadata: str) -> None:
-    """Raise Failed unless credentials are given, or the machine has its own: a server at the address ``metadata``."""
-    if given:
-        return
-    options = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
-    if metadata:
-        try:
-            HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")  # type: ignore[arg-type]
-        except Exception as error:
-            if failed_of(error).status in (0, 407, 502, 503):
-                metadata = ""
-    if not metadata:
-        raise Failed("none")
 
 
 def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
@@ -191,7 +188,7 @@ def failed_of(error: Exception) -> Failed:
     """Return the facts of an error of obstore."""
     text = str(error)
     _, _, debug = text.partition("Debug source:")
-    if _METADATA.search(text):
+    if _METADATA_URL.search(text):
         return Failed("none")
     code = _CODE.search(debug)
     if status := _STATUS.search(debug):
@@ -200,6 +197,19 @@ def failed_of(error: Exception) -> Failed:
         return Failed("", 404)
     plain = _FOREIGN.sub("", debug or text)
     return Failed(next((kind for kind, words in _WORDS if words.search(plain)), ""))
+
+
+def _ask(do: Callable[[], T]) -> T:
+    """Return the result of a request; raises Failed."""
+    if os.getpid() != _PROCESS:  # the threads of obstore do not live on in a forked process: it would wait for ever
+        raise Failed("fork")
+    try:
+        return do()
+    except (Failed, MemoryError):
+        raise
+    except Exception as error:
+        failed = failed_of(error)
+    raise failed  # out of reach of the error of obstore: no traceback shows it
 
 
 class ObStore:
@@ -265,46 +275,35 @@ class ObStore:
         data: Any = chain(first, rest())
         if sum(map(len, first)) < _PART:
             data, options = b"".join(first), {"mode": "create" if create else "overwrite"}
-        elif create and self._exists(key):  # uploads in parts take no condition in obstore
-            raise Failed("", 412)
         try:
-            return self._ask(lambda: obstore.put(self._store, key, data, **options)["e_tag"] or "")
+            if create and len(options) > 1:  # uploads in parts take no condition in obstore
+                self._refuse(key)
+            return _ask(lambda: obstore.put(self._store, key, data, **options)["e_tag"] or "")
         except Failed:
             if stopped:  # not the store failed, but who makes the bytes
                 raise stopped[0] from None
             raise
 
-    def _exists(self, key: str) -> bool:
+    def _refuse(self, key: str) -> None:
+        """Raise Failed if there is an object of this key."""
         try:
             self.head(key)
         except Failed as failed:
             if failed.status == 404:
-                return False
+                return
             raise
-        return True
-
-    def _ask(self, do: Callable[[], T]) -> T:
-        """Return the result of a request; raises Failed."""
-        if os.getpid() != _PROCESS:  # the threads of obstore do not live on in a forked process: it would wait for ever
-            raise Failed("fork")
-        try:
-            return do()
-        except (Failed, MemoryError):
-            raise
-        except Exception as error:
-            failed = failed_of(error)
-        raise failed  # out of reach of the error of obstore: no traceback shows it
+        raise Failed("", 412)
 
     def _try(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
         for attempt in range(LIMITS.retries):
             try:
-                return self._ask(do)
+                return _ask(do)
             except Failed as failed:
                 if failed.kind != "length":
                     raise
             time.sleep(random.uniform(0.05, 0.1) * 2**attempt)
-        return self._ask(do)
+        return _ask(do)
 
 
 class _Http(ObStore):

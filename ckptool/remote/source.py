@@ -45,9 +45,12 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address and the key of its object; raises UnreadableError."""
+    parts = parse(address)
+    if parts.scheme not in SCHEMES:
+        raise UnreadableError(f"addresses with {parts.scheme}:// are not supported", path=conceal(address))
+    if not parts.host:
+        raise UnreadableError("the address names no bucket or host", path=conceal(address))
     try:
-        if parse(address).scheme not in SCHEMES:
-            raise UnreadableError(f"addresses with {parse(address).scheme}:// are not supported", path=conceal(address))
         from . import obstores
 
         return obstores.open_store(address, settings)

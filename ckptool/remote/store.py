@@ -91,6 +91,7 @@ class Failed(Exception):
         self.kind, self.status, self.code = kind, status, code
 
 
+_ANONYMOUS: Final = Setting("anonymous")
 #: Messages and next steps by the kind of a failure that has no status, or whose code says more than its status.
 _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "name": (
@@ -113,11 +114,9 @@ _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "address": ("the signed address has expired", "get a new one"),
     "skew": ("{host} refuses all requests, because the clock of this machine is wrong", "set the clock"),
     "keys": ("{host} does not accept the credentials", "check the key, the secret and the profile"),
-    "none": (
-        "there are no credentials for {host}",
-        advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", Setting("anonymous")),
-    ),
+    "none": ("there are no credentials for {host}", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
     "profile": ("there is no such profile", "see which there are: aws configure list-profiles"),
+    "account": ("the storage account is not known", "set AZURE_STORAGE_ACCOUNT_NAME, or use abfs://CONTAINER@ACCOUNT/"),
     "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
     "listing": ("{host} cannot list files", "name one file"),
     "key": ("one of its names has an empty part between two slashes", "download it first"),
@@ -157,10 +156,12 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         kind = "address" if kind == "expired" else "unknown" if failed.kind == "region" else failed.kind
     error: type[CkptoolError] = OutputError if writing else UnreadableError
     what, step = _KINDS.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
-    if kind in _KINDS or not status:
+    if kind == "none" and parts.scheme == "s3":
+        step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
+    elif kind in _KINDS or not status:
         pass
     elif status == 401:
-        what, step = "{host} wants credentials", "" if web else _KINDS["none"][1]
+        what, step = "{host} wants credentials", "check the address" if web else _KINDS["none"][1]
     elif status == 403 and web:
         what, step = "{host} refuses it", "check the address; signed ones expire"
     elif status == 403:

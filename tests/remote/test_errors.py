@@ -70,7 +70,7 @@ EXPECTED = {
     ),
     "unauthorized": (
         "S3 wants credentials",
-        "sign in, choose a profile, or read a public bucket with anonymous=True",
+        "sign in, or read a public bucket with anonymous=True",
     ),
     "reset": ("S3 broke off the connection, also when asked again", "try again later"),
     "short": ("S3 broke off its answer, also when asked again", "try again later"),
@@ -85,7 +85,7 @@ WEB = {
     "region": ("the request failed", "try again, or download it first"),
     "skew": ("{host} refuses it", "check the address; signed ones expire"),
     "denied": ("{host} refuses it", "check the address; signed ones expire"),
-    "unauthorized": ("{host} wants credentials", ""),
+    "unauthorized": ("{host} wants credentials", "check the address"),
 }
 
 
@@ -113,6 +113,7 @@ def test_names_that_are_not_there(server: Server) -> None:
     assert failure("s3://bucket/a/", settings).what == "it is a directory, not a file"
     assert failure("s3://bucket/a//b", settings).what == "one of its names has an empty part between two slashes"
     assert failure("s3://bucket/old?versionId=7", settings).what.startswith("parameters behind a question mark")
+    assert failure("s3:///a", settings).what == "the address names no bucket or host"
     assert failure("ftp://host/a").what == "addresses with ftp:// are not supported"
 
 
@@ -222,6 +223,11 @@ def test_no_credentials_at_all(server: Server, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv("AWS_METADATA_ENDPOINT", raising=False)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     assert server.count() == 0
+
+
+def test_no_account_of_azure(server: Server) -> None:
+    error = failure("az://container/a", Settings(anonymous=True))
+    assert error.what == "the storage account is not known"
 
 
 def test_profiles(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
