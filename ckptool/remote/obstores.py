@@ -7,15 +7,12 @@ unknown to it. This module sets limits, finds credentials where people have them
 from __future__ import annotations
 
 import os
-import random
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, TypeVar
-from urllib.parse import unquote
 
 from ..base.addresses import parse
 from ..base.lazy import regex
@@ -77,6 +74,9 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     if parts.scheme in ("http", "https"):
         more = _client(parts.scheme)
         if parts.user:  # obstore would drop it. Sent as a header, it follows no redirect to another host.
+            from base64 import b64encode
+            from urllib.parse import unquote
+
             basic = b64encode(unquote(parts.user).encode()).decode()
             more["client_options"]["default_headers"] = {"authorization": f"Basic {basic}"}
         return _ask(lambda: _Http(HTTPStore(str(parts._replace(user="")), **more))), ""
@@ -302,7 +302,7 @@ class ObStore:
             except Failed as failed:
                 if failed.kind != "length":
                     raise
-            time.sleep(random.uniform(0.05, 0.1) * 2**attempt)
+            time.sleep((1 + os.urandom(1)[0] / 255) / 20 * 2**attempt)  # 50 to 100 ms, then twice as long
         return _ask(do)
 
 

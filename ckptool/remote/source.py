@@ -12,6 +12,7 @@ from ..base.errors import ChangedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
+from ..files.sources import Source
 from .store import Answer, Facts, Failed, Range, Settings, Store, at_once, error_of
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     raise error_of(found, address)
 
 
-class RemoteSource:
+class RemoteSource(Source):
     """A remote object. If it is replaced, ChangedError follows: every answer must have the ETag of the first one.
 
     ``facts`` come from a listing. With size 0 and no ETag they are unknown: then ``begin`` must be called.
@@ -67,17 +68,14 @@ class RemoteSource:
 
     def __init__(self, store: Store, address: str, settings: Settings, allowance: Allowance, facts: Facts) -> None:
         self.name = conceal(address)
+        #: The same for two sources of one object, whatever it contains.
+        self.identity: object = (settings.endpoint_url, self.name)
         self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
         self._key, self.size, self._etag = facts
         self._begun = self._closed = False
         self._blocks = _Blocks(allowance)
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """The same for two sources of one object, whatever it contains."""
-        return self._settings.endpoint_url, self.name
 
     def local_file(self) -> None:
         """Return None: there is no local file with these bytes."""
