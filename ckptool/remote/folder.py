@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..base.addresses import conceal, join, parse, reveal
+from ..base.addresses import conceal, join, reveal
 from ..base.errors import UnreadableError
 from ..base.text import human_bytes
 from .source import Allowance, RemoteSource, open_store
@@ -60,8 +60,7 @@ class RemoteFolder:
     def open(self, name: str) -> RemoteSource:
         """Open a file without a request; the first read asks for both ends."""
         facts = self._facts(name)
-        address = str(parse(self._address)._replace(path=facts.key))
-        return RemoteSource(self._store, address, self._settings, self._allowance, facts)
+        return RemoteSource(self._store, join(self._address, name), self._settings, self._allowance, facts)
 
     def open_all(self, names: Iterable[str]) -> list[RemoteSource]:
         """Open several files and ask for their ends, all at the same time."""

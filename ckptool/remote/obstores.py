@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from itertools import chain
@@ -68,23 +68,29 @@ _WORDS: Final = (
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
-    if obstore is None:
-        raise Failed("obstore")
     parts = parse(address)
     if parts.scheme in ("http", "https"):
-        more = _client(parts.scheme)
+        headers = {}
         if parts.user:  # obstore would drop it. Sent as a header, it follows no redirect to another host.
             from base64 import b64encode
             from urllib.parse import unquote
 
-            basic = b64encode(unquote(parts.user).encode()).decode()
-            more["client_options"]["default_headers"] = {"authorization": f"Basic {basic}"}
-        return _ask(lambda: _Http(HTTPStore(str(parts._replace(user="")), **more))), ""
+            headers["authorization"] = f"Basic {b64encode(unquote(parts.user).encode()).decode()}"
+        return Http(http_store(str(parts._replace(user="")), headers)), ""
+    if obstore is None:
+        raise Failed("obstore")
     if parts.query:
         raise Failed("query")
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
+
+
+def http_store(address: str, headers: Mapping[str, str]) -> Any:
+    """Return the store of obstore for a web server, which gets these headers; raises Failed."""
+    if obstore is None:
+        raise Failed("obstore")
+    return _ask(lambda: HTTPStore(address, **_client(address, headers)))
 
 
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
@@ -133,10 +139,11 @@ def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[s
     return {}
 
 
-def _client(endpoint: str) -> dict[str, Any]:
-    """Return the limits of all requests to an endpoint, and the certificates that they trust."""
+def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the limits of all requests to an endpoint, their headers, and the certificates that they trust."""
     options: dict[str, Any] = {
-        "allow_http": endpoint == "http" or endpoint.startswith("http:"),
+        "default_headers": headers or {},
+        "allow_http": endpoint.startswith("http:"),
         "connect_timeout": timedelta(seconds=LIMITS.connect_seconds),
         "read_timeout": timedelta(seconds=LIMITS.read_seconds),
         "timeout": timedelta(seconds=_REQUEST_SECONDS),
@@ -219,8 +226,13 @@ class ObStore:
         self._store = store
         self.has_tail = has_tail
 
+    def facts(self, meta: Any) -> Facts:
+        """Return the facts of an object. Without an ETag, the time of its last change takes its place."""
+        etag = meta["e_tag"] or (f'W/"{meta["last_modified"]}"' if meta["last_modified"].year > 1970 else "")
+        return Facts(meta["path"], meta["size"], etag)
+
     def head(self, key: str) -> Facts:
-        return self._try(lambda: _facts(obstore.head(self._store, key)))
+        return self._try(lambda: self.facts(obstore.head(self._store, key)))
 
     def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
         return self._answer(key, (begin, begin + size), size, etag)
@@ -235,7 +247,7 @@ class ObStore:
 
         def ask() -> Answer:
             found = obstore.get(self._store, key, options=options)
-            data, facts = bytes(found.bytes()), _facts(found.meta)
+            data, facts = bytes(found.bytes()), self.facts(found.meta)
             begin = span[0] if isinstance(span, tuple) else max(facts.size - size, 0)
             if found.range[0] != begin or len(data) != min(size, facts.size - begin):
                 raise Failed("length")
@@ -252,7 +264,7 @@ class ObStore:
     def _list(self, prefix: str) -> Sequence[Facts]:
         found: list[Facts] = []
         for page in obstore.list(self._store, prefix.strip("/") or None, chunk_size=1000):
-            found += map(_facts, page)
+            found += map(self.facts, page)
             if len(found) > LIMITS.remote_files:
                 raise Failed("many")
         return found
@@ -306,7 +318,7 @@ class ObStore:
         return _ask(do)
 
 
-class _Http(ObStore):
+class Http(ObStore):
     """One file on a web server: its key is ""."""
 
     def list(self, prefix: str) -> Sequence[Facts]:
@@ -314,9 +326,3 @@ class _Http(ObStore):
 
     def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
         raise Failed("", 405)
-
-
-def _facts(meta: Any) -> Facts:
-    """Return the facts of an object. Without an ETag, the time of its last change takes its place."""
-    etag = meta["e_tag"] or (f'W/"{meta["last_modified"]}"' if meta["last_modified"].year > 1970 else "")
-    return Facts(meta["path"], meta["size"], etag)

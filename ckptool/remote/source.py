@@ -25,7 +25,7 @@ _GAP: Final = 64 << 10
 _REQUEST: Final = 4 << 20
 _AHEAD: Final = 16 << 20
 #: The schemes of addresses that can be opened.
-SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss", "http", "https"))
+SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf"))
 
 
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
@@ -35,7 +35,8 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     """
     settings, address = settings or Settings(), reveal(address)
     store, key = open_store(address, settings)
-    if parse(address).path.endswith("/") or not parse(address).path:
+    path = parse(address).path if parse(address).scheme.startswith("http") else key
+    if path.endswith("/") or not path:
         raise UnreadableError(
             "it is a directory, not a file", path=conceal(address), next="name a checkpoint file in it"
         )
@@ -54,6 +55,11 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     try:
         from . import obstores
 
+        if parts.scheme in ("hf", "http", "https"):
+            from . import hub
+
+            if path := hub.on_hub(parts):
+                return hub.open_store(path, settings)
         return obstores.open_store(address, settings)
     except Failed as failed:
         found = failed
@@ -100,10 +106,11 @@ class RemoteSource(Source):
             for at, answer in zip((0, max(self.size - ENDS, 0)), answers):
                 self._keep(at, answer)
             return
-        if found.status == 416:  # an empty object has no first byte
+        if found.status == 416 or found.kind == "whole":  # an empty object has no first byte
             self.size, self._etag = self._do(lambda: self._store.head(self._key))[1:]
-        if found.status != 416 or self.size:
-            raise error_of(found, self._address)
+            if not self.size:
+                return
+        raise error_of(found, self._address)
 
     def check_unchanged(self) -> None:
         """Raise ChangedError if the object was replaced since it was opened."""

@@ -125,6 +125,11 @@ _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
     "fork": ("a forked process cannot read what its parent opened", "start processes with spawn or forkserver"),
+    "repository": ("there is no such repository, or it is private", "check the name, or set HF_TOKEN"),
+    "revision": ("the repository has no such revision", "see its branches and tags on its page"),
+    "gated": ("the repository is for those who accepted its terms", "accept them on its page, and set HF_TOKEN"),
+    "names": ("it is not an address of the hub", "write hf://ORGANISATION/MODEL/FILE"),
+    "hub": ("huggingface_hub is not installed, which knows the hub", Line("pip install 'ckptool[hf]'")),
     "unknown": ("the request failed", "try again, or download it first"),
 }
 #: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
@@ -142,7 +147,7 @@ _CODES: Final = {
     "SignatureDoesNotMatch": "keys",
     "AuthenticationFailed": "keys",
 }
-_HOSTS: Final = {"s3": "S3", "gs": "Google Cloud Storage"}
+_HOSTS: Final = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
 
 
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
@@ -160,6 +165,8 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
     elif kind in _KINDS or not status:
         pass
+    elif status in (401, 403) and parts.scheme == "hf":
+        what, step = _KINDS["repository" if status == 401 else "gated"]
     elif status == 401:
         what, step = "{host} wants credentials", "check the address" if web else _KINDS["none"][1]
     elif status == 403 and web:

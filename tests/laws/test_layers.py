@@ -297,6 +297,8 @@ def allowed_in(module: Module) -> set[str]:
         allowed |= {"zstandard", "compression"}  # the extra ckptool[zstd], and Python 3.14
     if module.path == "ckptool/remote/obstores.py":
         allowed |= {"obstore", "botocore"}  # the extras ckptool[remote] and ckptool[s3]
+    if module.path == "ckptool/remote/hub.py":
+        allowed |= {"huggingface_hub"}  # the extra ckptool[hf]
     return allowed
 
 
@@ -317,6 +319,7 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/files/cluster.py", "tempfile"),  # what its workers write
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
         ("ckptool/files/codec.py", "urllib"),  # and back
+        ("ckptool/remote/hub.py", "urllib"),  # the same for a revision
         ("ckptool/remote/obstores.py", "urllib"),  # the same for a user name
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs

@@ -228,6 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
                 status, headers, data = failure.status, {"Content-Type": "application/xml"}, text.encode()
                 if status == 503:
                     headers["Retry-After"] = "0"
+                if self.raw.startswith("/hub/"):
+                    headers["X-Error-Code"] = failure.code
                 if failure.code == "PermanentRedirect":
                     headers["x-amz-bucket-region"] = "eu-west-1"
             down = self._send(status, headers, data)
@@ -456,7 +458,10 @@ class _Handler(BaseHTTPRequestHandler):
             repository, kind, revision, folder = tree.groups()
             files = self._repository(repository, revision)
             if kind == "revision":
-                siblings = [{"rfilename": name, "size": len(each[-1].data)} for name, each in sorted(files.items())]
+                siblings = [
+                    {"rfilename": name, "size": len(each[-1].data), "blobId": each[-1].etag.strip('"')}
+                    for name, each in sorted(files.items())
+                ]
                 found: Any = {"id": repository, "sha": server.commit, "siblings": siblings}
             else:
                 prefix = f"{folder}/" if folder else ""

@@ -1,0 +1,97 @@
+"""The Hugging Face hub: one request names the commit and lists its files, and all bytes come from that commit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from ..base.addresses import Address
+from ..base.lazy import regex
+from ..base.limits import LIMITS
+from .obstores import Http, http_store
+from .store import Facts, Failed, Settings, Store
+
+_SITE: Final = "https://huggingface.co"
+_KINDS: Final = ("models", "datasets", "spaces")
+#: Pages of a repository, of a folder or of a file, and links to download a file.
+_PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(/.*)?)?/?")
+_PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
+
+
+def on_hub(parts: Address) -> str:
+    """Return an address of the hub without its scheme, for ``hf://`` and for its web pages, or ""."""
+    if parts.scheme == "hf":
+        return f"{parts.host}/{parts.path}"
+    site = os.environ.get("HF_ENDPOINT", _SITE).rstrip("/")
+    host = f"{parts.scheme}://{parts.host}/"
+    page = (
+        _PAGE.fullmatch(f"{host}{parts.path}"[len(site) + 1 :])
+        if f"{host}{parts.path}".startswith(f"{site}/")
+        else None
+    )
+    return f"{page[1]}@{page[2] or 'main'}{page[3] or ''}" if page else ""
+
+
+def open_store(path: str, settings: Settings) -> tuple[Store, str]:
+    """Return the repository of an address on the hub, and the path of the file in it; raises Failed."""
+    found = _PATH.fullmatch(path)
+    if not found:
+        raise Failed("names")
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        raise Failed("hub") from None
+    kind, name, revision, file = found.groups()
+    token = "" if settings.anonymous else get_token() or ""
+    site = settings.endpoint_url or os.environ.get("HF_ENDPOINT", _SITE)
+    return _repository(site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token), file or ""
+
+
+@lru_cache(maxsize=8)
+def _repository(site: str, kind: str, name: str, revision: str, token: str) -> Store:
+    from huggingface_hub import HfApi, errors
+
+    try:
+        api, timeout = HfApi(endpoint=site, token=token or False), LIMITS.read_seconds
+        found = api.repo_info(name, repo_type=kind[:-1], revision=revision, timeout=timeout, files_metadata=True)
+        return _Repository(site, kind, name, token, found)
+    except errors.GatedRepoError:
+        failed = Failed("gated")
+    except errors.RevisionNotFoundError:
+        failed = Failed("revision")
+    except errors.RepositoryNotFoundError:
+        failed = Failed("repository")
+    except errors.HfHubHTTPError as error:
+        failed = Failed("", error.response.status_code)
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):  # the library below reports connections by its own classes
+            raise
+        failed = Failed("timeout" if "Timeout" in type(error).__name__ else "route")
+    raise failed
+
+
+class _Repository(Http):
+    """A repository at one commit. The hub redirects every request to another host, which never sees the token."""
+
+    def __init__(self, site: str, kind: str, name: str, token: str, found: Any) -> None:
+        folder = name if kind == "models" else f"{kind}/{name}"
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        super().__init__(http_store(f"{site}/{folder}/resolve/{quote(found.sha, safe='')}", headers))
+        self._commit = found.sha
+        self._sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+
+    def facts(self, meta: Any) -> Facts:
+        # Servers behind the hub have ETags of their own; at one commit, a name always means the same bytes.
+        return Facts(meta["path"], meta["size"], f'W/"{self._commit}"')
+
+    def head(self, key: str) -> Facts:
+        if key not in self._sizes:
+            raise Failed("", 404)
+        return self.facts({"path": key, "size": self._sizes[key]})
+
+    def list(self, prefix: str) -> Sequence[Facts]:
+        start = f"{prefix}/" if prefix else ""
+        return [self.head(key) for key in self._sizes if key.startswith(start)]
