@@ -83,9 +83,6 @@ class RemoteSource(Source):
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
 
-    def local_file(self) -> None:
-        """Return None: there is no local file with these bytes."""
-
     def begin(self) -> None:
         """Ask for the first bytes and, unless they hold all metadata, for the last ones at the same time."""
         self._begun = True
