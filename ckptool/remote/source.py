@@ -24,8 +24,6 @@ _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 _REQUEST: Final = 4 << 20
 _AHEAD: Final = 16 << 20
-#: The schemes of addresses that can be opened.
-SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf"))
 
 
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
@@ -48,11 +46,13 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address and the key of its object; raises UnreadableError."""
     parts = parse(address)
-    if parts.scheme not in SCHEMES:
-        raise UnreadableError(f"addresses with {parts.scheme}:// are not supported", path=conceal(address))
     if not parts.host:
         raise UnreadableError("the address names no bucket or host", path=conceal(address))
     try:
+        if parts.scheme not in ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf"):
+            from . import others
+
+            return others.open_store(address)
         from . import obstores
 
         if parts.scheme in ("hf", "http", "https"):

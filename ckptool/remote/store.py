@@ -130,6 +130,9 @@ _KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
     "gated": ("the repository is for those who accepted its terms", "accept them on its page, and set HF_TOKEN"),
     "names": ("it is not an address of the hub", "write hf://ORGANISATION/MODEL/FILE"),
     "hub": ("huggingface_hub is not installed, which knows the hub", Line("pip install 'ckptool[hf]'")),
+    "fsspec": ("fsspec is not installed, which reads {scheme}://", Line("pip install fsspec")),
+    "package": ("a package is missing that fsspec needs for {scheme}://", "install it, or download the file first"),
+    "scheme": ("addresses with {scheme}:// are not supported", "download it first"),
     "unknown": ("the request failed", "try again, or download it first"),
 }
 #: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
@@ -147,14 +150,15 @@ _CODES: Final = {
     "SignatureDoesNotMatch": "keys",
     "AuthenticationFailed": "keys",
 }
-_HOSTS: Final = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
+_HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
+_HOSTS |= {"az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 
 
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
     """Return the error for a failed request about the object at an address."""
     parts, status = parse(address), failed.status
     web = parts.scheme in ("http", "https")
-    host = parts.host if web else _HOSTS.get(parts.scheme, "Azure")
+    host = parts.host if web else _HOSTS.get(parts.scheme, f"{parts.scheme}://{parts.host}")
     bucket = parts.host.partition("@")[0]
     kind = _CODES.get(failed.code, failed.kind)
     if web:  # the codes of a signed address say nothing about credentials of the user
@@ -185,7 +189,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
     elif status == 429 or status >= 500:
         what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
-    return error(what.format(host=host, bucket=bucket), path=conceal(address), next=step)
+    return error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
 
 
 def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:

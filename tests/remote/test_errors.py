@@ -114,7 +114,7 @@ def test_names_that_are_not_there(server: Server) -> None:
     assert failure("s3://bucket/a//b", settings).what == "one of its names has an empty part between two slashes"
     assert failure("s3://bucket/old?versionId=7", settings).what.startswith("parameters behind a question mark")
     assert failure("s3:///a", settings).what == "the address names no bucket or host"
-    assert failure("ftp://host/a").what == "addresses with ftp:// are not supported"
+    assert failure("nix://host/a").what == "addresses with nix:// are not supported"
 
 
 def test_wrong_credentials(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Every other protocol that fsspec knows, such as SFTP: read only, and compared before and after each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from ..base.addresses import parse
+from ..base.limits import LIMITS
+from .store import Answer, Facts, Failed, Range, Store
+
+T = TypeVar("T")
+#: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
+_LOCAL: Final = frozenset(
+    ("file", "local", "asynclocal", "git", "simplecache", "filecache", "blockcache", "cached", "reference", "zip")
+) | frozenset(("tar", "libarchive", "dir", "generic", "async_wrapper", "asyncwrapper", "data", "dask"))
+#: What file systems call the ETag, or the time of the last change.
+_MARKS: Final = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "modify", "created")
+#: The failures by the exceptions of Python.
+_EXCEPTIONS: Final[tuple[tuple[type[Exception], str, int], ...]] = (
+    (FileNotFoundError, "", 404),
+    (PermissionError, "", 403),
+    (TimeoutError, "timeout", 0),
+    (OSError, "route", 0),
+    (ImportError, "package", 0),
+    (ValueError, "scheme", 0),
+    (Exception, "", 0),
+)
+
+
+def open_store(address: str) -> tuple[Store, str]:
+    """Return the store of an address, and the path of the file; raises Failed."""
+    parts = parse(address)
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    except ImportError:
+        raise Failed("fsspec") from None
+    if parts.scheme in _LOCAL:
+        raise Failed("scheme")
+    system, path = _ask(lambda: url_to_fs(address))
+    end = parts.path.rstrip("/")
+    if not path.endswith(end):
+        raise Failed("scheme")
+    return _System(system, path.removesuffix(end)), parts.path
+
+
+def _ask(do: Callable[[], T]) -> T:
+    """Return the result of a call of fsspec; raises Failed."""
+    try:
+        return do()
+    except (Failed, MemoryError):
+        raise
+    except Exception as error:
+        failed = next(Failed(kind, status) for known, kind, status in _EXCEPTIONS if isinstance(error, known))
+    raise failed
+
+
+class _System:
+    """The files of a file system of fsspec whose paths begin with ``base``."""
+
+    has_tail = False
+
+    def __init__(self, system: Any, base: str) -> None:
+        self._system, self._base = system, base
+        self._first: dict[str, Facts] = {}
+
+    def head(self, key: str) -> Facts:
+        _ask(self._system.invalidate_cache)
+        found = _ask(lambda: self._system.info(self._base + key))
+        if found.get("type") == "directory":
+            raise Failed("", 404)
+        return _facts(key, found)
+
+    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
+        return self.many(key, [(begin, size)], etag)[0]
+
+    def tail(self, key: str, size: int) -> Answer:
+        raise Failed("whole")
+
+    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
+        before = self._first.get(key) or self._first.setdefault(key, self.head(key))
+        begins = [begin for begin, _ in ranges]
+        ends = [min(begin + size, before.size) for begin, size in ranges]
+        paths = [self._base + key] * len(ranges)
+        found = _ask(lambda: self._system.cat_ranges(paths, begins, ends, on_error="raise"))
+        if self.head(key) != before or etag not in ("", before.etag):
+            raise Failed("", 412)
+        if any(len(data) != end - begin for data, begin, end in zip(found, begins, ends)):
+            raise Failed("length")
+        return [Answer(bytes(data), before) for data in found]
+
+    def list(self, prefix: str) -> Sequence[Facts]:
+        found: Mapping[str, Any] = _ask(lambda: self._system.find(self._base + prefix, detail=True))
+        if len(found) > LIMITS.remote_files:
+            raise Failed("many")
+        return [_facts(path.removeprefix(self._base), facts) for path, facts in sorted(found.items())]
+
+    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
+        raise Failed("", 405)
+
+
+def _facts(key: str, found: Mapping[str, Any]) -> Facts:
+    marks = [found[name] for name in _MARKS if name in found]
+    marks = [mark.timestamp() if hasattr(mark, "timestamp") else mark for mark in marks]
+    return Facts(key, found.get("size") or 0, f"W/{marks}")
