@@ -21,18 +21,17 @@ _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
 
 
-def on_hub(parts: Address) -> str:
-    """Return an address of the hub without its scheme, for ``hf://`` and for its web pages, or ""."""
-    if parts.scheme == "hf":
-        return f"{parts.host}/{parts.path}"
-    site = os.environ.get("HF_ENDPOINT", _SITE).rstrip("/")
-    host = f"{parts.scheme}://{parts.host}/"
-    page = (
-        _PAGE.fullmatch(f"{host}{parts.path}"[len(site) + 1 :])
-        if f"{host}{parts.path}".startswith(f"{site}/")
-        else None
+def page_shows(parts: Address) -> str:
+    """Return the ``hf://`` address of what a web page of the hub shows, or "" for any other address."""
+    site, address = (
+        f"{os.environ.get('HF_ENDPOINT', _SITE).rstrip('/')}/",
+        f"{parts.scheme}://{parts.host}/{parts.path}",
     )
-    return f"{page[1]}@{page[2] or 'main'}{page[3] or ''}" if page else ""
+    page = _PAGE.fullmatch(address[len(site) :]) if address.startswith(site) else None
+    if not page:
+        return ""
+    revision = f"@{page[2]}" if page[2] not in (None, "main") else ""
+    return f"hf://{page[1]}{revision}{page[3] or ''}"
 
 
 def open_store(path: str, settings: Settings) -> tuple[Store, str]:

@@ -13,7 +13,7 @@ from ..base.limits import LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
 from ..files.sources import Source
-from .store import Answer, Facts, Failed, Range, Settings, Store, at_once, error_of
+from .store import Answer, Facts, Failed, Range, Settings, Store, at_once, current, error_of
 
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
@@ -31,7 +31,7 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
 
     Raises UnreadableError and RefusedError as for a local file.
     """
-    settings, address = settings or Settings(), reveal(address)
+    settings, address = settings or current(), meant(address)
     store, key = open_store(address, settings)
     path = parse(address).path if parse(address).scheme.startswith("http") else key
     if path.endswith("/") or not path:
@@ -41,6 +41,16 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source
+
+
+def meant(text: str) -> str:
+    """Return the address that a text stands for. For a web page of the hub this is what the page shows."""
+    address = reveal(text)
+    if not address.lower().startswith("http"):
+        return address
+    from . import hub
+
+    return hub.page_shows(parse(address)) or address
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
@@ -55,11 +65,10 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
             return others.open_store(address)
         from . import obstores
 
-        if parts.scheme in ("hf", "http", "https"):
+        if parts.scheme == "hf":
             from . import hub
 
-            if path := hub.on_hub(parts):
-                return hub.open_store(path, settings)
+            return hub.open_store(f"{parts.host}/{parts.path}", settings)
         return obstores.open_store(address, settings)
     except Failed as failed:
         found = failed
@@ -69,17 +78,28 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
 class RemoteSource(Source):
     """A remote object. If it is replaced, ChangedError follows: every answer must have the ETag of the first one.
 
-    ``facts`` come from a listing. With size 0 and no ETag they are unknown: then ``begin`` must be called.
+    ``facts`` come from a listing. With size 0 and no ETag they are unknown: then ``begin`` must be called. ``blocks``
+    are the bytes that its folder keeps.
     """
 
-    def __init__(self, store: Store, address: str, settings: Settings, allowance: Allowance, facts: Facts) -> None:
+    def __init__(
+        self,
+        store: Store,
+        address: str,
+        settings: Settings,
+        allowance: Allowance,
+        facts: Facts,
+        blocks: Blocks | None = None,
+    ) -> None:
         self.name = conceal(address)
         #: The same for two sources of one object, whatever it contains.
         self.identity: object = (settings.endpoint_url, self.name)
         self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
         self._key, self.size, self._etag = facts
         self._begun = self._closed = False
-        self._blocks = _Blocks(allowance)
+        self._blocks, self._owned = blocks or Blocks(allowance), blocks is None
+        #: Called before the first read.
+        self.start: Callable[[], None] = self.begin
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
 
@@ -122,7 +142,8 @@ class RemoteSource(Source):
         if size <= 0:
             return b""
         if not self._begun:
-            self.begin()
+            self._begun = True
+            self.start()
         with self._allowance.lock:
             kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
@@ -149,6 +170,8 @@ class RemoteSource(Source):
 
     def close(self) -> None:
         self._closed = True
+        if not self._owned:
+            return  # a folder keeps them for the next reader of the file
         with self._allowance.lock:
             self._blocks.clear()
 
@@ -204,7 +227,7 @@ class Allowance:
         self.limit = limit
         self.spent = 0
         self.lock = threading.RLock()
-        self._used: dict[tuple[_Blocks, int], int] = {}  # sizes of blocks in memory, in the order of their use
+        self._used: dict[tuple[Blocks, int], int] = {}  # sizes of blocks in memory, in the order of their use
         self._kept = 0
 
     def check(self, nbytes: int, path: str) -> None:
@@ -220,19 +243,19 @@ class Allowance:
             self.check(nbytes, path)
             self.spent += nbytes
 
-    def use(self, blocks: _Blocks, begin: int, size: int) -> None:
+    def use(self, blocks: Blocks, begin: int, size: int) -> None:
         """Record the use of a block, and forget the blocks that were used longest ago if memory is full."""
         self._kept += size - self._used.pop((blocks, begin), 0)
         self._used[blocks, begin] = size
         while self._kept > LIMITS.remote_bytes:
             self.forget(*next(iter(self._used)))
 
-    def forget(self, blocks: _Blocks, begin: int) -> None:
+    def forget(self, blocks: Blocks, begin: int) -> None:
         self._kept -= self._used.pop((blocks, begin))
         blocks.remove(begin)
 
 
-class _Blocks:
+class Blocks:
     """Ranges of one object in memory. The lock of the allowance must be held."""
 
     def __init__(self, allowance: Allowance) -> None:

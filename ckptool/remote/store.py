@@ -34,6 +34,20 @@ class Settings(NamedTuple):
     max_download: int = LIMITS.download_bytes
 
 
+_current = Settings()
+
+
+def current() -> Settings:
+    """Return the settings for addresses that are opened without any."""
+    return _current
+
+
+def configure(settings: Settings) -> None:
+    """Set the settings for addresses that are opened without any."""
+    global _current
+    _current = settings
+
+
 class Facts(NamedTuple):
     """An object: its key, its size in bytes, and its ETag, which changes with its bytes; "" if the server has none."""
 

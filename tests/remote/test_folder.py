@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,26 @@ def folder(server: Server, address: str = "s3://bucket/run/", **settings: Any) -
 @pytest.mark.parametrize("address", ["s3://bucket/run", "s3://bucket/run/"])
 def test_names_and_sizes_come_from_one_request(address: str, server: Server) -> None:
     found = folder(server, address)
-    assert found.names() == sorted({name.partition("/")[0] for name in FILES})
+    assert server.count() == 0
+    assert found.names() == {name.partition("/")[0] for name in FILES}
     assert {name: found.size(name) for name in FILES} == {name: len(data) for name, data in FILES.items()}
     assert found.is_folder("rank0") and not found.is_folder("config.json") and not found.is_folder("rank")
-    assert found.folder("rank0").names() == ["optim.pt"]
-    assert found.folder("rank0").size("optim.pt") == 10
-    assert found.folder("rank0").name == "s3://bucket/run/rank0"
+    assert (found.size("none"), found.size("rank0")) == (None, None)
+    inner = found.inner("rank0")
+    assert (inner.names(), inner.size("optim.pt"), inner.name) == ({"optim.pt"}, 10, "rank0")
+    assert (inner.path, inner.join("optim.pt")) == (found.join("rank0"), found.join("rank0", "optim.pt"))
+    assert found.inner("none").names() == frozenset()
     with pytest.raises(UnreadableError, match="no such file") as caught:
-        found.size("none")
+        found.open("none")
     assert caught.value.path == "s3://bucket/run/none"
     assert server.count() == 1
 
 
 def test_a_whole_bucket_and_an_empty_folder(server: Server) -> None:
-    assert folder(server, "s3://bucket").names() == ["run", "run2"]
-    assert folder(server, "s3://bucket/none/").names() == []
+    assert folder(server, "s3://bucket").names() == {"run", "run2"}
+    assert folder(server, "s3://bucket/none/").names() == frozenset()
+    assert folder(server, "s3://bucket/run").outer().names() == {"run", "run2"}
+    assert (folder(server).name, folder(server).outer().path) == ("run", "s3://bucket")
 
 
 def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,32 +72,39 @@ def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.Monke
     assert server.count() == 4
     monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(remote_files=5))
     with pytest.raises(UnreadableError, match="it has more than"):
-        folder(server)
+        folder(server).names()
 
 
-def test_shards_take_two_round_trips(server: Server) -> None:
+def test_shards_and_their_index_take_two_round_trips(server: Server) -> None:
     server.delay = 0.1
     found = folder(server)
-    shards = found.open_all([name for name in found.names() if name.endswith(".safetensors")])
-    assert (len(shards), server.count(), server.round_trips) == (8, 9, 2)
-    assert [source.read(8, 4) for source in shards] == [bytes([number]) * 4 for number in range(1, 9)]
-    assert (server.count(), server.down) == (9, 8 * ENDS + server.seen[0].down)
-    assert [source.name for source in shards] == [f"s3://bucket/run/{name}" for name in FILES if "-of-" in name]
+    assert found.read("model.safetensors.index.json", 100) == FILES["model.safetensors.index.json"]
+    assert (server.count(), server.round_trips) == (10, 2)
+    for number, name in enumerate(sorted(name for name in found.names() if "-of-" in name), 1):
+        with closing(found.open(name)) as source:
+            assert source.read(8, 4) == bytes([number]) * 4
+            assert source.name == f"s3://bucket/run/{name}"
+    with closing(found.open("model-00003-of-00008.safetensors")) as source:  # again
+        assert source.read(0, ENDS) == bytes([3]) * ENDS
+    assert (server.count(), server.round_trips) == (10, 2)
+    assert found.read("rank0/optim.pt", 7) == bytes(7)
+    assert server.count() == 11
 
 
-def test_small_files_are_read_whole(server: Server) -> None:
+def test_a_shard_that_fails_does_not_fail_the_others(server: Server) -> None:
     found = folder(server)
-    assert found.read("config.json", 100) == b"{}"
-    assert found.read("rank0/optim.pt", 10) == bytes(10)
-    assert server.count() == 3
-    with pytest.raises(UnreadableError, match=r"it is too large: 1\.05 MB"):
-        found.read("model-00001-of-00008.safetensors", MIB - 1)
-    assert server.count() == 3
+    found.names()
+    server.put("bucket", "run/model-00005-of-00008.safetensors", b"replaced")
+    assert found.open("model-00001-of-00008.safetensors").read(0, 2) == bytes([1, 1])
+    with pytest.raises(ChangedError) as caught:
+        found.open("model-00005-of-00008.safetensors").read(0, 2)
+    assert caught.value.path == "s3://bucket/run/model-00005-of-00008.safetensors"
 
 
 def test_the_mark_changes_with_any_file(server: Server) -> None:
     mark = folder(server).mark()
     assert mark == folder(server).mark()
+    assert mark[0] == sum(map(len, FILES.values()))
     server.put("bucket", "run/config.json", b"[]")
     changed = folder(server).mark()
     server.put("bucket", "run/new", b"")
@@ -100,19 +113,22 @@ def test_the_mark_changes_with_any_file(server: Server) -> None:
 
 def test_a_file_that_is_replaced_after_the_listing(server: Server) -> None:
     found = folder(server)
+    found.names()
     server.put("bucket", "run/config.json", b"[]")
     with pytest.raises(ChangedError):
         found.read("config.json", 100)
 
 
 def test_files_share_the_allowance(server: Server) -> None:
-    found = folder(server, max_download=3 * MIB)
-    sources = found.open_all([name for name in found.names() if "-of-" in name])
-    sources[0].read(0, MIB)
+    found = folder(server, max_download=4 * MIB)
+    one, two = (found.open(f"model-0000{number}-of-00008.safetensors") for number in (1, 2))
+    for source in (one, two):
+        assert source.read(0, MIB) == source.read(0, MIB)
     with pytest.raises(RefusedError, match="it would download"):
-        sources[1].allow(3 * MIB)
+        one.allow(2 * MIB)
     with pytest.raises(RefusedError, match="it would download"):
-        sources[1].read(0, MIB)
+        for number in range(3, 9):
+            found.open(f"model-0000{number}-of-00008.safetensors").read(0, MIB)
 
 
 # -- writing --------------------------------------------------------------------------------------------------

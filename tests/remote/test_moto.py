@@ -63,9 +63,9 @@ def test_reading(settings: Settings) -> None:
 
 def test_a_folder(settings: Settings) -> None:
     found = open_folder("s3://bucket/run", settings)
-    assert found.names() == ["a.pth", "b.pth", "sub"]
-    assert found.folder("sub").size("c.json") == len(DATA)
-    assert [source.read(5, 5) for source in found.open_all(["a.pth", "b.pth"])] == [DATA[5:10]] * 2
+    assert found.names() == {"a.pth", "b.pth", "sub"}
+    assert found.inner("sub").size("c.json") == len(DATA)
+    assert [found.open(name).read(5, 5) for name in ("a.pth", "b.pth")] == [DATA[5:10]] * 2
 
 
 def test_a_replaced_object(settings: Settings) -> None:

@@ -38,9 +38,9 @@ def test_random_reads(files: Any) -> None:
 
 def test_a_folder(files: Any) -> None:
     found = open_folder("memory://bucket/run/")
-    assert found.names() == ["a.pth", "b.pth", "sub"]
-    assert found.folder("sub").size("c.json") == len(DATA)
-    assert [source.read(5, 5) for source in found.open_all(["a.pth", "b.pth"])] == [DATA[5:10]] * 2
+    assert found.names() == {"a.pth", "b.pth", "sub"}
+    assert found.inner("sub").size("c.json") == len(DATA)
+    assert [found.open(name).read(5, 5) for name in ("a.pth", "b.pth")] == [DATA[5:10]] * 2
 
 
 @pytest.mark.parametrize("moment", ["cat_ranges", "info"])
