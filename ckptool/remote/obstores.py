@@ -19,12 +19,6 @@ from ..base.lazy import regex
 from ..base.limits import LIMITS
 from .store import Answer, Facts, Failed, Range, Settings, Store, at_once
 
-try:
-    import obstore
-    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
-except ImportError:  # the extra ckptool[remote] is not installed
-    obstore = None  # type: ignore[assignment]
-
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
 #: Bytes of one part of an upload.
@@ -77,8 +71,6 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
 
             headers["authorization"] = f"Basic {b64encode(unquote(parts.user).encode()).decode()}"
         return Http(http_store(str(parts._replace(user="")), headers)), ""
-    if obstore is None:
-        raise Failed("obstore")
     if parts.query:
         raise Failed("query")
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
@@ -86,11 +78,18 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
 
 
+def _library() -> Any:
+    """Return the stores of obstore; raises Failed without the extra ckptool[remote]."""
+    try:
+        from obstore import store
+    except ImportError:
+        raise Failed("obstore") from None
+    return store
+
+
 def http_store(address: str, headers: Mapping[str, str]) -> Any:
     """Return the store of obstore for a web server, which gets these headers; raises Failed."""
-    if obstore is None:
-        raise Failed("obstore")
-    return _ask(lambda: HTTPStore(address, **_client(address, headers)))
+    return _ask(lambda: _library().HTTPStore(address, **_client(address, headers)))
 
 
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
@@ -103,14 +102,14 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         endpoint = endpoint or next((variables[name] for name in names if name in variables), more.get("endpoint", ""))
         more |= {"endpoint": endpoint} if endpoint else {}
-        return ObStore(S3Store(host, **more, **_client(endpoint)))
+        return ObStore(_library().S3Store(host, **more, **_client(endpoint)))
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
-        return ObStore(GCSStore(host, **more, **_client(endpoint)))
+        return ObStore(_library().GCSStore(host, **more, **_client(endpoint)))
     container, _, account = host.partition("@")
     more |= {"account_name": account.partition(".")[0]} if account else {}
     more |= {"endpoint": endpoint} if endpoint else {}
-    return ObStore(AzureStore(container, **more, **_client(endpoint)), has_tail=False)
+    return ObStore(_library().AzureStore(container, **more, **_client(endpoint)), has_tail=False)
 
 
 def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[str, Any]:
@@ -131,7 +130,9 @@ def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[s
     options: Any = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
     try:
         if not disabled:
-            HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
+            _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
+    except Failed:
+        raise
     except Exception as error:
         disabled = failed_of(error).status in (0, 407, 502, 503)  # no server answered, at most a proxy
     if disabled:
@@ -161,8 +162,8 @@ def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str
 def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     """Return credentials, region and endpoint of a profile, as boto3 finds them; raises Failed."""
     try:
-        import botocore.exceptions  # type: ignore[import-untyped]
-        import botocore.session  # type: ignore[import-untyped]
+        import botocore.exceptions
+        import botocore.session
     except ImportError:
         raise Failed("botocore") from None
     try:
@@ -232,7 +233,7 @@ class ObStore:
         return Facts(meta["path"], meta["size"], etag)
 
     def head(self, key: str) -> Facts:
-        return self._try(lambda: self.facts(obstore.head(self._store, key)))
+        return self._try(lambda: self.facts(self._store.head(key)))
 
     def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
         return self._answer(key, (begin, begin + size), size, etag)
@@ -246,7 +247,7 @@ class ObStore:
             options["if_match"] = etag
 
         def ask() -> Answer:
-            found = obstore.get(self._store, key, options=options)
+            found = self._store.get(key, options=options)
             data, facts = bytes(found.bytes()), self.facts(found.meta)
             begin = span[0] if isinstance(span, tuple) else max(facts.size - size, 0)
             if found.range[0] != begin or len(data) != min(size, facts.size - begin):
@@ -263,7 +264,7 @@ class ObStore:
 
     def _list(self, prefix: str) -> Sequence[Facts]:
         found: list[Facts] = []
-        for page in obstore.list(self._store, prefix.strip("/") or None, chunk_size=1000):
+        for page in self._store.list(prefix.strip("/") or None, chunk_size=1000):
             found += map(self.facts, page)
             if len(found) > LIMITS.remote_files:
                 raise Failed("many")
@@ -290,7 +291,7 @@ class ObStore:
         try:
             if create and len(options) > 1:  # uploads in parts take no condition in obstore
                 self._refuse(key)
-            return _ask(lambda: obstore.put(self._store, key, data, **options)["e_tag"] or "")
+            return _ask(lambda: self._store.put(key, data, **options)["e_tag"] or "")
         except Failed:
             if stopped:  # not the store failed, but who makes the bytes
                 raise stopped[0] from None

@@ -32,7 +32,7 @@ def open_store(address: str) -> tuple[Store, str]:
     """Return the store of an address, and the path of the file; raises Failed."""
     parts = parse(address)
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
     except ImportError:
         raise Failed("fsspec") from None
     if parts.scheme in _LOCAL:

@@ -258,7 +258,8 @@ def test_what_is_not_installed(server: Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     error = failure("s3://bucket/a", Settings(server.url, profile="team"))
     assert error.next == "pip install 'ckptool[s3]'"
-    monkeypatch.setattr(obstores, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    obstores._bucket.cache_clear()
     error = failure("s3://bucket/a", Settings(server.url))
     assert error.next == "pip install 'ckptool[remote]'"
 
