@@ -128,7 +128,8 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_
 
     code = 0
     with open_checkpoint(path) as checkpoint:
-        report = inspection(checkpoint, location, judged=style != OVERVIEW)
+        single = style != OVERVIEW  # an overview shows neither the verdict nor the next steps
+        report = inspection(checkpoint, location, judged=single, steps=single)
         if depth:
             from ..reports.entries import tree_of
 

@@ -25,6 +25,7 @@ from ..files.sources import AppendPlan, BytesSource, Plan, Source, Span
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from ..safety.calls import bytes_at
+from .search.budget import RECOGNISED
 from .search.pickle_search import nested_pickles
 from .torch import legacy_reader, zip_reader
 
@@ -126,20 +127,27 @@ def _read_storage(source: Source) -> Container:
     return zip_reader.read(source) if zip_reader.sniff(head, source) else legacy_reader.read(source)
 
 
+#: The small pickle that ``sniff`` recognised last, until ``read`` takes it.
+_recognised: Final[list[BarePickle]] = []
+
+
 def sniff(head: bytes, source: Source) -> bool:
     """Return whether a source is one pickle with tensors or arrays, and not of another framework."""
-    return _decoded(source) is not None
+    container = _recognise(source)
+    _recognised[:] = [container] if container is not None and source.size <= RECOGNISED else []
+    return container is not None
 
 
 def read(source: Source) -> BarePickle:
     """Read a pickle that was recognised."""
-    decoded = _decoded(source)
-    assert decoded is not None
-    return BarePickle(source, decoded)
+    known = _recognised.pop() if _recognised else None
+    container = known if known is not None and known.source is source else _recognise(source)
+    assert container is not None
+    return container
 
 
-def _decoded(source: Source) -> Decoded | None:
-    """Return the decoded pickle, or None for any other source."""
+def _recognise(source: Source) -> BarePickle | None:
+    """Return the pickle in a source, or None for any other source."""
     if source.size > LIMITS.pickle_bytes or not any(name in source.read(0, _SEARCHED) for name in _NAMES):
         return None
     try:
@@ -154,7 +162,7 @@ def _decoded(source: Source) -> Decoded | None:
         return None
     container = BarePickle(source, decoded)
     has_values = _has_numbers(decoded.graph) or survey(container.graph).tensors
-    return decoded if has_values and container.is_complete else None
+    return container if has_values and container.is_complete else None
 
 
 def _has_numbers(graph: Graph) -> bool:

@@ -77,7 +77,7 @@ def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -
     zip_reader = lazy.module("formats.torch.zip_reader")
     archive: Archive = zip_reader.read_whole(source)
     kind = kind_of(archive)
-    container: Container = zip_reader.read_records(archive, known) if kind is None else kind.read(archive)
+    container: Container = zip_reader.read_checkpoint(archive, known) if kind is None else kind.read(archive)
     return container
 
 

@@ -86,10 +86,13 @@ def findings(
     flaws: Sequence[Finding],
     namings: Sequence[Naming],
     map_location: MapLocation = None,
+    *,
+    steps: bool = True,
 ) -> list[Finding]:
     """Return the findings, errors first. A device that ``map_location`` replaces is not reported.
 
-    ``namings`` are the namings of the state dicts, in order.
+    ``namings`` are the namings of the state dicts, in order. Without ``steps``, no finding has a next step, and none
+    is there for the sake of its step.
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
@@ -115,6 +118,9 @@ def findings(
         *_only_loader(checkpoint),
         *_bytes(checkpoint, account),
     ]
+    if not steps:
+        every.sort(key=lambda finding: _LEVELS.index(finding.level))
+        return [item._replace(next="") for item in every[: LIMITS.listed]]
     if any(finding.code == "dangerous-call" for finding in every):
         # Suggest no command that writes another file that runs code.
         every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]

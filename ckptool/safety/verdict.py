@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Final
 
 from ..base.errors import UnreadableError
 from ..base.findings import PROGRAM
+from ..base.lazy import SMALL_PICKLE, Recent
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import join_limited, words
@@ -136,13 +138,21 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
         if graph is None:
             yield plain
             continue
-        plain = _with_configuration(plain._replace(protocol=graph.style.protocol, oddities=graph.oddities), graph)
-        if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes only numbers and strings
-            yield plain
-            continue
-        names = tuple(item for item in named_globals(graph, where, torch) if not item.mapped.startswith(own))
-        calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
-        yield plain._replace(names=names, calls=calls, rules=rules)
+        make = partial(_examined, plain, graph, torch, own)
+        yield _recent.result(make, graph, plain, torch, own, small=len(graph.nodes) <= SMALL_PICKLE)
+
+
+_recent: Final[Recent[ExaminedPickle]] = Recent()
+
+
+def _examined(plain: ExaminedPickle, graph: Graph, torch: str, own: tuple[str, ...]) -> ExaminedPickle:
+    """Return the pickle with what its graph shows."""
+    plain = _with_configuration(plain._replace(protocol=graph.style.protocol, oddities=graph.oddities), graph)
+    if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes only numbers and strings
+        return plain
+    names = tuple(item for item in named_globals(graph, plain.where, torch) if not item.mapped.startswith(own))
+    calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
+    return plain._replace(names=names, calls=calls, rules=rules)
 
 
 def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:

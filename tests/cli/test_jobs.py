@@ -431,9 +431,9 @@ def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
 
 @pytest.mark.parametrize("size", [0, 1, READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE + 17])
 def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
-    from ckptool.files.sources import FILESYSTEM_BLOCK, BytesSource, Span, open_source
+    from ckptool.files.sources import _WHOLE, BytesSource, Span, open_source
 
-    begin = FILESYSTEM_BLOCK  # the bytes before it are kept once they are read
+    begin = _WHOLE  # a smaller file is kept once it is read
     data = os.urandom(begin + size + 20)
     (tmp_path / "f").write_bytes(data)
     source = open_source(tmp_path / "f")

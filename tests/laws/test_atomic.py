@@ -23,7 +23,7 @@ from conftest import FIXTURES, ROOT
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.files import threads
+from ckptool.files import sources, threads
 from ckptool.files.sources import FileSource
 from ckptool.files.write import copying
 
@@ -678,12 +678,17 @@ def test_a_copy_without_an_edit_is_guarded_as_well(moving: Path, out: Path, smal
     assert not out.exists() and temporaries(out.parent) == []
 
 
-def test_an_input_that_shrinks_while_its_metadata_is_read(moving: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole, number", [(0, 2), (sources._WHOLE, 1)], ids=["in parts", "at once"])
+def test_an_input_that_shrinks_while_its_metadata_is_read(
+    whole: int, number: int, moving: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file is read at once, any other in parts."""
+    monkeypatch.setattr(sources, "_WHOLE", whole)
     real, reads = FileSource.read, [0]
 
     def shrinking(self: FileSource, offset: int, size: int) -> bytes:
         reads[0] += 1
-        if reads[0] == 2:
+        if reads[0] == number:
             os.truncate(moving, 10)
         return real(self, offset, size)
 

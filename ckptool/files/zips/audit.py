@@ -27,6 +27,7 @@ from .reader import (
     extra_fields,
     fills_block,
     read_archive,
+    walk_extra,
 )
 from .versions import versions
 
@@ -35,6 +36,8 @@ _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
 _NO_SIZES: Final = bytes(12)
+#: The lengths of the name and of the extra fields.
+_LENGTHS: Final = Struct("<2H").unpack_from
 _WINDOW: Final = 1 << 20
 #: Directories of former versions are read until their total exceeds the file size plus this many bytes. The end records
 #: of each version count 4 KiB.
@@ -43,6 +46,10 @@ _END_COST: Final = 4096
 #: A local header: magic, length of the name, length of the extra fields.
 _LOCATION: Final = Struct("<4s22x2H")
 _U16: Final = Struct("<H")
+#: The head of an extra field.
+_PADDED: Final = Struct("<2H").pack
+_DESCRIPTOR: Final = Struct("<4s3I").pack
+_DESCRIPTOR_MAGIC: Final = b"PK\x07\x08"
 _LOCAL_MAGIC: Final = b"PK\x03\x04"
 #: The highest zip version that Python's zipfile supports (``MAX_EXTRACT_VERSION``).
 _MAX_VERSION: Final = 63
@@ -248,7 +255,9 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     if len(raw) < LOCAL.size or raw[:4] != _LOCAL_MAGIC:
         result.note_missing_header(record)
         return record.header
-    name_size, extra_size = int.from_bytes(raw[26:28], "little"), int.from_bytes(raw[28:30], "little")
+    name_size: int
+    extra_size: int
+    name_size, extra_size = _LENGTHS(raw, 26)
     head = LOCAL.size + name_size + extra_size
     if head > len(raw):
         raw = source.read(record.header, head + 4)
@@ -259,12 +268,16 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
         return source.size
     archive.remember(record, payload)
     extra = raw[LOCAL.size + name_size : head]
-    padding = [data for kind, data in extra_fields(extra) if kind == PADDING_ID]
+    if extra[:4] == _PADDED(PADDING_ID, (extra_size - 4) & 0xFFFF):  # nearly always the only field
+        padding, filled = [extra[4:]], extra_size
+    else:
+        fields, filled = walk_extra(extra)
+        padding = [data for kind, data in fields if kind == PADDING_ID]
     if result.padded is None:
         result.padded = bool(padding)
-    if result.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
+    if result.padded != bool(padding) or b"".join(padding).strip(b"Z"):
         note("padding", "its padding differs from the other records", "warning")
-    if not fills_block(extra):
+    if filled != extra_size:
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
@@ -286,7 +299,8 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
             note("local-header", what, "error" if field == "method" else "warning")
     if entry[6] > _MAX_VERSION:
         note("version-needed", f"it declares to need zip version {entry[6]}; Python's zipfile refuses the archive")
-    _check_sizes(record, raw, note)
+    if raw[14:26] != _NO_SIZES or not record.flags & 8:
+        _check_sizes(record, raw, note)
     if record.flags & 8 and record.compressed:
         end = _check_descriptor(near, record, end, note)
     if raw[head : head + 4] == _LOCAL_MAGIC or (head + 4 > len(raw) and source.read(payload, 4) == _LOCAL_MAGIC):
@@ -297,10 +311,8 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
 
 
 def _check_sizes(record: Record, raw: bytes, note: _Note) -> None:
-    """Compare the checksum and sizes in a local header; zeros mean that the descriptor has them."""
+    """Compare the checksum and sizes in a local header. Zeros may mean that the descriptor has them."""
     deferred = record.flags & 8
-    if deferred and raw[14:26] == _NO_SIZES:
-        return
     crc, packed, plain = _SIZES(raw, 14)
     wide = dict(extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])).get(1, b"")
     if wide and plain == FULL32 and len(wide) >= 8:
@@ -319,9 +331,13 @@ def _check_sizes(record: Record, raw: bytes, note: _Note) -> None:
 def _check_descriptor(near: Window, record: Record, at: int, note: _Note) -> int:
     """Compare the descriptor at ``at`` with the directory; return where it ends."""
     raw = near.read(at, 24)
+    if 0 < record.size < FULL32 and 0 < record.compressed < FULL32:
+        usual = _DESCRIPTOR(_DESCRIPTOR_MAGIC, record.crc, record.compressed, record.size)
+        if raw.startswith(usual):
+            return at + len(usual)
     crc = record.crc.to_bytes(4, "little")
     packed, plain = record.compressed.to_bytes(8, "little"), record.size.to_bytes(8, "little")
-    signed = 4 if raw[:4] == b"PK\x07\x08" else 0
+    signed = 4 if raw[:4] == _DESCRIPTOR_MAGIC else 0
     body = raw[signed:]
     if body[:20] == crc + packed + plain:
         return at + signed + 20

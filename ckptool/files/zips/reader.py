@@ -48,7 +48,9 @@ class Window:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return exactly ``size`` bytes from ``offset``, or fewer at the end of the source."""
-        data, begin = self.around(offset, size)
+        begin, data = self._buffer
+        if not begin <= offset <= begin + len(data) - size:
+            data, begin = self.around(offset, size)
         return data[offset - begin : offset - begin + size]
 
     def around(self, offset: int, size: int) -> tuple[bytes, int]:
@@ -213,8 +215,7 @@ class Archive:
 
     def local(self, record: Record) -> LocalHeader:
         """Return the local header of a record; raises MalformedError if it has none."""
-        guess = LOCAL.size + len(record.name) + 96
-        raw = self.window.read(record.header, guess)
+        raw = self.window.read(record.header, LOCAL.size + len(record.name) + 96)
         if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
             raise MalformedError("no local header where the directory says", where=record.name, offset=record.header)
         size = LOCAL.size + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
@@ -245,8 +246,10 @@ class Archive:
         if record.method and record.size > max(LIMITS.inflation * record.compressed, _ALWAYS_INFLATED):
             what = f"{record.compressed:,} bytes would inflate to {record.size:,}: a decompression bomb, not a pickle"
             raise MalformedError(what, where=record.name)
-        chunks = content_chunks(self.payload(record), record.size, record.method != 0, record.name)
-        return b"".join(chunks)[: record.size]
+        span = self.payload(record)
+        if not record.method and span.size <= _CHUNK and span.offset + span.size <= self.source.size:
+            return self.source.read(span.offset, span.size)[: record.size]
+        return b"".join(content_chunks(span, record.size, record.method != 0, record.name))[: record.size]
 
     def text(self, name: str) -> bytes | None:
         """Return a small text record under the root folder, or None; raises beyond ``limits.text_bytes`` bytes."""
@@ -419,10 +422,8 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
         name = raw[name_at:extra_at].decode("utf-8", "surrogateescape")
         fields: Sequence[tuple[int, bytes]] = ()
         if extra_size:
-            fields = extra_fields(raw[extra_at : extra_at + extra_size])
-            if not fills_block(raw[extra_at : extra_at + extra_size]) or any(
-                kind in _AMBIGUOUS_FIELDS for kind, _ in fields
-            ):
+            fields, filled = walk_extra(raw[extra_at : extra_at + extra_size])
+            if filled != extra_size or any(kind in _AMBIGUOUS_FIELDS for kind, _ in fields):
                 odd += _field_oddities(name, raw[name_at:extra_at], raw[extra_at : extra_at + extra_size], base + at)
         if plain == FULL32 or packed == FULL32 or header == FULL32:
             # Of two such fields torch takes the first, like Python (``mz_zip_file_stat_internal``, ``_decodeExtra``).
@@ -484,15 +485,15 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
 
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
     """Parse extra fields into (id, data); a rest that does not parse is cut off, as every reader does."""
-    return _walk_extra(raw)[0]
+    return walk_extra(raw)[0]
 
 
 def fills_block(extra: bytes) -> bool:
     """Return whether the extra fields fill their block exactly."""
-    return _walk_extra(extra)[1] == len(extra)
+    return walk_extra(extra)[1] == len(extra)
 
 
-def _walk_extra(raw: bytes) -> tuple[list[tuple[int, bytes]], int]:
+def walk_extra(raw: bytes) -> tuple[list[tuple[int, bytes]], int]:
     """Return the extra fields as (id, data), and the offset after the last."""
     fields = []
     at = 0

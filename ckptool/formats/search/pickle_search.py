@@ -394,11 +394,24 @@ def _in_zip(
             storage = storage and not _is_pickle_name(record.name)
         else:
             storage = record.name in storages
-        found = _in_record(version, record, storage, search) if record.size else iter(())
-        for pickle in _but_no_kind(found, unknown):
+        if not record.size or (storage and search.depth <= _MAX_DEPTH and _is_bare_storage(version, record)):
+            continue
+        for pickle in _but_no_kind(_in_record(version, record, storage, search), unknown):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
     yield from _of_no_kind(unknown)
     yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
+
+
+def _is_bare_storage(archive: Archive, record: Record) -> bool:
+    """Return whether the bytes of a tensor are neither an archive nor an array: nearly all are numbers."""
+    if record.method or record.flags & 1:
+        return False
+    try:
+        offset = archive.payload(record).offset
+    except MalformedError:
+        return False
+    head = archive.source.read(offset, min(6, record.compressed))
+    return head[:4] != ZIP and head != _NPY
 
 
 def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:

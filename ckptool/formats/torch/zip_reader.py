@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
+from ...base.lazy import SMALL_PICKLE, Recent
 from ...base.limits import LIMITS
 from ...base.records import new_tuple
 from ...base.steps import as_step
@@ -50,7 +52,7 @@ class TorchZip(Container):
         damaged = bool(record.crc) and zlib.crc32(data) != record.crc
         like = known(data) if known is not None else None
         try:
-            decoded = decode(data, where="data.pkl") if like is None else Decoded(like, len(data), 0)
+            decoded = _decoded(data) if like is None else Decoded(like, len(data), 0)
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
@@ -129,9 +131,10 @@ class TorchZip(Container):
         found = [oddity for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.prefix
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
-        twins = {fold_case(name) for name in used}
-        for record in archive.records:
-            if record.name not in used and fold_case(record.name) not in twins and not record.name.endswith("/"):
+        unused = [record for record in archive.records if record.name not in used and not record.name.endswith("/")]
+        twins = {fold_case(name) for name in used} if unused else ()
+        for record in unused:
+            if fold_case(record.name) not in twins:
                 what = f"the record {quoted(record.name)} ({human_bytes(record.size)}) is used by nothing"
                 found.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
         if (archive.text(".format_version") or b"") >= b"1" and not offsets_are_computed(archive, list(keys)):
@@ -245,6 +248,18 @@ class TorchZip(Container):
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
 
 
+#: The files of one training run often have the very same pickle.
+_recent: Final[Recent[Decoded]] = Recent()
+#: A graph with this class keeps what was read from the tensors of its file: the ranks in a mesh.
+_MESH: Final = b"DeviceMesh"
+
+
+def _decoded(data: bytes) -> Decoded:
+    """Decode data.pkl, or return the graph of the last file if it has the same pickle; raises PickleError."""
+    small = len(data) <= SMALL_PICKLE and _MESH not in data
+    return _recent.result(partial(decode, data, where="data.pkl"), data, small=small)
+
+
 def stored_in(archive: Archive, record: Record) -> StorageLocation:
     """Return the place of a record's content. The checksum 0 of an empty stored record need not be checked."""
     crc = record.crc if record.size or record.crc or record.method else None
@@ -323,11 +338,22 @@ def read_whole(source: Source) -> Archive:
 
 def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
     """Read the zip checkpoint in an archive; raise the error that names any other archive."""
-    source = archive.source
-    record = archive.find("data.pkl")
-    if record is None or kind_of(archive) is not None:
+    if kind_of(archive) is not None:
         from ..foreign import identification
 
-        other = identification.explain_zip(archive)
-        raise other or NotACheckpointError("a zip archive without data.pkl", kind="zip", path=source.name)
+        raise identification.explain_zip(archive) or _no_pickle(archive)
+    return read_checkpoint(archive, known)
+
+
+def read_checkpoint(archive: Archive, known: Known | None = None) -> TorchZip:
+    """Read an archive that is of no kind in ``ZIPS``; raise the error that names it if it has no data.pkl."""
+    record = archive.find("data.pkl")
+    if record is None:
+        from ..foreign import identification
+
+        raise identification.explain_zip(archive) or _no_pickle(archive)
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)
+
+
+def _no_pickle(archive: Archive) -> NotACheckpointError:
+    return NotACheckpointError("a zip archive without data.pkl", kind="zip", path=archive.source.name)
