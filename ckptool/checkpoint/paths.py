@@ -213,10 +213,10 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
 
     A key that cannot be spelled goes by its number; so does a second NaN, or an attribute named like a key.
     """
-    taken = {child.step for child in before}
-    result = []
     nodes, most, plain = graph.nodes, LIMITS.path_chars, _USUAL_KEY.match
     new = tuple.__new__  # twice as fast as calling the class
+    taken = {child.step for child in before}
+    result = []
     for number, (key, value) in enumerate(items, len(before)):
         node = nodes[key]
         if type(node) is str and len(node) <= most and plain(node):

@@ -248,39 +248,39 @@ class _SurveyWalk:
         read, seen, add_tensor, new = reader.tensor, self.seen, result.tensors.append, tuple.__new__
         work: list[Iterator[_Task]] = [iter([(self.graph.root, "", "", True, -1, -1, -1)])]
         while work:
-            task = next(work[-1], None)
-            if task is None:
+            for task in work[-1]:
+                ref, path, key, _, state_dict, top, holder = task
+                node = nodes[ref]
+                node_type = type(node)
+                if node_type in _BARREN:
+                    continue
+                if node_type is Call:
+                    tensor = read(ref)
+                    if tensor is not None:
+                        if (ref not in seen or self.is_listed(ref, True)) and holder not in self.unknown:
+                            seen.add(ref)
+                            add_tensor(new(TensorEntry, (path, key, ref, tensor, state_dict, top, holder)))
+                        if tensor.kind != "unknown":
+                            continue
+                        # List also the storages, devices and other objects that it holds.
+                        self.unknown.add(ref)
+                        task = (ref, path, key, False, state_dict, top, holder)
+                elif node_type is str:
+                    if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
+                        result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
+                    continue
+                elif node_type is Global and node.filling is None:  # type: ignore[union-attr]
+                    continue  # there may be millions of names, and they hold nothing
+                if ref in holders:
+                    continue
+                holders[ref] = holder
+                if node_type is Dict and self.is_barren(ref):
+                    continue
+                below = self.enter(task, node)
+                work.append(self.tops(below) if ref == self.graph.root else below)
+                break
+            else:
                 work.pop()
-                continue
-            ref, path, key, _, state_dict, top, holder = task
-            node = nodes[ref]
-            node_type = type(node)
-            if node_type in _BARREN:
-                continue
-            if node_type is Call:
-                tensor = read(ref)
-                if tensor is not None:
-                    if (ref not in seen or self.is_listed(ref, True)) and holder not in self.unknown:
-                        seen.add(ref)
-                        add_tensor(new(TensorEntry, (path, key, ref, tensor, state_dict, top, holder)))
-                    if tensor.kind != "unknown":
-                        continue
-                    # List also the storages, devices and other objects that it holds.
-                    self.unknown.add(ref)
-                    task = (ref, path, key, False, state_dict, top, holder)
-            elif node_type is str:
-                if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
-                    result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
-                continue
-            elif node_type is Global and node.filling is None:  # type: ignore[union-attr]
-                continue  # there may be millions of names, and they hold nothing
-            if ref in holders:
-                continue
-            holders[ref] = holder
-            if node_type is Dict and self.is_barren(ref):
-                continue
-            below = self.enter(task, node)
-            work.append(self.tops(below) if ref == self.graph.root else below)
         if not any(item.confidence == "high" for item in result.state_dicts):
             self.find_mixed_root()
 
@@ -304,9 +304,17 @@ class _SurveyWalk:
         """Yield the children of the root, numbered: each begins a top-level entry."""
         # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
-        new = tuple.__new__
+        new, nodes, read, seen = tuple.__new__, self.graph.nodes, self.reader.tensor, self.seen
+        add_tensor = self.survey.tensors.append
         self.survey.entries.extend([new(TopEntry, (task[2], task[1], task[0])) for task in tasks])
         for number, (ref, path, step, eligible, state_dict, _, holder) in enumerate(tasks):
+            if type(nodes[ref]) is Call and ref not in seen and holder not in self.unknown:
+                tensor = read(ref)
+                if tensor is not None and tensor.kind != "unknown":
+                    # Nearly every child of a state dict; ``run`` would do the same.
+                    seen.add(ref)
+                    add_tensor(new(TensorEntry, (path, step, ref, tensor, state_dict, number, holder)))
+                    continue
             yield ref, path, step, eligible, state_dict, number, holder
         yield from below
 
@@ -424,7 +432,7 @@ class _SurveyWalk:
             if type(nodes[ref]) in _BARREN and not root:
                 continue
             key = nodes[key_ref]
-            where = base + step if base else joined(base, step)
+            where = base + step if base or step[:1] != "." else step[1:]
             if type(key) is not str:
                 yield ref, where, step, eligible, state_dict, top, own
             else:
@@ -445,7 +453,9 @@ class _SurveyWalk:
         """Return whether the dicts of a ``_metadata`` hold only strings and numbers, as torch writes them."""
         nodes = self.graph.nodes
         dicts = [nodes[ref] for _, ref in mapping(self.graph, metadata) or ()]
-        return all(isinstance(node, Dict) and _PLAIN.issuperset(type(nodes[p]) for p in node.pairs) for node in dicts)
+        parts = [node.pairs for node in dicts if type(node) is Dict]
+        kinds = map(type, map(nodes.__getitem__, chain.from_iterable(parts)))
+        return len(parts) == len(dicts) and _PLAIN.issuperset(kinds)
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """Return the confidence that a mapping is a state dict: "high", "low", or "" if it is not one."""

@@ -87,8 +87,7 @@ class Tensor(NamedTuple):
         return prod(self.shape)
 
 
-#: Storage key, dtype, offset, shape, strides, and torch's lazy bits (negated, conjugated). A plain tuple, because there
-#: is one for every tensor.
+#: Storage key, dtype, offset, shape, strides, and torch's lazy bits (negated, conjugated); a plain tuple, for speed.
 ViewId: TypeAlias = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[bool, bool]]
 
 
@@ -237,12 +236,26 @@ class TensorReader:
         self.modules: list[Ref] = []
         self.disagreeing: set[str] = set()  # keys whose persistent ids disagree
         self._depth = 0
-        #: The number of nodes that may still be searched for storages in the arguments of unknown calls.
+        #: How many nodes may still be searched for storages in the arguments of unknown calls.
         self._search = [4 * len(graph.nodes) + LIMITS.places]
         #: The views of legacy storages by view key; if two have the same key, torch uses the first.
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
+        nodes, last = graph.nodes, Storage("", "", storage_dtype(""), "", 0)
+        usual: tuple[Ref, ...] = ()
         for ref, node in graph.of_type(Persistent):
+            pid = nodes[node.pid]
+            # Nearly every mention is of a new storage, of the same class as the one before.
+            if type(pid) is tuple and len(pid) == ID_PARTS and pid[:2] == usual:
+                key, place, numel = nodes[pid[2]], nodes[pid[3]], nodes[pid[4]]
+                fits = type(numel) is int and 0 <= numel < _TOO_LARGE
+                if type(key) is str and key not in self._keys and type(place) is str and fits:
+                    self._keys[key] = str
+                    self._uses[ref] = self.storages[key] = new_tuple(Storage, (key, last.cls, last.dtype, place, numel))
+                    continue
             self._read_storage(ref, node)
+            if ref in self._uses and type(pid) is tuple and len(pid) == ID_PARTS:
+                last = self._uses[ref]
+                usual = pid[:2] if last.cls == storage_mention(graph, ref)[0] else ()
 
     @cached_property
     def has_lazy_bits(self) -> bool:
@@ -266,20 +279,19 @@ class TensorReader:
         tensors = self._tensors
         if ref in tensors:
             return tensors[ref]
-        node = self.graph.nodes[ref]
-        if not isinstance(node, Call):
+        nodes = self.graph.nodes
+        node = nodes[ref]
+        if type(node) is not Call:
             return None
-        name, args = self._functions.get(node.func), self.graph.nodes[node.args]
+        name, args = self._functions.get(node.func), nodes[node.args]
         if name is None:
             name = self._functions[node.func] = self._global(node.func)
         if name == _USUAL and type(args) is tuple and len(args) > 4 and self._depth < LIMITS.tensor_depth:
-            # Nearly every tensor, and no other is inside.
-            plain = self._dense(args, self.graph.nodes[args[4]] is True, None)
+            plain = self._dense(args, nodes[args[4]] is True, None)  # nearly every tensor, and no other is inside
             if plain is not None:
                 tensors[ref] = plain
                 return plain
-        # None while the tensor is being read, because a tensor that contains itself is invalid.
-        tensors[ref] = None
+        tensors[ref] = None  # while the tensor is being read: a tensor that contains itself is invalid
         self._depth += 1
         if self._depth <= LIMITS.tensor_depth:
             tensor = self._rebuilt(name, args, node.states) if type(args) is tuple else None
@@ -328,8 +340,7 @@ class TensorReader:
             return  # for torch, these are two storages with the same bytes
         known = self.storages.get(name)
         if known is None:
-            values = name, cls.name, storage_dtype(cls.name), text, numel
-            known = self.storages[name] = new_tuple(Storage, values)
+            known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         elif known.location != text or known.cls != cls.name or known.numel != numel:
             # A float8 tensor and a view of its bytes mention one storage under two classes.
             same_bytes = {known.cls, cls.name} == {"UntypedStorage", "ByteStorage"} and known.numel == numel

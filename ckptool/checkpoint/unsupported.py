@@ -65,6 +65,8 @@ def unsupported(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
             if text:
                 texts[ref] = text
     for ref, mention in graph.of_type(Persistent):
+        if fetched is not None and mention.pid not in fetched and mention.filling is None and storage(ref) is not None:
+            continue  # nearly every mention
         if fetched is None or mention.pid in fetched or type(nodes[mention.pid]) is not tuple:
             parts.add(mention.pid)
         if storage(ref) is None:

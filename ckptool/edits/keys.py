@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import methodcaller
 from typing import Any, Final, Literal
 
 from ..base.errors import Again, RefusedError, TargetError
@@ -75,6 +76,8 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
     limit = repeat if isinstance(repeat, int) else 1 << 30
     if limit < 1:
         raise TargetError("the prefix must be stripped at least once")
+    if limit == 1:
+        return methodcaller("removeprefix", head)
 
     def strip(name: str) -> str:
         left, at = limit, 0
@@ -229,8 +232,10 @@ def _names(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
 
 def _beside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, str]]:
     """Return the other entries of a root that holds more than a state dict, as renames to the same name."""
+    whole = mapping(checkpoint.graph, state_dict.ref) or []
+    if whole == state_dict.items:
+        return []
     own = set(state_dict.items)
-    whole = mapping(checkpoint.graph, state_dict.ref) or ()
     names = [str(checkpoint.graph.nodes[item[0]]) for item in whole if item not in own]
     return [(name, name) for name in names]
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, cast
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, adding_path
 from ..base.globs import MATCH_ALL, Globs
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, new_tuple
 from ..checkpoint.backends import backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges
 from ..checkpoint.container import StorageData
@@ -172,7 +172,7 @@ class Recomputation:
             storage = self.reader.storages[key]
             on_meta = storage.location == "meta"
             body = None if on_meta else self.checkpoint.body(key)
-            item = SharedStorage(storage, paths[key], self._uses.tensors[key], body)
+            item = new_tuple(SharedStorage, (storage, paths[key], self._uses.tensors[key], body))
             present, dtype = on_meta or body is not None, item.dtype
             if self.is_pinned(key) or dtype is None or not present:
                 self.left.append(f"{item.path} (its storage has other uses as well)")
@@ -228,7 +228,7 @@ class Recomputation:
             for each in (reader, *others):
                 each.cache.checksums = self._checksums
             size = numel * how.target.itemsize
-            piece = Computed(size, elementwise, parameters, part_of_results, together=together)
+            piece = new_tuple(Computed, (size, elementwise, parameters, part_of_results, False, together))
         self.replace(item, piece, None if how.target == how.source else how.target)
 
     def replace(self, item: SharedStorage, piece: Piece | None, dtype: Dtype | None = None) -> None:
@@ -237,7 +237,7 @@ class Recomputation:
         ``piece`` is None for a storage on meta. ``width`` says in which byte order to write.
         """
         if piece is not None:
-            self.added[item.key] = StorageData(piece, size_of(piece))
+            self.added[item.storage.key] = new_tuple(StorageData, (piece, size_of(piece), None, False))
         if dtype is not None and (source := item.dtype) is not None:
             for use in item.uses:
                 self._recast(use, item.key, item.storage.nbytes // source.itemsize, dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..base.errors import MalformedError, RefusedError
 from ..base.globs import Globs
-from ..base.records import NamedTuple
+from ..base.records import NamedTuple, new_tuple
 from ..base.text import quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
@@ -71,13 +71,12 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
     pinned: set[str] = set()
     known: set[Ref] = set()
     functions: dict[Ref, str] = {}
-    for ref, node in enumerate(graph.nodes):
-        if type(node) is Global:
-            module, _, name = mapped_name(node).rpartition(".")
-            if module in ("torch._utils", "torch._tensor", "torch.tensor"):
-                functions[ref] = name
-            elif backend_arguments(mapped_name(node)) == FROM_STORAGE:
-                functions[ref] = "_rebuild_tensor_v2"
+    for ref, function in graph.of_type(Global):
+        module, _, name = mapped_name(function).rpartition(".")
+        if module in ("torch._utils", "torch._tensor", "torch.tensor"):
+            functions[ref] = name
+        elif backend_arguments(mapped_name(function)) == FROM_STORAGE:
+            functions[ref] = "_rebuild_tensor_v2"
     reachable = list(graph.reachable())
     for ref in reachable:
         node = graph.nodes[ref]
@@ -93,7 +92,7 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
         if name not in _REBUILDS or type(parts) is not tuple or tensor is None or not tensor.storage:
             continue
         known.add(args)
-        uses.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
+        uses.setdefault(tensor.storage, []).append(new_tuple(Use, (holder, func, args, parts[0], tensor)))
     mentions = dict(reader.uses())
     in_use = {use.storage for group in uses.values() for use in group}
     # A reference that the pickle took only once has one parent: the arguments of its tensor. So nothing else holds it.

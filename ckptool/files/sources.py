@@ -545,7 +545,7 @@ class Plan(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(map(size_of, self.pieces))
+        return sum([len(piece) if isinstance(piece, bytes) else piece.size for piece in self.pieces])
 
 
 class FolderPlan(NamedTuple):

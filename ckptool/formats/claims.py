@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 
+from ..base.records import new_tuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StoredRecord
 from ..files.sources import (
@@ -122,7 +123,7 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
                 continue
             where = _Place(record, names)
             known = None if record.compressed else checkpoint.cache.checksums
-            yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where, known)
+            yield new_tuple(ExpectedChecksum, (record.span, record.size, record.compressed, record.crc, where, known))
 
 
 class _StorageNames:

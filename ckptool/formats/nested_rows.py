@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..base.errors import RefusedError
+from ..base.records import new_tuple
 from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapping
@@ -68,7 +69,8 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[
     as_stored = in_rows and swapped_width(checkpoint, tensor.storage) == 1 and not (negated or conjugated)
     if as_stored and isinstance(body.piece, Span) and not body.compressed:
         crc = body.crc if size == body.size else None
-        return Span(body.piece.source, body.piece.offset + begin, size), crc
+        source, offset, _ = body.piece
+        return new_tuple(Span, (source, offset + begin, size)), crc  # made for each tensor
     if as_stored and isinstance(body.piece, Computed) and size == body.size == body.piece.size:
         return body.piece, None
     storage = storage_reader(checkpoint, tensor.storage)

@@ -132,6 +132,8 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
         key, twin = str(ours[one[2]]), str(theirs[two[2]])
         if ours[one[4]] and (keys.setdefault(key, twin) != twin or back.setdefault(twin, key) != key):
             raise ValueError(f"storage {quoted(key)} is shared differently")
+        if len(one) == len(two) == _ID:
+            return (one[0], one[1], one[3], one[4]), (two[0], two[1], two[3], two[4])
         # Legacy files have a sixth part: a view of the storage, or None.
         views = [[ref for ref in pid[_ID:] if nodes[ref] is not None] for pid, nodes in ((one, ours), (two, theirs))]
         return (*one[:2], *one[3:_ID], *views[0]), (*two[:2], *two[3:_ID], *views[1])

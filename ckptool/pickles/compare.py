@@ -280,8 +280,9 @@ def _pair_patterns(
     backward[start:right] = range(begin, left)
     one, other = (*rest, *shape, *strides), (*other_rest, *other_shape, *other_strides)
     # Nearly all of these are already paired: the function, dimensions, the empty hooks.
-    paired = (*map(forward.__getitem__, one),) == other
-    return (own_id, other_id) if paired else ((*own_id, *one), (*other_id, *other))
+    if (*map(forward.__getitem__, one),) != other:
+        return (*own_id, *one), (*other_id, *other)
+    return ((), ()) if (*map(forward.__getitem__, own_id),) == other_id else (own_id, other_id)
 
 
 def _pattern(nodes: Sequence[Node], begin: Ref, end: Ref) -> tuple[Refs, Refs, Refs, Refs] | None:

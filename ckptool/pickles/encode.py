@@ -54,6 +54,7 @@ _NO_NODE: Final = -1
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
 _MANY: Final = frozenset((op.APPENDS, op.SETITEMS, op.ADDITEMS))
+_PAIRS: Final = frozenset((op.SETITEM, op.SETITEMS))
 _CONSTRUCTORS: Final = {Persistent: b"Q", Global: b"\x93", Buffer: b"\x98", FrozenSet: b"\x91", List: b"l", Dict: b"d"}
 
 
@@ -93,6 +94,7 @@ class _Writer:
         self.fill_later: frozenset[Ref] = frozenset()
         self.unfilled: list[Ref] = []
         self.discarded: set[Ref] = set()
+        self.patterns: PatternWriter | None = None
         self.frames: list[tuple[int, int]] = []
         self.frame_start = 0
 
@@ -106,6 +108,7 @@ class _Writer:
         patterns = PatternWriter(nodes, memo, codes)
         exceptions = forms.keys() | unmemoized
         use_patterns = plain and not (exceptions or memoized or style.batches or discarded or self.written_first)
+        self.patterns = patterns if use_patterns else None
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -373,7 +376,14 @@ class _Writer:
         for code, refs in batched(node, self.style.batches.get(ref), self.dialect):
             if code in _MANY:
                 self.out += b"("
-            yield from refs
+            if self.patterns is None or code not in _PAIRS:
+                yield from refs
+            else:
+                at = 0
+                while at < len(refs):
+                    at, self.next_index = self.patterns.write_items(refs, at, self.next_index, self.out)
+                    yield from refs[at : at + 2]
+                    at += 2
             self.out.append(code)
         if memoize:
             self.memoize(ref)

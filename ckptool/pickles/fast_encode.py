@@ -98,6 +98,29 @@ class PatternWriter:
         codes[place_of_id] = codes[lengths] = codes[steps] = codes[hooks] = codes[node.args] = codes[ref] = b""
         return start + key.encode() + (base + index * step).to_bytes(length, "little")
 
+    def write_items(self, refs: Sequence[Ref], at: int, index: int, out: bytearray) -> tuple[int, int]:
+        """Write the pairs of ``refs`` from ``at`` on, as long as each is a new string and a value that ``write`` takes.
+
+        ``index`` is the next memo index. Return the place of the first pair that is not written, and the next index.
+        """
+        nodes, memo, codes, write = self.nodes, self.memo, self.codes, self.write
+        while at < len(refs):
+            key, value = refs[at], refs[at + 1]
+            text = nodes[key]
+            if type(text) is not str or memo[key] != UNSEEN or index < 0x100:
+                break
+            memo[key] = index
+            code = write(value, nodes[value], index + 1)
+            if not code:
+                memo[key] = UNSEEN
+                break
+            codes[key] = b""
+            raw = text.encode("utf-8", "surrogatepass")
+            out += b"X%b%b%b%b" % (_u32(len(raw)), raw, _long_binput(0x72, index), code)
+            index = memo[value] + 1
+            at += 2
+        return at, index
+
     def write_pair(self, ref: Ref, node: Dict, index: int) -> bytes:
         """Return the instructions for a dict of one pair that was written before, such as the metadata of a module;
         else b"".

@@ -240,6 +240,8 @@ class Style:
 
     def extended(self, like: Mapping[Ref, Ref]) -> Style:
         """Return a style in which each new reference is written like the old one that ``like`` maps it to."""
+        if not (self.forms or self.unmemoized or self.memoized):
+            return self
         forms = {new: self.forms[old] for new, old in like.items() if old in self.forms}
         unmemoized = {new for new, old in like.items() if old in self.unmemoized}
         memoized = {new for new, old in like.items() if old in self.memoized}

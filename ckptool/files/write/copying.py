@@ -18,7 +18,7 @@ from threading import Event, Lock
 from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, new_tuple
 from ...base.steps import salvage_step
 from ..sources import (
     FILESYSTEM_BLOCK,
@@ -166,7 +166,7 @@ class _Writer:
         self._fd = fd
         self._progress = progress
         self._reporting, self._computing, self._listing = Lock(), Lock(), Lock()
-        self._checks = [_Check(item, [], []) for item in expected if item.crc is not None]
+        self._checks = [new_tuple(_Check, (item, [], [])) for item in expected if item.crc is not None]
         #: The checks of each source, ordered by offset.
         self._places: dict[int, list[_Check]] = {}
         self._add(self._checks)

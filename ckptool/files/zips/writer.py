@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Any, Final
 
 from ...base.errors import ReadBackError
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, new_tuple
 from ..sources import (
     AssembledSource,
     Computed,
@@ -105,8 +105,9 @@ def checksummed(name: str, piece: Piece) -> RecordContent:
     divide = _part_summed if is_divisible(piece) else None
     late = isinstance(piece, Computed) and piece.late
     together = _summed_together if isinstance(piece, Computed) and piece.together is not None else None
-    body = Computed(size_of(piece), summed, (piece, crc), divide, late, together)
-    return RecordContent(name, body, crc, body.size)
+    size = size_of(piece)
+    body = new_tuple(Computed, (size, summed, (piece, crc), divide, late, together))
+    return new_tuple(RecordContent, (name, body, crc, size, False))
 
 
 def _part_summed(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
@@ -169,7 +170,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
 
 def _deferred(size: int, build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose size is known now, but whose content is known only when they are written."""
-    return Computed(size, _built, (build, *parameters), late=True)
+    return new_tuple(Computed, (size, _built, (build, *parameters), None, True, None))
 
 
 def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:
@@ -196,7 +197,7 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
             next="this is a bug in ckptool, and nothing was written: please report it",
         )
     name = content.name.encode("utf-8", "surrogateescape")
-    wide = zip64_field(local_zip64_values(content.size, at))
+    wide = zip64_field(local_zip64_values(content.size, at)) if max(content.size, at) >= FULL32 else b""
     padding = -(at + LOCAL.size + len(name) + len(wide) + 4) % _ALIGNMENT
     extra = wide + extra_field(PADDING_ID, b"Z" * padding) if padded else wide
     flags = 0x0808 if stored else 0x0800
@@ -253,7 +254,8 @@ def local_zip64_values(size: int, at: int) -> list[int]:
 def directory_entry(content: RecordContent, at: int) -> bytes:
     """Return the directory entry of a record at ``at``."""
     name, stored = content.name.encode("utf-8", "surrogateescape"), size_of(content.body)
-    wide = zip64_field(value for value in (content.size, stored, at) if value >= FULL32)
+    is_wide = max(content.size, stored, at) >= FULL32
+    wide = zip64_field(value for value in (content.size, stored, at) if value >= FULL32) if is_wide else b""
     flags = 0x0808 if stored else 0x0800
     method = 8 if content.deflated else 0
     sizes = min(stored, FULL32), min(content.size, FULL32)
@@ -265,7 +267,8 @@ def directory_entry(content: RecordContent, at: int) -> bytes:
 
 def _entry_size(content: RecordContent, at: int) -> int:
     """Return the size of ``directory_entry`` without its checksum."""
-    wide = sum([value >= FULL32 for value in (content.size, size_of(content.body), at)])
+    sizes = content.size, size_of(content.body), at
+    wide = sum([value >= FULL32 for value in sizes]) if max(sizes) >= FULL32 else 0
     return _ENTRY.size + len(content.name.encode("utf-8", "surrogateescape")) + (4 + 8 * wide if wide else 0)
 
 

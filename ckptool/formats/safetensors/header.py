@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...base.errors import MalformedError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, new_tuple
 from ...base.steps import as_step, salvage_step
 from ...base.text import pluralize, quoted
 from ...files.sources import Source
@@ -193,14 +193,14 @@ def _entry(
 
     if not isinstance(value, dict):
         raise broken("its entry must be an object with dtype, shape and data_offsets")
-    missing = next((field for field in _FIELDS if field not in value), "")
-    if missing:
-        raise broken(f"{missing} is missing")
+    try:
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    except KeyError as error:
+        raise broken(f"{error.args[0]} is missing") from None
     if len(value) > len(_FIELDS):  # the library parses unknown fields but ignores them
         rule = _unreadable([value[field] for field in value.keys() - _FIELDS])
         if rule:
             raise broken(rule)
-    dtype, shape, offsets = (value[field] for field in _FIELDS)
     if type(dtype) is not str or dtype not in BITS:
         raise broken(f"the dtype {quoted(str(dtype))} is unknown")
     if type(shape) is not list or not _INTEGERS.issuperset(map(type, shape)):
@@ -227,7 +227,7 @@ def _entry(
             alike[dtype, known.shape] = known
     if known.size != end - begin:
         raise broken(f"its shape takes {known.size:,} bytes, its data_offsets span {end - begin:,}")
-    return TensorEntry(name, known.dtype, known.shape, data + begin, data + end)
+    return new_tuple(TensorEntry, (name, known.dtype, known.shape, data + begin, data + end))
 
 
 def _unreadable(values: list[Any]) -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final, cast
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, new_tuple
 from ...base.steps import Setting, advice
 from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
@@ -88,7 +89,7 @@ def refuse_unfit(checkpoint: Checkpoint, state_dict: StateDict) -> None:
 def _losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
-    odd = [entry for entry in inside if not _is_plain(entry.tensor)]
+    odd = [entry for entry in inside if not _is_plain(entry.tensor)] if len(dense) < len(inside) else []
     more = {entry.key: entry.ref for entry in dense if is_more(graph, entry.ref, entry.tensor)}
     places: dict[str, Collection[str]] = {
         "dtypes": [entry.key for entry in odd if _lacks_dtype(entry.tensor)],
@@ -149,7 +150,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         size = tensor_size(tensor)
         if name == METADATA:
             raise TargetError(f"a tensor is called {METADATA}, which a safetensors file has for itself")
-        header[name] = TensorEntry(name, _dtype(tensor), tuple(_shape(tensor)), at, at + size)
+        header[name] = new_tuple(TensorEntry, (name, _dtype(tensor), tuple(_shape(tensor)), at, at + size))
         pieces.append(piece)
         at += size
     try:
@@ -239,7 +240,7 @@ def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) ->
                 chosen.names[entry.key] = kept[view]
                 continue
             kept[view] = entry.key
-        chosen.tensors.append(Named(entry.key, entry.tensor, entry.ref))
+        chosen.tensors.append(new_tuple(Named, (entry.key, entry.tensor, entry.ref)))
     return chosen
 
 
@@ -290,8 +291,10 @@ class HeaderStyle(NamedTuple):
         values_of = {"dtype": '"%(dtype)s"', "shape": "[%(shape)s]", "data_offsets": f"[%(begin)d{between}%(end)d]"}
         fields = between.join([f'"{field}"{colon}{values_of[field]}' for field in self.fields])
         entries = []
+        # Many tensors have one of few shapes.
+        spelled_shape = cache(lambda shape: between.join(map(str, shape)))
         for name, dtype, shape, begin, end in map(tensors.__getitem__, order):
-            values = {"dtype": dtype, "shape": between.join(map(str, shape)), "begin": begin, "end": end}
+            values = {"dtype": dtype, "shape": spelled_shape(shape), "begin": begin, "end": end}
             entries.append(f"{quoted_text(name)}{colon}{{{fields % values}}}")
         if texts or self.empty:
             value = dict(texts) if texts or self.empty == "{}" else None
