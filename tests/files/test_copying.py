@@ -224,22 +224,26 @@ def test_short_pieces_are_computed_together(tmp_path: Path) -> None:
     assert sum(calls) == 2000 and len(calls) <= 4
 
 
-def test_blocks_are_reserved_for_computed_bytes_alone(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["copied", "shared", "sparse"])
+def test_blocks_are_reserved_for_bytes_that_take_new_ones(
+    kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(space, "_can_share", lambda source, folder: kind == "shared")
     file, size = open_source(str(source)), 17 << 20
+    file.sparse = kind == "sparse"
     plan = Plan((b"start", Span(file, 0, SIZE), Computed(size, made, (size,)), b"middle", Span(file, 0, 4000), b"end"))
     with (tmp_path / "output").open("wb") as output:
         with monkeypatch.context() as windows:
             windows.delattr(os, "posix_fallocate")
             windows.setattr(space, "_fallocate", None)
-            space.allocate(plan, output.fileno())
-        space.allocate(plan, output.fileno())
+            space.allocate(plan, output.fileno(), str(tmp_path))
+        space.allocate(plan, output.fileno(), str(tmp_path))
         status = os.fstat(output.fileno())
         if not status.st_blocks:
             pytest.skip("the filesystem reserves no blocks")
         assert status.st_size == 0
-        assert size <= status.st_blocks * 512 <= size + (64 << 10)
+        least = plan.size if kind == "copied" else size
+        assert least <= status.st_blocks * 512 <= least + (64 << 10)
         copying.write_pieces(plan, output.fileno())
     data = source.read_bytes()
     expected = b"".join((b"start", data, *made(size), b"middle", data[:4000], b"end"))

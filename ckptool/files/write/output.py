@@ -238,7 +238,7 @@ def write_file(
         fd = _reopen(temporary) if staged else create(temporary)
         try:
             if fill is None:
-                allocate(plan, fd)
+                allocate(plan, fd, folder)
                 write_pieces(plan, fd, progress)
             else:
                 os.ftruncate(fd, plan.size)

@@ -12,7 +12,7 @@ from typing import Final
 from ...base.errors import OutputError
 from ...base.records import NamedTuple
 from ...base.text import human_bytes
-from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Span, size_of
+from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Source, Span, size_of
 from .copying import data_and_holes
 
 try:
@@ -152,20 +152,39 @@ def reclaim(fd: int, spans: Sequence[Span]) -> int:
     return max(before - os.fstat(fd).st_blocks, 0) * 512
 
 
-def allocate(plan: Plan, fd: int) -> None:
-    """Reserve the blocks of long stretches that are computed, not copied; this halves the time of writing them.
+def allocate(plan: Plan, fd: int, folder: str) -> None:
+    """Reserve blocks for long stretches of the file in ``folder``, which makes writing them up to twice as fast.
 
-    The size of the file stays. Nothing happens where the system cannot; a full disk is reported by the write.
+    Holes stay holes, and blocks that can be shared with an input are not reserved. The size of the file stays. Nothing
+    happens where the system cannot; a full disk is reported by the write.
     """
     if not hasattr(os, "posix_fallocate"):
         return  # Windows has no libc
     begin = at = 0
+    shares: dict[int, bool] = {}
     for piece in (*plan.pieces, None):
-        if (piece is None or isinstance(piece, Span)) and at - begin >= _MIN_ALLOCATED:
+        apart = piece is None or (isinstance(piece, Span) and not _is_copied(piece.source, folder, shares))
+        if apart and at - begin >= _MIN_ALLOCATED:
             with suppress(OSError):
                 _fallocate(fd, _KEEP_SIZE, begin, at - begin)
         at += 0 if piece is None else size_of(piece)
-        begin = at if isinstance(piece, Span) else begin
+        begin = at if apart else begin
+
+
+def _is_copied(source: Source, folder: str, shares: dict[int, bool]) -> bool:
+    """Return whether all bytes of a source are copied to files in ``folder``: it has no holes, and shares no blocks.
+
+    ``shares`` keeps the answers by device.
+    """
+    file = source.local_file()
+    if file is None or file.sparse:
+        return False
+    device = file.signature[0]
+    if device not in shares:
+        if file.size < FILESYSTEM_BLOCK:
+            return True
+        shares[device] = _can_share(file, folder)
+    return not shares[device]
 
 
 def _punch(fd: int, begin: int, size: int) -> bool:
