@@ -83,5 +83,6 @@ def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -
 
 def kind_of(archive: Archive) -> ZipFormat | None:
     """Return the kind of an archive by its records; None for a torch.save checkpoint and for anything else."""
-    matches = (kind for kind in ZIPS if any(all(map(archive.find, group)) for group in kind.records))
-    return next(matches, None)
+    names = "\0".join(archive.by_name).lower()  # most archives have none of these names, which is soon seen
+    kinds = (kind for kind in ZIPS if any(group[0] in names for group in kind.records))
+    return next((kind for kind in kinds if any(all(map(archive.find, group)) for group in kind.records)), None)

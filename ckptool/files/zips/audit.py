@@ -151,7 +151,8 @@ def _name_oddities(archive: Archive) -> Iterator[Finding]:
 
 def _check_extents(archive: Archive, result: Audit) -> None:
     """Walk the records in the order of the file; every byte must belong to exactly one of them."""
-    current = [_Extent(record.header, record.entry, archive, record) for record in archive.records]
+    new = tuple.__new__  # there are ten thousands of records
+    current = [new(_Extent, (record.header, record.entry, archive, record)) for record in archive.records]
     extents = sorted([*current, *_former_extents(archive, result)], key=lambda extent: extent[:2])
     end, at = archive.end, 0
     for begin, last, owner, record in extents:

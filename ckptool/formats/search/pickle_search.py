@@ -29,7 +29,7 @@ from ...safety.calls import suspicious_calls
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 from .graph_parts import ZIP, byte_strings, is_binary_pickle, may_run
-from .inert import active_parts, configured_kind, inert_kind, is_plain_record, is_text
+from .inert import active_parts, code_kind, configured_kind, inert_kind, is_plain_record, is_text
 from .numpy_arrays import npy_data
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _in_zip(
             storage = storage and not _is_pickle_name(record.name)
         else:
             storage = record.name in storages
-        if not record.size or (storage and search.depth <= _MAX_DEPTH and _is_bare_storage(version, record)):
+        if not record.size or (search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage)):
             continue
         for pickle in _but_no_kind(_in_record(version, record, storage, search), unknown):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
@@ -402,16 +402,17 @@ def _in_zip(
     yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
 
 
-def _is_bare_storage(archive: Archive, record: Record) -> bool:
-    """Return whether the bytes of a tensor are neither an archive nor an array: nearly all are numbers."""
-    if record.method or record.flags & 1:
+def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
+    """Return whether a record is quickly seen to hold no pickle: nearly all have numbers, or a word for torch."""
+    small = record.compressed <= 64 and not (_is_pickle_name(record.name) or code_kind(record.name, b""))
+    if record.method or record.flags & 1 or not (storage or small):
         return False
     try:
-        offset = archive.payload(record).offset
+        span = archive.payload(record)
     except MalformedError:
         return False
-    head = archive.source.read(offset, min(6, record.compressed))
-    return head[:4] != ZIP and head != _NPY
+    head = span.source.read(span.offset, min(64, span.size))
+    return head[:4] != ZIP and head[:6] != _NPY if storage else is_plain_record(head, BytesSource(head))
 
 
 def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:
