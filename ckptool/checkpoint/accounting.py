@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from math import prod
-from typing import Final
 
-from ..base.lazy import SMALL_PICKLE, Recent
 from ..base.records import NamedTuple
 from .survey import Survey
 from .tensors import Tensor, extent, view_id
@@ -46,13 +43,6 @@ class Account(NamedTuple):
 
 def account(survey: Survey) -> Account:
     """Add up a survey."""
-    return _recent.result(partial(_added_up, survey), survey, small=len(survey.tensors) <= SMALL_PICKLE)
-
-
-_recent: Final[Recent[Account]] = Recent()
-
-
-def _added_up(survey: Survey) -> Account:
     reader, storages = survey.reader, survey.reader.storages
     entry_bytes, entry_tensors = [0] * len(survey.entries), [0] * len(survey.entries)
     located: dict[str, int] = {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError
-from ..base.lazy import SMALL_PICKLE, Recent, regex
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import words
@@ -209,20 +208,10 @@ def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = Fa
     ``reader`` may be an existing reader of this graph. ``named`` says that in this format the root is a state dict
     whose keys may be any text. Raises MalformedError if objects are shared so often that the walk would take too long.
     """
-    if reader is not None:
-        return _surveyed(graph, reader, named)
-    make = partial(_surveyed, graph, None, named)
-    return _recent.result(make, graph, named, small=len(graph.nodes) <= SMALL_PICKLE)
-
-
-def _surveyed(graph: Graph, reader: TensorReader | None, named: bool) -> Survey:
     walk = _SurveyWalk(graph, reader or TensorReader(graph), named)
     walk.survey.unsupported.update(unsupported(graph, walk.reader))
     walk.run()
     return walk.survey._replace(unlisted=walk.unlisted)
-
-
-_recent: Final[Recent[Survey]] = Recent()
 
 
 class _SurveyWalk:

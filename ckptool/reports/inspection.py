@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from ..base.lazy import SMALL_PICKLE, Recent
 from ..base.map_location import MapLocation, as_map_location, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
 from ..base.records import TypedDict
@@ -210,10 +208,11 @@ def inspection(
     layout, container = layout_of(checkpoint)
     program = program_of(checkpoint)
     shards = shards_of(checkpoint)
-    namings, family = _recent.result(partial(_named, checkpoint), survey, small=len(survey.tensors) <= SMALL_PICKLE)
+    nodes = checkpoint.graph.nodes
+    namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     state_dicts = _state_dicts(checkpoint, namings)
     optional: _Optional = {}
-    if family:
+    if family := next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
         optional["family"] = family
     if program is not None:
         optional["program"] = program.described
@@ -264,16 +263,6 @@ def inspection(
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location, steps=steps)
         ],
     }
-
-
-_recent: Final[Recent[tuple[list[Naming], str]]] = Recent()
-
-
-def _named(checkpoint: Checkpoint) -> tuple[list[Naming], str]:
-    """Return the namings of the state dicts, in order, and the kind of model that they show, or ""."""
-    nodes = checkpoint.graph.nodes
-    namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
-    return namings, next(filter(None, (family_of_model(naming.names) for naming in namings)), "")
 
 
 def _sharding(shards: ShardingSummary) -> ShardingReport:

@@ -10,11 +10,10 @@ their storages. The checks of sparse and nested tensors are from ``aten/src/ATen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 from ..base.dtypes import BY_NAME, is_complex
-from ..base.lazy import SMALL_PICKLE, Recent, regex
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import words
 from ..checkpoint.objects import list_items, mapped_name, mapping
@@ -56,11 +55,7 @@ def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> 
     """Return the calls of functions in ``names`` (torch's list) and the containers at which torch fails, by
     reference.
     """
-    make = _CallChecker(graph, reader).refused
-    return dict(_recent.result(partial(make, names), graph, reader, names, small=len(graph.nodes) <= SMALL_PICKLE))
-
-
-_recent: Final[Recent[dict[Ref, Refusal]]] = Recent()
+    return _CallChecker(graph, reader).refused(names)
 
 
 class _CallChecker:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Final
 
 from ..base.errors import UnreadableError
 from ..base.findings import PROGRAM
-from ..base.lazy import SMALL_PICKLE, Recent
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import join_limited, words
@@ -138,11 +136,7 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
         if graph is None:
             yield plain
             continue
-        make = partial(_examined, plain, graph, torch, own)
-        yield _recent.result(make, graph, plain, torch, own, small=len(graph.nodes) <= SMALL_PICKLE)
-
-
-_recent: Final[Recent[ExaminedPickle]] = Recent()
+        yield _examined(plain, graph, torch, own)
 
 
 def _examined(plain: ExaminedPickle, graph: Graph, torch: str, own: tuple[str, ...]) -> ExaminedPickle:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Final
 
 from ..base.findings import Finding
-from ..base.lazy import SMALL_PICKLE, Recent
 from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
@@ -92,13 +90,6 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     """Return the blockers in a pickle, whichever file holds it."""
-    return list(_recent.result(partial(_blockers, graph, torch), graph, torch, small=len(graph.nodes) <= SMALL_PICKLE))
-
-
-_recent: Final[Recent[list[Blocker]]] = Recent()
-
-
-def _blockers(graph: Graph, torch: str) -> list[Blocker]:
     broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1

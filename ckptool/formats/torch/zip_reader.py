@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
-from ...base.lazy import SMALL_PICKLE, Recent
 from ...base.limits import LIMITS
 from ...base.records import new_tuple
 from ...base.steps import as_step
@@ -52,7 +50,7 @@ class TorchZip(Container):
         damaged = bool(record.crc) and zlib.crc32(data) != record.crc
         like = known(data) if known is not None else None
         try:
-            decoded = _decoded(data) if like is None else Decoded(like, len(data), 0)
+            decoded = decode(data, where="data.pkl") if like is None else Decoded(like, len(data), 0)
         except PickleError as error:
             if damaged:
                 error.what = f"data.pkl is damaged, its checksum is not the one on record: {error.what}"
@@ -246,18 +244,6 @@ class TorchZip(Container):
         keys = [name.rpartition("/")[2] for name in archive.by_name if "/data/" in name]
         pointers = any(len(key) > 9 for key in keys)
         return "torch 1.4 to 1.6" if pointers else "torch 1.6 to 2.0"
-
-
-#: The files of one training run often have the very same pickle.
-_recent: Final[Recent[Decoded]] = Recent()
-#: A graph with this class keeps what was read from the tensors of its file: the ranks in a mesh.
-_MESH: Final = b"DeviceMesh"
-
-
-def _decoded(data: bytes) -> Decoded:
-    """Decode data.pkl, or return the graph of the last file if it has the same pickle; raises PickleError."""
-    small = len(data) <= SMALL_PICKLE and _MESH not in data
-    return _recent.result(partial(decode, data, where="data.pkl"), data, small=small)
 
 
 def stored_in(archive: Archive, record: Record) -> StorageLocation:
