@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import closing
 
 from ..base.errors import UnreadableError
@@ -54,6 +55,18 @@ class Folder:
     @property
     def name(self) -> str:
         """Its name in ``outer()``."""
+        raise NotImplementedError
+
+    def is_link(self, name: str) -> bool:
+        """Return whether a name is a symbolic link; a store has none."""
+        return False
+
+    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Yield (path, names of folders, names of files) of the folder itself, with the path "", and of each inside.
+
+        The outer folder comes first. The caller may remove names of folders, or sort them, before the next step. An
+        error for each folder that cannot be listed is added to ``closed``. Links to folders are not followed.
+        """
         raise NotImplementedError
 
     def mark(self) -> tuple[int, int, int]:
@@ -107,19 +120,31 @@ class LocalFolder(Folder):
     def name(self) -> str:
         return os.path.basename(os.path.realpath(self.path))
 
+    def is_link(self, name: str) -> bool:
+        return os.path.islink(self.join(name))
+
+    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+        def failed(error: OSError) -> None:
+            if closed is not None:
+                path = str(error.filename)
+                closed.append(UnreadableError(f"it cannot be listed: {error.strerror}", path=path))
+
+        for root, folders, files in os.walk(self.path, onerror=failed):
+            inner = os.path.relpath(root, self.path)
+            yield "" if inner == os.curdir else inner.replace(os.sep, "/"), folders, files
+
     def mark(self) -> tuple[int, int, int]:
         from hashlib import sha256  # imported late: loads OpenSSL
 
         size = latest = 0
         digest = sha256()
-        for root, folders, files in os.walk(self.path):
+        for inner, folders, files in self.walk():
             folders.sort()
             for name in sorted(files):
-                status = os.stat(os.path.join(root, name))
+                status = os.stat(self.join(inner, name))
                 size += status.st_size
                 latest = max(latest, status.st_mtime_ns)
-                path = os.path.relpath(os.path.join(root, name), self.path)
-                facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
+                facts = os.fsencode(os.path.join(inner, name)), status.st_size, status.st_mtime_ns, status.st_ino
                 digest.update(repr(facts).encode("ascii"))
         return size, latest, int.from_bytes(digest.digest()[:8], "big")
 

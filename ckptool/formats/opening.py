@@ -13,7 +13,7 @@ from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, Pic
 from ..base.steps import as_step, command, concealed, is_remote, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
-from ..files.sources import FilePath, FileSource, MemberSource
+from ..files.sources import FilePath, MemberSource, Source
 from ..pickles.nodes import Global
 from . import folder_format, read_container, read_folder
 
@@ -151,10 +151,7 @@ def _may_be_pattern(path: str) -> bool:
     return bool({"*", "{"} & set(os.path.basename(path))) and not (is_address(path) or os.path.lexists(path))
 
 
-_File: TypeAlias = FileSource | MemberSource
-
-
-def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotACheckpointError | None:
+def _part_of_folder(source: Source, error: CkptoolError | None = None) -> NotACheckpointError | None:
     """Return the error for a file that belongs to a folder checkpoint, or None for any other file."""
     folder, name = os.path.split(source.name)
     kind = getattr(error, "kind", "")
@@ -179,7 +176,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
     return NotACheckpointError(what, kind=kind, path=source.name, next=step)
 
 
-def checkpoint_of(source: _File) -> Checkpoint:
+def checkpoint_of(source: Source) -> Checkpoint:
     """Return the checkpoint in an open file; close the file if an error is raised."""
     try:
         return read_checkpoint(source)
@@ -188,7 +185,7 @@ def checkpoint_of(source: _File) -> Checkpoint:
         raise
 
 
-def read_checkpoint(source: _File) -> Checkpoint:
+def read_checkpoint(source: Source) -> Checkpoint:
     """Return the checkpoint in an open file, which stays open if an error is raised."""
     # A .distcp file is a series of zips: read alone, the last one would pass for the whole.
     part = _part_of_folder(source) if source.name.endswith(".distcp") else None

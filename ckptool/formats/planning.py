@@ -175,7 +175,8 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     copied = tuple(map(os.path.basename, paths))
     used = (*paths, *(file.name for file in source.files))
     own = {os.path.relpath(path, source.folder).partition(os.sep)[0] for path in used}
-    others = {name for name in os.listdir(source.folder) if not name.startswith(".")} - own
+    names = open_folder(source.folder).names(strict=True)
+    others = {name for name in names if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
     folder = os.path.realpath(source.folder)
     here = {os.path.basename(path) for path in paths if os.path.realpath(os.path.dirname(path)) == folder}

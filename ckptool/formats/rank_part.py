@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
 
-from ..base.errors import CkptoolError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.steps import folder_of
@@ -16,10 +16,12 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import list_items, values_of
 from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
-from ..files.archives import is_address, read_object
-from ..files.sources import open_source
+from ..files.archives import is_address, parsed_object
+from ..files.folders import Folder, open_folder
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
+#: The most bytes of a ``params.json``.
+_LONGEST_JSON: Final = 1 << 20
 #: The folder of one Megatron-LM rank.
 _MEGATRON_RANK: Final = regex(r"mp_rank_\d")
 #: An argument of every run of Megatron-LM, which hardly any other file names.
@@ -69,9 +71,9 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     Opens one other file if the names do not say whether the parts hold slices of the same tensors. Edits do not
     complete a part.
     """
-    if is_address(checkpoint.path) or checkpoint.source.local_file() is None:
-        return _spread(checkpoint, "")
-    folder = folder_of(checkpoint.path)
+    if is_address(checkpoint.path) or checkpoint.source.identity is None:
+        return _spread(checkpoint, None)
+    folder = open_folder(folder_of(checkpoint.path))
     return (
         _deepspeed(checkpoint, folder)
         or _megatron(checkpoint)
@@ -80,7 +82,7 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     )
 
 
-def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
+def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     """Recognise a DeepSpeed file: an optimizer partition, a stage 3 model file, or one model-parallel rank. Return None
     for any other file."""
     graph = checkpoint.container.graph
@@ -91,8 +93,7 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
         return None
     from .names.deepspeed import OPTIMIZER, RANK_MODEL, whole_number
 
-    names = _listed(folder)
-
+    names = folder.names()
     own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
     if not _ZERO.isdisjoint(own):
         name = OPTIMIZER.match(os.path.basename(checkpoint.path))
@@ -104,7 +105,7 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
             f"{f' stage {stage}' if stage else ''}: flat vectors without parameter names; {_FOLDER}"
         )
         there = sum(OPTIMIZER.match(file) is not None for file in names)
-        return Part("rank-part", "warning", message, folder, alone=there < count)
+        return Part("rank-part", "warning", message, folder.path, alone=there < count)
     module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
     reader = TensorReader(graph)
     buffers = (
@@ -117,11 +118,11 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
         message = "its parameters are empty: with ZeRO stage 3 the weights are in the optimizer's files"
         ranks = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 1
         there = min(sum(kind.match(file) is not None for file in names) for kind in (OPTIMIZER, RANK_MODEL))
-        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder, alone=there < ranks)
+        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder.path, alone=there < ranks)
     ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else 1
     if tensors and ranks > 1:
         message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
-        return Part("rank-part", "warning", message, folder)
+        return Part("rank-part", "warning", message, folder.path)
     return None
 
 
@@ -177,7 +178,7 @@ def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
     return sharding_summary(survey.reader, survey.tensors)
 
 
-def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
+def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
     """Recognise a file with one rank's part of DTensors or ShardedTensors; return None for any other file."""
     shards = shards_of(checkpoint)
     if shards is None or not shards.partial:
@@ -188,7 +189,7 @@ def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
     return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, shards.expected) if folder else "")
 
 
-def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
+def _whole_of_ranks(checkpoint: Checkpoint, folder: Folder, ranks: int) -> str:
     """Return the path of all ranks' files, judged by the names in the folder; "" if the names do not prove it.
 
     The path is the folder, or a glob pattern if other runs saved in the same folder. No other file is opened.
@@ -196,31 +197,31 @@ def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
     from .names.ranks import numbered_sets, rank_sets
 
     name = os.path.basename(checkpoint.path)
-    names = os.listdir(folder)
+    names = folder.names()
     sets = rank_sets(names)
     own = next((files for files in sets if name in files.files.values()), None)
     if own is None:
         numbered = numbered_sets(names)
         together = any(name in files.files.values() and len(files.files) == ranks for files in numbered)
-        return folder if together else ""
+        return folder.path if together else ""
     if len(own.files) < (own.world or ranks):
         return ""
     worlds = {files.world for files in sets}
     # Different rank numbers mean different saves.
     if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):
-        return folder
-    return os.path.join(folder, own.pattern) if own.world and len(own.files) > 1 else ""
+        return folder.path
+    return folder.join(own.pattern) if own.world and len(own.files) > 1 else ""
 
 
-def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
+def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     """Recognise a part by the number in its file name and by the files next to it; None for any other file."""
     name = os.path.basename(checkpoint.path)
     if not any(marks(name)) or not checkpoint.state_dicts:
         return None
-    parts = named_parts(name, _listed(folder)) or _lone_part(checkpoint, name, folder)
+    parts = named_parts(name, folder.names()) or _lone_part(checkpoint, name, folder)
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
     if parts is not None and parts.kind in (RANKS, NUMBERED) and others:
-        parts = _by_content(parts, checkpoint, os.path.join(folder, others[0]))
+        parts = _by_content(parts, checkpoint, folder, others[0])
     if parts is None:
         return None
     number = next(number for number, file in parts.files.items() if file == name)
@@ -234,28 +235,28 @@ def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
     message += f"; {'the folder is the checkpoint' if whole else join_advice(parts)}"
     joined = parts.is_shards and not missing
     level = "note" if joined else "warning"
-    paths = tuple(os.path.realpath(os.path.join(folder, file)) for file in others) if joined else ()
-    folder = folder if whole else ""
+    paths = tuple(os.path.realpath(folder.join(file)) for file in others) if joined else ()
+    place = folder.path if whole else ""
     alone = bool(missing)
-    return Part("part", level, message, folder, False, paths, tensors_whole=parts.is_shards, alone=alone)
+    return Part("part", level, message, place, False, paths, tensors_whole=parts.is_shards, alone=alone)
 
 
-def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:
+def _lone_part(checkpoint: Checkpoint, name: str, folder: Folder) -> NamedParts | None:
     """Return the parts for a lone ``consolidated.00.pth`` by Meta whose shapes prove that more exist, else None."""
     ranks = _llama_ranks(checkpoint, folder) if name.startswith("consolidated.00") else 1
     return NamedParts({0: name}, range(ranks), SLICES, name.replace("00", "\0", 1), 2) if ranks > 1 else None
 
 
-def _by_content(parts: NamedParts, checkpoint: Checkpoint, path: str) -> NamedParts | None:
-    """Decide how parts relate by reading another one, ``path``; return None if each part is complete.
+def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name: str) -> NamedParts | None:
+    """Decide how parts relate by reading another one, ``name``; return None if each part is complete.
 
     Reads that file's metadata only, no values: copies are recognised by equal recorded checksums.
     """
     from . import read_container
 
     try:
-        source = open_source(path)
-        with closing(source), Checkpoint.of(path, source, read_container(source)) as other:
+        source = folder.open(name)
+        with closing(source), Checkpoint.of(source.name, source, read_container(source)) as other:
             here, there = ({entry.path: entry.tensor for entry in item.survey.tensors} for item in (checkpoint, other))
             if here.keys().isdisjoint(there):
                 return parts._replace(kind=SHARDS)
@@ -280,14 +281,7 @@ def _are_copies(one: Checkpoint, other: Checkpoint) -> bool:
     return True
 
 
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder) if folder else []
-    except OSError:
-        return []
-
-
-def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
+def _llama_ranks(checkpoint: Checkpoint, folder: Folder) -> int:
     """Return the number of files in which Meta saved the model, judged by shapes in one file; 1 if the shapes do not
     say.
 
@@ -298,16 +292,16 @@ def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
     rows = shapes.get("layers.0.attention.wq.weight", ())
     if len(norm) != 1 or len(rows) != 2 or not 0 < rows[0] < norm[0]:
         return 1
-    size = _attention_size(os.path.join(folder, "params.json")) or norm[0]
+    size = _attention_size(folder) or norm[0]
     return size // rows[0] if size % rows[0] == 0 else 1
 
 
-def _attention_size(path: str) -> int:
+def _attention_size(folder: Folder) -> int:
     """Return the total size of all heads from Meta's ``params.json``, or 0 if it is unknown."""
-    values: Any = read_object(path) or {}
     try:
+        values: Any = parsed_object(folder.read("params.json", _LONGEST_JSON)) or {}
         heads, size = values["n_heads"], values["dim"]
         each = values.get("head_dim") or size // heads
         return int(heads) * int(each)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+    except (UnreadableError, ValueError, TypeError, KeyError, ZeroDivisionError):
         return 0

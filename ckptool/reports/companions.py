@@ -17,7 +17,8 @@ from ..base.limits import LIMITS
 from ..base.records import NamedTuple, TypedDict
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
-from ..files.sources import FileSource, FolderSource, Source, open_source
+from ..files.folders import Folder, open_folder
+from ..files.sources import FolderSource, Source
 from ..formats import folder_format
 from ..formats.opening import checkpoint_of
 from ..formats.search.inert import code_kind
@@ -83,10 +84,10 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     If the checkpoint is in a subfolder of the folder that the user named, the files around it are checked too. The
     files of other checkpoints there, such as earlier steps, are not.
     """
-    top = source.folder
-    around = (os.path.relpath(path, top).replace(os.sep, "/") for path, whole in _around(source) if not whole)
+    top = open_folder(source.folder)
+    around = (os.path.relpath(path, top.path).replace(os.sep, "/") for path, whole in _around(source) if not whole)
     every = list(islice(chain(companion_names(top, source.parts), around), LIMITS.listed + 1))
-    files = [check_companion(os.path.join(top, name), name, torch) for name in every[: LIMITS.listed]]
+    files = [check_companion(top, name, torch) for name in every[: LIMITS.listed]]
     files += _linked_folders(top)
     if len(every) > LIMITS.listed:
         why = f"more than {LIMITS.listed:,} files"
@@ -111,15 +112,14 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     return Companions(reports, checks, pickles)
 
 
-def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
+def companion_names(top: Folder, parts: Collection[str]) -> Iterator[str]:
     """Yield the names of the files in a folder, except the files in ``parts`` and in ``.git``; links are
     not followed.
     """
-    for base, folders, files in os.walk(top):
+    for inner, folders, files in top.walk():
         folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens files in .git
-        inner = os.path.relpath(base, top)
         for name in sorted(files):
-            own = name if base == top else f"{inner}/{name}".replace(os.sep, "/")
+            own = f"{inner}/{name}" if inner else name
             if own not in parts:
                 yield own
 
@@ -134,45 +134,46 @@ def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
 
     The folder of the checkpoint itself is left out, so nothing is yielded if the user named it.
     """
-    named, top = source.name, os.path.realpath(source.folder)
-    if not os.path.isdir(named) or os.path.realpath(named) == top:
+    named, top = open_folder(source.name), os.path.realpath(source.folder)
+    if not named.is_folder("") or os.path.realpath(named.path) == top:
         return
-    for base, folders, files in os.walk(named):
-        folders[:] = sorted(name for name in folders if name != ".git" and os.path.realpath(f"{base}/{name}") != top)
-        whole = [name for name in folders if folder_format(os.path.join(base, name))]
-        yield from ((os.path.join(base, name), True) for name in whole)
-        yield from ((os.path.join(base, name), False) for name in sorted(files))
+    for inner, folders, files in named.walk():
+        paths = {name: named.join(inner, name) for name in folders}
+        folders[:] = sorted(name for name in folders if name != ".git" and os.path.realpath(paths[name]) != top)
+        whole = [name for name in folders if folder_format(paths[name])]
+        yield from ((paths[name], True) for name in whole)
+        yield from ((named.join(inner, name), False) for name in sorted(files))
         folders[:] = [name for name in folders if name not in whole]
 
 
-def _linked_folders(top: str) -> list[Companion]:
+def _linked_folders(top: Folder) -> list[Companion]:
     """Return the links to folders, which are not followed."""
-    folders = (os.path.join(base, name) for base, names, _ in os.walk(top) for name in sorted(names))
-    links = (os.path.relpath(path, top).replace(os.sep, "/") for path in folders if os.path.islink(path))
+    folders = (f"{inner}/{name}" if inner else name for inner, names, _ in top.walk() for name in sorted(names))
+    links = filter(top.is_link, folders)
     why = "a link to a folder, not followed"
     return [Companion(name, "a link to a folder", reason=why) for name in islice(links, LIMITS.listed)]
 
 
-def check_companion(path: str, name: str, torch: str) -> Companion:
-    """Check one file as ``validate`` does, without its checksums."""
+def check_companion(folder: Folder, name: str, torch: str) -> Companion:
+    """Check one file of a folder as ``validate`` does, without its checksums."""
     try:
-        source = open_source(path)
+        source = folder.open(name)
     except UnreadableError as error:
         return Companion(name, "a file that cannot be opened", reason=error.what)
     try:
         code = code_kind(name, source.read(0, _HEAD))
         if code:
             return Companion(name, code, reason=code, pickles=(ExaminedPickle(name, program=code),))
-        return _checked(source, name, torch)
+        return _checked(folder, source, name, torch)
     except CkptoolError as error:  # the file changed or shrank while it was read
         return Companion(name, "a file that cannot be read", reason=error.what)
     finally:
         source.close()
 
 
-def _checked(source: FileSource, name: str, torch: str) -> Companion:
+def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion:
     try:
-        with checkpoint_of(open_source(source.name)) as opened:
+        with checkpoint_of(folder.open(name)) as opened:
             checkpoint = opened.lenient()
             checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
             unclear = next(iter(checkpoint.survey.unsupported.values()), "")
@@ -189,7 +190,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
     return Companion(name, checkpoint.format, not unclear, reason, tuple(notes), pickles)
 
 
-def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableError) -> Companion:
+def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableError) -> Companion:
     """Check the pickles in a broken checkpoint, or in a file that is not a checkpoint."""
     kind = getattr(error, "kind", "")
     pickles = examine_all(find_pickles(source), torch)

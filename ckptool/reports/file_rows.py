@@ -102,7 +102,7 @@ def stamp_of(path: str) -> FileStamp:
     try:
         name = file_of(path)
         if in_several_files(name):
-            return _folder_stamp(name if os.path.isdir(name) else os.path.dirname(name) or os.curdir)
+            return _folder_stamp(name if os.path.isdir(name) else os.path.dirname(name))
         status = os.stat(name)
         return FileStamp(status.st_size, status.st_mtime_ns, _signed(status.st_ino))
     except OSError:
@@ -116,20 +116,10 @@ def settled(stamp: FileStamp) -> FileStamp:
 
 
 def _folder_stamp(folder: str) -> FileStamp:
-    from hashlib import sha256  # imported late: loads OpenSSL
+    from ..files.folders import open_folder  # not needed for a file
 
-    size = latest = 0
-    digest = sha256()
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            status = os.stat(os.path.join(root, name))
-            size += status.st_size
-            latest = max(latest, status.st_mtime_ns)
-            path = os.path.relpath(os.path.join(root, name), folder)
-            facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
-            digest.update(repr(facts).encode("ascii"))
-    return FileStamp(size, latest, _signed(int.from_bytes(digest.digest()[:8], "big")))
+    size, latest, digest = open_folder(folder).mark()
+    return FileStamp(size, latest, _signed(digest))
 
 
 def _signed(number: int) -> int:

@@ -29,6 +29,7 @@ from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
+from ..files.folders import open_folder
 from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
 from ..formats.empty_weights import gather_step
@@ -446,8 +447,9 @@ def _without_container(
     safety = Safety()
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
-            names = islice(companion_names(path, ()), LIMITS.listed)
-            files = (check_companion(os.path.join(path, name), name, torch) for name in names)
+            folder = open_folder(path)
+            names = islice(companion_names(folder, ()), LIMITS.listed)
+            files = (check_companion(folder, name, torch) for name in names)
             safety = check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
         else:
             with closing(open_any(path)) as source:
