@@ -115,10 +115,12 @@ def _register(file: PooledFile) -> None:
     _OPEN.move_to_end(id(file))
     if len(_OPEN) <= LIMITS.open_files:
         return
-    for key, reference in list(_OPEN.items()):
+    # The garbage collector may close files at any allocation, and a list of keys is made without one.
+    for key in list(_OPEN):
         if len(_OPEN) <= LIMITS.open_files:
             return
-        other = reference()
+        reference = _OPEN.get(key)
+        other = reference() if reference is not None else None
         if other is None or (other is not file and not other._readers):
             _OPEN.pop(key, None)
             if other is not None:

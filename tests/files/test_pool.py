@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.base.errors import ChangedError
 from ckptool.base.limits import LIMITS
+from ckptool.files import pool
 
 resource = pytest.importorskip("resource")
 
@@ -180,3 +183,29 @@ def test_inputs_are_checked_once_after_writing(tmp_path: Path, monkeypatch: pyte
     with ckptool.open(folder) as checkpoint:
         ckptool.save(checkpoint, tmp_path / "out")
     assert len(looked) == 41
+
+
+def test_garbage_is_collected_while_a_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector closes files that nobody uses, in the middle of any allocation of the pool."""
+    monkeypatch.setattr(pool, "LIMITS", LIMITS._replace(open_files=60))
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    kept: list[object] = []
+    thresholds = gc.get_threshold()
+    try:
+        for after in range(1, 160, 3):
+            gc.disable()
+            for _ in range(60):
+                cycle: list[object] = [pool.open_pooled(str(path))]
+                cycle.append(cycle)
+            # Tuples of Python's free list are no allocations.
+            kept.append([(number, number) for number in range(3000)])
+            gc.set_threshold(gc.get_count()[0] + after, *thresholds[1:])
+            gc.enable()
+            with closing(pool.open_pooled(str(path))) as opened:
+                gc.disable()
+                assert opened.read(0, 3) == b"abc"
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
