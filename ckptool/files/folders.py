@@ -61,13 +61,24 @@ class Folder:
         """Return whether a name is a symbolic link; a store has none."""
         return False
 
-    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
-        """Yield (path, names of folders, names of files) of the folder itself, with the path "", and of each inside.
+    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[Folder, list[str], list[str]]]:
+        """Yield (folder, names of folders, names of files) for the folder itself and for each folder in it.
 
         The outer folder comes first. The caller may remove names of folders, or sort them, before the next step. An
         error for each folder that cannot be listed is added to ``closed``. Links to folders are not followed.
         """
-        raise NotImplementedError
+        work: list[Folder] = [self]
+        while work:
+            folder = work.pop()
+            try:
+                names = sorted(folder.names(strict=True))
+            except UnreadableError as error:
+                if closed is not None:
+                    closed.append(error)
+                continue
+            folders = [name for name in names if folder.is_folder(name)]
+            yield folder, folders, [name for name in names if folder.size(name) is not None]
+            work += map(folder.inner, reversed(folders))
 
     def mark(self) -> tuple[int, int, int]:
         """Return numbers that change if a file in it or in its folders changes.
@@ -123,15 +134,14 @@ class LocalFolder(Folder):
     def is_link(self, name: str) -> bool:
         return os.path.islink(self.join(name))
 
-    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+    def walk(self, closed: list[UnreadableError] | None = None) -> Iterator[tuple[Folder, list[str], list[str]]]:
         def failed(error: OSError) -> None:
             if closed is not None:
                 path = str(error.filename)
                 closed.append(UnreadableError(f"it cannot be listed: {error.strerror}", path=path))
 
         for root, folders, files in os.walk(self.path, onerror=failed):
-            inner = os.path.relpath(root, self.path)
-            yield "" if inner == os.curdir else inner.replace(os.sep, "/"), folders, files
+            yield LocalFolder(root), folders, files
 
     def mark(self) -> tuple[int, int, int]:
         from hashlib import sha256  # imported late: loads OpenSSL
@@ -141,10 +151,11 @@ class LocalFolder(Folder):
         for inner, folders, files in self.walk():
             folders.sort()
             for name in sorted(files):
-                status = os.stat(self.join(inner, name))
+                status = os.stat(inner.join(name))
                 size += status.st_size
                 latest = max(latest, status.st_mtime_ns)
-                facts = os.fsencode(os.path.join(inner, name)), status.st_size, status.st_mtime_ns, status.st_ino
+                path = os.path.relpath(inner.join(name), self.path)
+                facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
                 digest.update(repr(facts).encode("ascii"))
         return size, latest, int.from_bytes(digest.digest()[:8], "big")
 

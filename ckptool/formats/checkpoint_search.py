@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.records import NamedTuple
@@ -16,11 +16,13 @@ from ..base.steps import NextStep, command, is_remote
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..files.archives import SEPARATOR, checkpoints_in, is_address
-from ..files.sources import open_source
+from ..files.archives import SEPARATOR, checkpoints_in, is_address, open_any
 from ..files.zips.reader import read_archive
 from . import BARE_PICKLE, FORMATS, folder_format, read_container
 from .zip_kinds import kind_of
+
+if TYPE_CHECKING:
+    from ..files.folders import Folder
 
 Answer = TypeVar("Answer")
 
@@ -147,20 +149,21 @@ def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | Sk
 
 
 def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
-    closed: list[OSError] = []
-    for root, folders, files in os.walk(folder, onerror=closed.append):
+    from ..files.folders import open_folder  # only for folders
+
+    closed: list[UnreadableError] = []
+    for place, folders, files in open_folder(folder).walk(closed):
         for name in sorted(folders):
-            path = os.path.join(root, name)
-            if os.path.islink(path) or name == ".git":
+            path = place.join(name)
+            if place.is_link(name) or name == ".git":
                 yield SkippedFile(path, "git folder" if name == ".git" else "linked folder")
                 folders.remove(name)
-            elif folder_format(path):
+            elif folder_format(place.inner(name)):
                 yield path
                 folders.remove(name)
         folders.sort()
-        yield from (os.path.join(root, name) for name in sorted(files))
-    for error in closed:
-        yield UnreadableError(f"it cannot be listed: {error.strerror}", path=str(error.filename))
+        yield from (place.join(name) for name in sorted(files))
+    yield from closed
 
 
 def _is_glob(path: str) -> bool:
@@ -169,7 +172,9 @@ def _is_glob(path: str) -> bool:
 
 def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     if os.path.isdir(path):
-        whole = _whole_folder(path, named=True)
+        from ..files.folders import open_folder  # only for folders
+
+        whole = _whole_folder(open_folder(path), named=True)
         yield from walk_folder(path) if whole is None else [whole]
     elif _is_rank_pattern(path):
         yield Candidate(path, True)
@@ -187,41 +192,41 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
         yield Candidate(path, True)
 
 
-def _whole_folder(folder: str, named: bool = False) -> Candidate | UnreadableError | None:
+def _whole_folder(folder: Folder, named: bool = False) -> Candidate | UnreadableError | None:
     """Return a folder that is one checkpoint, an error for a training folder that ckptool only recognises, or None."""
-    # only for folders
-    from ..files.folders import open_folder
-    from .names.training import training_folder
+    from .names.training import training_folder  # only for folders
 
-    return Candidate(folder, named) if folder_format(folder) else training_folder(open_folder(folder))
+    return Candidate(folder.path, named) if folder_format(folder) else training_folder(folder)
 
 
 def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     """Yield everything in a folder: checkpoints, files named like one, skipped files, and subfolders that cannot be
     listed. A subfolder that is one checkpoint is not entered."""
-    closed: list[OSError] = []
-    for root, folders, files in os.walk(folder, onerror=closed.append):
+    from ..files.folders import open_folder  # only for folders
+
+    closed: list[UnreadableError] = []
+    for place, folders, files in open_folder(folder).walk(closed):
         visible = sorted(name for name in folders if not name.startswith("."))
-        whole = {name: item for name in visible if (item := _whole_folder(os.path.join(root, name))) is not None}
+        whole = {name: item for name in visible if (item := _whole_folder(place.inner(name))) is not None}
         folders[:] = [name for name in visible if name not in whole]
         yield from whole.values()
         for name in sorted(files):
-            path = os.path.join(root, name)
+            path = place.join(name)
             why, archive = _recognised(path)
             yield SkippedFile(path, why) if why else Candidate(path, False, archive)
-    yield from (Candidate(str(error.filename), False) for error in closed)
+    yield from (Candidate(error.path, False) for error in closed)
 
 
 def _no_checkpoint(path: str) -> UnreadableError:
     """Return the error for a folder without a checkpoint, with what the folder is or holds instead."""
-    error = explain_directory(path) if os.path.isdir(path) else None
+    from ..files.folders import open_folder  # only for folders
+
+    folder = open_folder(path)
+    error = explain_directory(path) if folder.is_folder("") else None
     if isinstance(error, NotACheckpointError):
         return error
-    try:
-        names = sorted(os.listdir(path))[:_EXAMINED]
-    except OSError:
-        names = []
-    known = ((name, *kind) for name in names if (kind := _foreign_kind(os.path.join(path, name))))
+    names = sorted(folder.names())[:_EXAMINED]
+    known = ((name, *kind) for name in names if (kind := _foreign_kind(folder, name)))
     first = list(islice(known, _NAMED + 1))
     if not first:
         return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
@@ -232,7 +237,7 @@ def _no_checkpoint(path: str) -> UnreadableError:
     return UnreadableError(what, path=path, next=own or command("scan", path))
 
 
-def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
+def _foreign_kind(folder: Folder, name: str) -> tuple[str, NextStep | None] | None:
     """Return a short description of a foreign file or folder, and the command to inspect its content or None.
 
     Returns None for any other file or folder.
@@ -241,14 +246,11 @@ def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
     from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
     from .foreign.identification import explain, explain_zip
 
-    if os.path.isdir(path):
-        try:
-            folder = foreign_folder(os.listdir(path))
-        except OSError:
-            return None
-        return (folder.description, None) if folder is not None else None
+    if folder.is_folder(name):
+        foreign = foreign_folder(folder.inner(name).names())
+        return (foreign.description, None) if foreign is not None else None
     try:
-        with closing(open_source(path)) as source:
+        with closing(open_any(folder.join(name))) as source:
             head = source.read(0, 1024)
             archive = head[:4] == b"PK\x03\x04"
             error = explain_zip(read_archive(source)) if archive else explain(head, source)
@@ -279,7 +281,7 @@ def _recognised(path: str) -> tuple[str, bool]:
     name = path.lower()
     named = name.endswith(CHECKPOINTS)  # a file of unknown format is then a damaged checkpoint
     try:
-        source = open_source(path)
+        source = open_any(path)
     except UnreadableError as error:
         # A dangling link or an unreadable file counts as a checkpoint that is missing.
         claims = named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
@@ -317,7 +319,7 @@ def _recognised(path: str) -> tuple[str, bool]:
 def checkpoints_within(path: str) -> list[str]:
     """Return the addresses of the checkpoints in an archive, at most ``_MEMBERS``."""
     try:
-        with closing(open_source(path)) as source:
+        with closing(open_any(path)) as source:
             return [f"{path}{SEPARATOR}{member.name}" for member in checkpoints_in(source)[:_MEMBERS]]
     except UnreadableError:
         return []
@@ -325,24 +327,26 @@ def checkpoints_within(path: str) -> list[str]:
 
 def explain_directory(path: str) -> UnreadableError:
     """Return the error for a folder given in place of a file: the kind of folder, and a path to use instead."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
     from ..files.folders import open_folder
+
+    folder = open_folder(path)
+    try:
+        names = sorted(folder.names(strict=True))
+    except UnreadableError as error:
+        return UnreadableError(f"it is a directory that {error.what.removeprefix('it ')}", path=path)
     from .foreign.frameworks import foreign_folder
     from .names.hf import side_files
     from .names.training import training_folder
 
-    if (known := training_folder(open_folder(path))) is not None:
+    if (known := training_folder(folder)) is not None:
         return known
     if (foreign := foreign_folder(names)) is not None:
         what = f"it is {foreign.description}, not a torch checkpoint"
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
-    files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
+    files = [name for name in names[:_EXAMINED] if folder.size(name) is not None]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     # Subfolders may be checkpoints, as in a diffusers pipeline or a training run with other files next to them.
-    folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
+    folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
     beside = {name for name, _ in side_files(checkpoints)}
     checkpoints.sort(key=lambda name: name in beside)
     weights = (name for name in checkpoints[:_OPENED] if _holds_weights(os.path.join(path, name)))
@@ -384,7 +388,7 @@ def _part_message(path: str) -> str:
 def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
     """Return ``ask(checkpoint)`` for the checkpoint in a file, or ``otherwise`` if it cannot be read."""
     try:
-        with closing(open_source(path)) as source:
+        with closing(open_any(path)) as source:
             return ask(Checkpoint.of(path, source, read_container(source)))
     except CkptoolError:
         return otherwise

@@ -119,7 +119,7 @@ def companion_names(top: Folder, parts: Collection[str]) -> Iterator[str]:
     for inner, folders, files in top.walk():
         folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens files in .git
         for name in sorted(files):
-            own = f"{inner}/{name}" if inner else name
+            own = os.path.relpath(inner.join(name), top.path).replace(os.sep, "/")
             if own not in parts:
                 yield own
 
@@ -138,18 +138,19 @@ def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
     if not named.is_folder("") or os.path.realpath(named.path) == top:
         return
     for inner, folders, files in named.walk():
-        paths = {name: named.join(inner, name) for name in folders}
+        paths = {name: inner.join(name) for name in folders}
         folders[:] = sorted(name for name in folders if name != ".git" and os.path.realpath(paths[name]) != top)
         whole = [name for name in folders if folder_format(paths[name])]
         yield from ((paths[name], True) for name in whole)
-        yield from ((named.join(inner, name), False) for name in sorted(files))
+        yield from ((inner.join(name), False) for name in sorted(files))
         folders[:] = [name for name in folders if name not in whole]
 
 
 def _linked_folders(top: Folder) -> list[Companion]:
     """Return the links to folders, which are not followed."""
-    folders = (f"{inner}/{name}" if inner else name for inner, names, _ in top.walk() for name in sorted(names))
-    links = filter(top.is_link, folders)
+    folders = ((inner, name) for inner, names, _ in top.walk() for name in sorted(names))
+    paths = (inner.join(name) for inner, name in folders if inner.is_link(name))
+    links = (os.path.relpath(path, top.path).replace(os.sep, "/") for path in paths)
     why = "a link to a folder, not followed"
     return [Companion(name, "a link to a folder", reason=why) for name in islice(links, LIMITS.listed)]
 

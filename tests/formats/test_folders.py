@@ -186,6 +186,14 @@ def test_a_local_folder(tmp_path: Path) -> None:
     assert folder.inner("none").names() == set()
     with pytest.raises(UnreadableError, match="cannot be listed"):
         folder.inner("none").names(strict=True)
+    walked = {place.path: (set(names), set(files)) for place, names, files in folder.walk()}
+    assert walked == {str(tmp_path): ({"data"}, {"version"}), str(tmp_path / "data"): (set(), {"0"})}
+    closed: list[UnreadableError] = []
+    assert not list(folder.inner("none").walk(closed))
+    assert [error.path for error in closed] == [str(tmp_path / "none")]
+    memory = MemoryFolder(str(tmp_path), _files(tmp_path))
+    assert {place.path: (set(names), set(files)) for place, names, files in memory.walk()} == walked
+    assert not list(memory.inner("none").walk(closed)) and len(closed) == 2
     before = folder.mark()
     assert before == open_folder(str(tmp_path)).mark() and before[0] == 5
     (tmp_path / "data" / "0").write_bytes(b"abcd")

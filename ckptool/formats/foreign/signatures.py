@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from ...base.errors import UnreadableError
 from ...base.records import NamedTuple
-from ...files.sources import Source, open_source
+from ...files.sources import Source
 from .headers import gguf_summary, npy_summary
 
 #: Takes the source and the offset of its magic bytes; returns whether the rest also fits.
@@ -94,11 +94,14 @@ def _beside(suffix: str, pattern: bytes) -> Test:
     """Return a test for bare numbers: a file with another suffix describes them, and matches the pattern."""
 
     def test(source: Source, at: int) -> bool:
-        name = os.path.splitext(source.name)[0] + suffix
-        if not os.path.isfile(name):  # never tries to open a missing file: an audit of opens shows one
+        from ...files.folders import open_folder  # few files need it
+
+        folder, name = os.path.split(os.path.splitext(source.name)[0] + suffix)
+        beside = open_folder(folder)
+        if beside.size(name) is None:  # never tries to open a missing file: an audit of opens shows one
             return False
         try:
-            with closing(open_source(name)) as other:
+            with closing(beside.open(name)) as other:
                 return re.search(pattern, other.read(0, 1024), re.S) is not None
         except UnreadableError:
             return False
