@@ -30,7 +30,8 @@ def figures_of(group: Group, filesystem: str, results: Mapping[str, Result], flo
 def put_into(measured: Mapping[str, Any], known: Mapping[str, Any]) -> Figures:
     """Replace groups in earlier figures by the same groups of a new run, so that each group is from a single run.
 
-    New groups come last. The machine of the earlier figures is kept: both runs must come from the same machine.
+    New groups come last, and no longer count as left out. The machine of the earlier figures is kept: both runs must
+    come from the same machine.
     """
     names = {_of(row) for row in measured["rows"]}
     places: dict[tuple[str, str, str], list[Figures]] = {}
@@ -42,7 +43,9 @@ def put_into(measured: Mapping[str, Any], known: Mapping[str, Any]) -> Figures:
             rows.append(row)
         else:
             rows += places.pop(_of(row), [])
-    return {**known, "rows": rows + [row for left in places.values() for row in left]}
+    whole = {f"{group}, {file}" for group, file, _ in names}
+    left_out = [gone for gone in known["left_out"] if gone["what"] not in whole]
+    return {**known, "rows": rows + [row for left in places.values() for row in left], "left_out": left_out}
 
 
 def _of(row: Figures) -> tuple[str, str, str]:

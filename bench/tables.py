@@ -137,6 +137,20 @@ def peers(document: Figures) -> str:
     )
 
 
+def faster_peers(document: Figures) -> str:
+    """Return a Markdown list of the comparisons in which another tool is faster than ckptool."""
+    rows = [row for row in _compared(document) if (row["ratio"] or 0) > 1 and _is_peer(row)]
+    return "\n".join(
+        f"- `{row['job']}`, {row['file']}: {row['ratio']:.2f} times the time of {row['against']['job']}" for row in rows
+    )
+
+
+def _is_peer(row: Figures) -> bool:
+    """Return whether a row compares ckptool with another tool, not with a bare start of Python or a copy."""
+    other = row["against"]["job"]
+    return "picklescan" in other or (row["group"].startswith("peers") and not other.startswith("python"))
+
+
 def _compared(document: Figures) -> list[Figures]:
     return [row for row in document["rows"] if row["group"] != PEAKS]
 

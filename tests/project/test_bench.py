@@ -156,12 +156,14 @@ def test_a_group_takes_the_place_of_its_former_run() -> None:
         return {"group": group, "file": "2 GB", "filesystem": "ext4", "job": job, "seconds": seconds}
 
     rows = [row("read", "keys", 1), row("edit", "a", 2), row("edit", "b", 3), row("end", "z", 4)]
-    known = {"machine": ["this"], "rows": rows}
+    left_out = [{"what": f"{name}, 2 GB", "why": "not installed"} for name in ("new", "other")]
+    known = {"machine": ["this"], "rows": rows, "left_out": left_out}
     measured = {"machine": ["this"], "rows": [row("new", "n", 7), row("edit", "a", 5), row("edit", "c", 6)]}
     found = figures.put_into(measured, known)
     assert [(one["group"], one["job"], one["seconds"]) for one in found["rows"]] == [
         *(("read", "keys", 1), ("edit", "a", 5), ("edit", "c", 6), ("end", "z", 4), ("new", "n", 7)),
     ]
+    assert [gone["what"] for gone in found["left_out"]] == ["other, 2 GB"]
 
 
 def test_a_figure_is_stale_once_a_module_that_its_command_imported_has_changed() -> None:
