@@ -300,8 +300,8 @@ def _recognised(path: str) -> tuple[str, bool]:
             return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint", False
         if known.name == BARE_PICKLE:
             return "" if named else "a bare pickle", False
-        archive = read_archive(source) if known.name == "torch-zip" else None
         # A checkpoint of torch needs no further look, and most files are one.
+        archive = read_archive(source) if known.name == "torch-zip" and not _begins_with_pickle(head) else None
         plain = archive is None or archive.find("data.pkl") is not None or kind_of(archive) is not None
         other = None if archive is None or plain else explain_zip(archive)
         claims = other is None or (named and other.kind not in others) or bool(checkpoints_in(source))
@@ -314,6 +314,12 @@ def _recognised(path: str) -> tuple[str, bool]:
         return "" if named else error.what, False
     finally:
         source.close()
+
+
+def _begins_with_pickle(head: bytes) -> bool:
+    """Return whether the first record of a zip archive is data.pkl, as ``torch.save`` writes it."""
+    folder, _, name = head[30 : 30 + int.from_bytes(head[26:28], "little")].partition(b"/")
+    return bool(folder) and name == b"data.pkl"
 
 
 def checkpoints_within(path: str) -> list[str]:
