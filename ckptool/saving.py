@@ -21,11 +21,12 @@ from .base.errors import (
     OutputError,
     ReadBackError,
     RefusedError,
+    refuse_remote,
     refuse_remote_output,
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
-from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, suggested_output
+from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, is_remote, suggested_output
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -276,6 +277,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
     source = checkpoint.source.local_file()
     if source is None or source.name == STDIN:
         kind = "folder" if isinstance(checkpoint.source, FolderSource) else "file within an archive"
+        kind = "remote file" if is_remote(checkpoint.source.name) else kind
         kind = "stream" if checkpoint.source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
         again = Again((Setting("output", suggested_output(checkpoint.path, "new")),), "write a new one: ")
@@ -410,6 +412,7 @@ def history(path: CheckpointOrPath) -> HistoryReport:
     [None, 'set: epoch: 41 -> 42']
     """
     name = file_of(path)
+    refuse_remote(name)
     with closing(open_any(name)) as source:
         oldest_first = versions(source, _end_of_versions(source))[::-1]
     listed: list[NumberedVersion] = [
@@ -428,10 +431,13 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
     1
     """
     name = file_of(path)
+    refuse_remote(name)
     with closing(open_any(name)) as source:
         if isinstance(source, MemberSource):
             what = "it is a file within an archive, which cannot be changed in place"
             raise RefusedError(what, path=name, next=source.unpack)
+        file = source.local_file()
+        assert file is not None
         end = _end_of_versions(source)
         newest_first = versions(source, end)
         if end < source.size and (newest_first[0].finished or not is_leftover_growth(source, end)):
@@ -446,7 +452,7 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
         if undone:
             _check_version(source, target)
             if not dry_run:
-                shorten(source, target.size)
+                shorten(file, target.size)
     return {
         "schema": "ckptool.undo/1",
         "path": source.name,

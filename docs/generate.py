@@ -23,10 +23,12 @@ from ckptool import __version__
 from ckptool.base import dtypes
 from ckptool.base.findings import CODES, Effect
 from ckptool.base.prefixes import WRAPPERS
+from ckptool.base.steps import as_step
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.recipes.recipe import built_in, built_in_names
 from ckptool.formats.zip_kinds import ZIPS
+from ckptool.remote.store import MESSAGES, Failed, error_of
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.finders import KnownError
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
@@ -174,8 +176,9 @@ PLACEHOLDERS: Final = {
     "OLD": "the present key, or its pattern",
     "OTHER": "another checkpoint: a PATH",
     "OUT": "a file to write",
-    "PATH": "a checkpoint: a file, a folder, or an address in an archive, `outer.zip!policy.pth`",
+    "PATH": "a checkpoint: a file, a folder, an address in an archive, `outer.zip!policy.pth`, or a remote one, `s3://bucket/x.pth`",
     "PREFIX": "the beginning of keys: `module.`",
+    "PROFILE": "a profile of the AWS command line",
     "SIZE": "a number of bytes: `500MB`, `5GB`",
     "SPEC": "what `map_location` of torch.load gets: `cpu`, or `cuda:1=cuda:0`",
     "TAG": "the device tag of a storage; `cuda:*` is any",
@@ -186,6 +189,7 @@ PLACEHOLDERS: Final = {
     "VERSION": "a torch version: `2.6`",
     "W": "a number, the weight of a checkpoint",
     "WORDS": "words separated by commas, which the help of the option lists",
+    "URL": "the address of a server: `https://minio.example.org`",
 }
 
 
@@ -316,6 +320,21 @@ def codes() -> str:
         for name, code in sorted(CODES.items())
     ]
     return tabulate(rows, headers=["Code", "Meaning", "Check", "Effect"], tablefmt="pipe")
+
+
+def remote_errors() -> str:
+    """Return the messages about remote files, with their next steps."""
+    places = {
+        "https://HOST/model.pth": ("listing", "address", "whole"),
+        "hf://ORGANISATION/MODEL": ("repository", "revision", "gated", "names", "hub"),
+        "sftp://HOST/model.pth": ("fsspec", "package", "scheme"),
+    }
+    failures = [*map(Failed, MESSAGES), *(Failed("", status) for status in (401, 403, 404, 412, 503))]
+    place_of = {kind: place for place, kinds in places.items() for kind in kinds}
+    found = [error_of(failed, place_of.get(failed.kind, "s3://BUCKET/model.pth")) for failed in failures]
+    steps = {error.what: as_step(error.step) for error in found}
+    rows = [(what, step.advice or f"`{step}`" * bool(step)) for what, step in steps.items()]
+    return tabulate(rows, headers=("message", "next step"), tablefmt="github")
 
 
 def errors() -> str:

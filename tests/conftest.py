@@ -16,6 +16,8 @@ from typing import NamedTuple, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckptool.files import processes
+
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures" / "files"
 #: The scripts that write the fixtures, and the model of one of them.
@@ -58,6 +60,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("any machine")
+
+# Tests patch modules for worker processes, which then must be forked, whatever the tests before them have imported.
+processes._UNFORKABLE = ""  # type: ignore[misc]
 
 # Started by nohup or in the background, the tests inherit signals that are ignored, and so would what they run.
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):

@@ -196,19 +196,27 @@ def adding_path(path: str) -> Iterator[None]:
         raise
 
 
+#: What an address is not, if there is no such file.
+NO_FILE = "no such file"
+A_DIRECTORY = "it is a directory, not a file"
 #: Why an address is refused.
-_REMOTE = "remote files are not supported"
+_REMOTE = "this does not work with remote files"
 _FILE_URI = "file:///"
+
+
+def refuse_file_uri(path: str) -> None:
+    """Raise UnreadableError if a path is a ``file`` URI."""
+    if path.lower().startswith(_FILE_URI):
+        local = path[len(_FILE_URI) - 1 :]
+        again = Again(before="name its path: ", words=((path, local),))
+        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
 
 
 def refuse_remote(path: str) -> None:
     """Raise UnreadableError if a path to read is the address of a remote file, or a ``file`` URI."""
     if not is_remote(path):
         return
-    if path.lower().startswith(_FILE_URI):
-        local = path[len(_FILE_URI) - 1 :]
-        again = Again(before="name its path: ", words=((path, local),))
-        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
+    refuse_file_uri(path)
     step = "download it first, then run the command on the file"
     raise UnreadableError(_REMOTE, path=concealed(path), next=step)
 

@@ -24,6 +24,7 @@ SHARED: Final[Headings] = (
             "--dry-run",
         ),
     ),
+    ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download")),
     ("Several files", ("--files-from", "--null", "--since", "--jobs", "--engine", "--ordered")),
     (
         "Report",
@@ -38,7 +39,7 @@ RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
         *("--reclaim", "--null", "--since", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
-        "--verbose",
+        *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download"),
     )
 )
 #: By command: rare options that are its purpose, and other options that are rare there.

@@ -118,6 +118,34 @@ _NO_COLOR: Final = click.Option(
 )
 
 
+def _for_remote(ctx: click.Context, param: click.Parameter, given: Any) -> None:
+    """Set the variable of a remote option for this process and the processes that it starts."""
+    if param.name == "max_download" and given is not None:
+        from ..reports.expectations import parse_bytes
+
+        given = parse_bytes(given)
+    if given:
+        os.environ[f"CKPTOOL_{str(param.name).upper()}"] = "1" if given is True else str(given)
+
+
+#: Options of every command that reads files: how remote ones are reached.
+_REMOTE: Final = tuple(
+    click.Option(
+        [option], is_flag=not metavar, metavar=metavar or None, expose_value=False, callback=_for_remote, help=text
+    )
+    for option, metavar, text in (
+        (
+            "--endpoint-url",
+            "URL",
+            "Ask this server in place of the one that an address s3://, gs://, az:// or hf:// means.",
+        ),
+        ("--anonymous", "", "Read remote files without credentials."),
+        ("--profile", "PROFILE", "Read from S3 with this profile of the AWS command line."),
+        ("--max-download", "SIZE", "Read at most this much of remote files; by default 1 GiB."),
+    )
+)
+
+
 def _version(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
     """Print the version, and end."""
     if given and not ctx.resilient_parsing:
@@ -171,6 +199,8 @@ class _Commands(Helpful, click.Group):
             if own is not None:
                 own.callback = _verbose
             command.params += [_NO_COLOR, HELP_ALL, *([] if own else [_VERBOSE])]
+            if any(getattr(param.type, "reads", False) for param in command.params):
+                command.params += _REMOTE
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:

@@ -73,6 +73,9 @@ class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click
 class InputPath(AnyPath):
     """An input path: a file, a folder, or an address within an archive, ``outer.zip!policy.pth``."""
 
+    #: Whether the path is read.
+    reads = True
+
 
 def worst(codes: Iterable[int]) -> int:
     """Return the gravest of the exit codes of several inputs, or 0 without inputs."""

@@ -17,11 +17,13 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
-from ..base.steps import NextStep, command, suggested_output
+from ..base.steps import NextStep, command, is_remote, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import read_object
+from ..files.folders import open_folder
+from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.torch.adapters import AdapterStep
@@ -110,9 +112,10 @@ _NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Return the settings beside the tensors of an adapter, or None if there is no such file."""
-    folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path)
+    whole = isinstance(checkpoint.source, FolderSource)
+    folder = checkpoint.path if whole or os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path)
     path = os.path.join(folder, CONFIG)
-    if not os.path.isfile(path):
+    if not (os.path.isfile(path) or (is_remote(path) and open_folder(folder).size(CONFIG) is not None)):
         return None
     config = read_object(path)
     if config is None:

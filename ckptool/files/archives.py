@@ -16,7 +16,8 @@ from itertools import islice
 from shlex import quote
 from typing import Any, Final
 
-from ..base.errors import MalformedError, RefusedError, UnreadableError, refuse_remote, refuse_remote_output
+from ..base import lazy
+from ..base.errors import MalformedError, RefusedError, UnreadableError, refuse_file_uri, refuse_remote_output
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import STDIN, as_step, command, concealed, is_remote
@@ -25,7 +26,6 @@ from ..base.text import human_bytes, join_limited, quoted
 from .sources import (
     BytesSource,
     FilePath,
-    FileSource,
     MemberSource,
     SliceSource,
     Source,
@@ -170,22 +170,28 @@ def file_name(path: str) -> str:
     return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
 
-def open_any(path: FilePath) -> FileSource | MemberSource:
-    """Open a file, an archive member by its address, or standard input by the name ``-``.
+def open_any(path: FilePath) -> Source:
+    """Open a file, also a remote one, an archive member by its address, or standard input by the name ``-``.
 
-    Raises UnreadableError if the file cannot be read or is remote, if there is no such archive or member, or if the
-    member is too large to be inflated to memory. Raises MalformedError for a damaged archive.
+    Raises UnreadableError if the file cannot be read, if there is no such archive or member, or if the member is too
+    large to be inflated to memory. Raises MalformedError for a damaged archive.
     """
     name = os.fspath(path)
     if name == STDIN:
         from .write.spool import standard_input  # only streams need this import
 
         return standard_input()
-    refuse_remote(name)
-    outer, rest = _split(name)
-    if not outer:
-        return open_source(name)
-    file = open_source(outer)
+    file: Source
+    if is_remote(name):
+        file, rest = _open_remote(name)
+        if not rest:
+            return file
+        outer = file.name
+    else:
+        outer, rest = _split(name)
+        if not outer:
+            return open_source(name)
+        file = open_source(outer)
     try:
         unpack = _unpack_command(file, rest.partition(SEPARATOR)[0])
         return MemberSource(_open_member(file, outer, rest), file, name, unpack)
@@ -197,6 +203,17 @@ def open_any(path: FilePath) -> FileSource | MemberSource:
     except BaseException:
         file.close()
         raise
+
+
+def _open_remote(text: str) -> tuple[Source, str]:
+    """Open the remote file of an address; return it and the members after it, or ""."""
+    from ..base.addresses import parse, reveal
+
+    refuse_file_uri(text)
+    address = reveal(text)
+    parts = parse(address)
+    path, _, rest = parts.path.partition(SEPARATOR)
+    return lazy.module("remote.source").open_remote(str(parts._replace(path=path)) if rest else address), rest
 
 
 def _open_member(source: Source, address: str, rest: str) -> Source:
@@ -301,8 +318,10 @@ def _pick(names: list[str], members: Container[str], address: str, listed: list[
     raise UnreadableError(what, next=command("inspect", f"{address}{SEPARATOR}{meant}" if meant else address))
 
 
-def _unpack_command(file: FileSource, member: str) -> str:
+def _unpack_command(file: Source, member: str) -> str:
     """Return the command that unpacks a member of a file."""
+    if is_remote(file.name):
+        return "download the archive, then unpack it"
     head = file.read(0, 4)
     if head[:2] == b"PK":
         return f"unzip {quote(file.name)} {quote(member)}, then name the file inside"

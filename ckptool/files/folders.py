@@ -10,7 +10,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing
 
+from ..base import lazy
 from ..base.errors import UnreadableError
+from ..base.steps import is_remote
 from .pool import open_pooled
 from .sources import Source
 
@@ -161,5 +163,16 @@ class LocalFolder(Folder):
 
 
 def open_folder(path: str) -> Folder:
-    """Return the folder at a path, whether or not it exists; "" means the working folder."""
+    """Return the folder at a path or address, whether or not it exists; "" means the working folder."""
+    if is_remote(path):
+        folder: Folder = lazy.module("remote.folder").open_folder(path)
+        return folder
     return LocalFolder(path or os.curdir)
+
+
+def folder_at(path: str) -> Folder | None:
+    """Return the folder at a path, or at an address that may lack its slash; None if no folder is there."""
+    if is_remote(path):
+        folder: Folder | None = lazy.module("remote.folder").folder_at(path)
+        return folder
+    return LocalFolder(path) if os.path.isdir(path) else None

@@ -23,6 +23,8 @@ from .executors import Engine, outcome
 #: takes 100 ms. Forking is unsafe on macOS, because of the threads in its libraries. It is also unsafe here once a
 #: process has died: the thread that starts the replacement does not know which locks other threads hold.
 _START: Final = ("fork", "forkserver") if sys.platform.startswith("linux") else ("spawn", "spawn")
+#: Once this library was used, a forked process cannot read remote files: the threads of the library are not in it.
+_UNFORKABLE: Final = "obstore"
 #: The most short tasks that a process holds: the one it is running, and the next one, so that it need not wait.
 _AHEAD: Final = 2
 #: A task is short up to this many seconds. It fits into a pipe up to this many bytes, so that sending it does not
@@ -97,7 +99,7 @@ class ProcessPool(Engine):
                 self._last = function, next(self._numbers), pickle.dumps(function)
             _, number, call = self._last
             self._tasks.append(_Task(future, number, call, pickle.dumps((arguments, named))))
-            self._give(_START[0])
+            self._give(_START[_UNFORKABLE in sys.modules])
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

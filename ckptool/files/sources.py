@@ -263,7 +263,7 @@ class MemberSource(Source):
     ``unpack`` is the command that extracts it.
     """
 
-    def __init__(self, inner: Source, file: FileSource, name: str, unpack: str) -> None:
+    def __init__(self, inner: Source, file: Source, name: str, unpack: str) -> None:
         self.name = name
         self.size = inner.size
         self.inner = inner

@@ -67,7 +67,7 @@ def names_one_file(paths: Sequence[str]) -> bool:
     to search."""
     if len(paths) != 1:
         return False
-    if os.path.isdir(paths[0]):
+    if _is_folder(paths[0]):
         return folder_format(paths[0]) is not None
     return is_address(paths[0]) or not _is_glob(paths[0]) or _is_rank_pattern(paths[0])
 
@@ -96,7 +96,17 @@ def _is_rank_pattern(path: str) -> bool:
 
 def is_folder_of_checkpoints(path: str) -> bool:
     """Return whether the path is a folder to search for checkpoints, rather than one checkpoint."""
-    return os.path.isdir(path) and not names_one_file([path])
+    return _is_folder(path) and not names_one_file([path])
+
+
+def _is_folder(path: str) -> bool:
+    if not is_remote(path):
+        return os.path.isdir(path)
+    from ..files.folders import folder_at
+
+    if _is_glob(path) or SEPARATOR in path or path.endswith(CHECKPOINTS):
+        return False  # no request: opening tells whether it is a folder of that name
+    return folder_at(path) is not None
 
 
 def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableError]:
@@ -137,14 +147,12 @@ def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | Sk
     for path in paths:
         if within:
             yield from _all_in(path)
-        elif is_address(path) or not (os.path.isdir(path) or _is_glob(path)):
+        elif is_address(path) or not (_is_folder(path) or _is_glob(path)):
             yield path
-        elif os.path.isdir(path):
+        elif _is_folder(path):
             yield from [path] if folder_format(path) else _all_in(path)
         else:
-            import glob
-
-            matches = sorted(glob.glob(path, recursive=True))
+            matches = _matching(path)
             yield from find_all(matches) if matches else [UnreadableError("no file matches this pattern", path=path)]
 
 
@@ -167,11 +175,46 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
 
 
 def _is_glob(path: str) -> bool:
-    return any(character in path for character in "*?[") and not (is_remote(path) or os.path.lexists(path))
+    if is_remote(path) and path.startswith("http"):
+        return False  # a web server lists no files
+    return any(character in path for character in "*?[") and not os.path.lexists(path)
+
+
+def _matching(pattern: str) -> list[str]:
+    """Return the paths that a glob matches, sorted."""
+    if not is_remote(pattern):
+        import glob
+
+        return sorted(glob.glob(pattern, recursive=True))
+    from ..files.folders import open_folder
+
+    start = re.split(r"[^/]*[*?\[]", pattern, maxsplit=1)[0]
+    parts = map(_segment, pattern[len(start) :].split("/"))
+    matches = re.compile("/".join(parts).replace(f"{_ANY_FOLDERS}/", f"(?:{_ANY_FOLDERS}/)?")).fullmatch
+    closed: list[UnreadableError] = []
+    every = open_folder(start).walk(closed)
+    paths = [place.join(name) for place, folders, files in every for name in (*folders, *files)]
+    if closed:
+        raise closed[0]
+    return sorted(path for path in paths if matches(path[len(start) :]))
+
+
+#: The regular expression of ``**``.
+_ANY_FOLDERS: Final = "(?s:.*)"
+
+
+def _segment(part: str) -> str:
+    """Return the regular expression of a part of a glob between two slashes."""
+    if part == "**":
+        return _ANY_FOLDERS
+    text = re.escape(part)
+    for escaped, meant in ((r"\*", "[^/]*"), (r"\?", "[^/]"), (r"\[!", "[^"), (r"\[", "["), (r"\]", "]"), (r"\-", "-")):
+        text = text.replace(escaped, meant)
+    return rf"(?!\.){text}" if part[:1] in "*?[" else text  # as in a shell, hidden files need a dot
 
 
 def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
-    if os.path.isdir(path):
+    if _is_folder(path):
         from ..files.folders import open_folder  # only for folders
 
         whole = _whole_folder(open_folder(path), named=True)
@@ -179,9 +222,7 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     elif _is_rank_pattern(path):
         yield Candidate(path, True)
     elif _is_glob(path) and not is_address(path):
-        import glob
-
-        matches = sorted(glob.glob(path, recursive=True))
+        matches = _matching(path)
         if not matches:
             # Many file names contain brackets.
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
@@ -402,7 +443,7 @@ def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) 
 
 def _folders_in(path: str) -> Iterator[Candidate]:
     """Yield the folders that are one checkpoint each, at any depth."""
-    return (item for item in walk_folder(path) if isinstance(item, Candidate) and os.path.isdir(item.path))
+    return (item for item in walk_folder(path) if isinstance(item, Candidate) and _is_folder(item.path))
 
 
 def _latest(folders: Sequence[str]) -> str:

@@ -9,10 +9,16 @@ from functools import wraps
 from shlex import quote
 from typing import Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
-from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError, refuse_remote
+from ..base.errors import (
+    CkptoolError,
+    MalformedError,
+    NotACheckpointError,
+    PickleError,
+    RefusedError,
+)
 from ..base.steps import as_step, command, concealed, is_remote, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
-from ..files.archives import is_address, open_any
+from ..files.archives import SEPARATOR, is_address, open_any
 from ..files.sources import FilePath, MemberSource, Source
 from ..pickles.nodes import Global
 from . import folder_format, read_container, read_folder
@@ -31,16 +37,18 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     """Open a checkpoint: its metadata only, whatever its size.
 
     ``path`` may be a folder that is one checkpoint, the index of one, a pattern of rank files such as ``model_*.pt``,
-    or an address within a zip or tar archive: ``outer.zip!policy.pth``. The files stay open until ``close()`` or the
-    end of a ``with`` block. Raises UnreadableError and its kinds: NotACheckpointError names what else the file is,
-    MalformedError says where it is damaged.
+    an address within a zip or tar archive: ``outer.zip!policy.pth``, or the address of any of these in an object store
+    or on a server: ``s3://bucket/model.pth``. The files stay open until ``close()`` or the end of a ``with`` block.
+    Raises UnreadableError and its kinds: NotACheckpointError names what else the file is, MalformedError says where it
+    is damaged.
 
     >>> with ckptool.open("training.pth") as checkpoint:
     ...     print(list(checkpoint), checkpoint["epoch"])
     ['epoch', 'best_mIoU', 'state_dict', 'optimizer'] 41
     """
     name = path_text(path)
-    refuse_remote(name)
+    if is_remote(name):
+        return _open_address(name)
     if os.path.isdir(name):
         if opened := read_folder(name):
             return Checkpoint.of(name, *opened)
@@ -63,6 +71,38 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         return Checkpoint.of(name, *hf_folder.read(open_folder(os.path.dirname(name)), name))
     return checkpoint_of(open_any(name))
+
+
+def _open_address(name: str) -> Checkpoint:
+    """Open what a remote address names: a file, a folder with or without a slash at its end, an index, a pattern."""
+    from ..files.folders import folder_at, open_folder
+
+    parent, last = os.path.split(name)
+    if _is_index(last):
+        from .hf import folder as hf_folder
+
+        return Checkpoint.of(name, *hf_folder.read(open_folder(parent), name))
+    if _may_be_pattern(name):
+        from .fsdp.patterns import read_pattern
+
+        files = read_pattern(name)
+        return Checkpoint.of(name, *files) if files else checkpoint_of(open_any(name))
+    folder = None if SEPARATOR in name else folder_at(name)
+    if folder is None:
+        return checkpoint_of(open_any(name))
+    if opened := read_folder(folder):
+        return Checkpoint.of(name, *opened)
+    from .checkpoint_search import explain_directory
+
+    raise explain_directory(name)
+
+
+def _is_index(name: str) -> bool:
+    if not name.endswith(".json"):
+        return False
+    from .names.hf import is_index
+
+    return is_index(name)
 
 
 def path_text(path: FilePath, otherwise: str = "") -> str:
@@ -137,14 +177,12 @@ def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""
     if is_remote(path):
-        return False
+        from ..files.folders import folder_at
+
+        return SEPARATOR not in path and (_is_index(path) or _may_be_pattern(path) or folder_at(path) is not None)
     if os.path.isdir(path) or _may_be_pattern(path) or os.path.isdir(path + _TENSORS):
         return True
-    if not path.endswith(".json") or is_address(path):
-        return False
-    from .names.hf import is_index
-
-    return is_index(path)
+    return _is_index(path) and not is_address(path)
 
 
 def _may_be_pattern(path: str) -> bool:

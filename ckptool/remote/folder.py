@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -10,7 +11,7 @@ from ..base.addresses import conceal
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
 from ..files.folders import Folder
-from .source import Allowance, Blocks, RemoteSource, meant, open_store
+from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote, open_store
 from .store import Facts, Failed, Settings, Store, at_once, current, error_of
 
 _DIGITS: Final = regex(r"\d+")
@@ -19,10 +20,43 @@ _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 _GROUP: Final = 64
 
 
+#: Folders that were asked for within the last seconds, and when: several questions are one listing.
+_RECENT: Final[dict[tuple[str, Settings], tuple[float, RemoteFolder]]] = {}
+_RECENT_SECONDS: Final = 2.0
+
+
 def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
-    """Return the folder at an address, whether or not it exists. It is listed when it is first asked."""
-    settings = settings or current()
-    return RemoteFolder(meant(address), settings, Allowance(settings.max_download))
+    """Return the folder at an address, whether or not it exists. It is listed when it is first asked.
+
+    Without ``settings``, ``current`` tells them, and a folder that was opened just before is returned again.
+    """
+    if settings is not None:
+        return RemoteFolder(meant(address), settings, Allowance(settings.max_download))
+    known = meant(address).rstrip("/"), current()
+    when, folder = _RECENT.get(known, (0.0, None))
+    if folder is None or time.monotonic() - when > _RECENT_SECONDS:
+        if len(_RECENT) > _GROUP:
+            _RECENT.clear()
+        folder = open_folder(address, known[1])
+        _RECENT[known] = time.monotonic(), folder
+    return folder
+
+
+def folder_at(address: str) -> RemoteFolder | None:
+    """Return the folder at an address, which may lack its slash; None if it is empty, or there is a file.
+
+    Raises UnreadableError if it can only be a folder, and cannot be listed.
+    """
+    if is_file(address):
+        return None
+    folder = open_folder(address)
+    try:
+        return folder if folder.files else None
+    except UnreadableError:
+        parts = addresses.parse(meant(address))
+        if parts.path.endswith("/") or not parts.path:
+            raise
+        return None
 
 
 class RemoteFolder(Folder):
@@ -35,8 +69,11 @@ class RemoteFolder(Folder):
         super().__init__(conceal(address))
         self._address, self._settings, self._allowance = address, settings, allowance
         self._listed: dict[str, Facts] | None = None
+        self._folders: set[str] = set()
         self._store: Store | None = None
         self._blocks: dict[str, Blocks] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._begun: set[str] = set()
 
     @property
     def files(self) -> dict[str, Facts]:
@@ -50,9 +87,15 @@ class RemoteFolder(Folder):
             except Failed as failed:
                 found = failed
             else:
-                self._listed = {facts.key[start:]: facts for facts in listed if facts.key[start:]}
-                return self._listed
+                return self._keep({facts.key[start:]: facts for facts in listed if facts.key[start:]})
             raise error_of(found, self._address)
+        return self._listed
+
+    def _keep(self, listed: dict[str, Facts]) -> dict[str, Facts]:
+        """Keep the files of a listing; empty objects that stand for folders are left out."""
+        paths = (path.split("/") for path in listed)
+        self._folders = {"/".join(path[:end]) for path in paths for end in range(len(path))}
+        self._listed = {path: facts for path, facts in listed.items() if path not in self._folders}
         return self._listed
 
     def names(self, *, strict: bool = False) -> frozenset[str]:
@@ -60,13 +103,15 @@ class RemoteFolder(Folder):
         return frozenset(path.partition("/")[0] for path in self.files)
 
     def is_folder(self, name: str) -> bool:
-        return name not in self.files and any(path.startswith(f"{name}/") for path in self.files)
+        return bool(self.files) and name in self._folders
 
     def size(self, name: str) -> int | None:
         return self.files[name].size if name in self.files else None
 
     def open(self, name: str) -> RemoteSource:
         """Open a file without a request: the first read asks for both its ends."""
+        if name.startswith("../"):  # a file around a checkpoint
+            return open_remote(addresses.join(self._address, name), self._settings)
         if name not in self.files:
             raise UnreadableError("no such file", path=self.join(name))
         source = self._source(name)
@@ -81,9 +126,13 @@ class RemoteFolder(Folder):
 
     def _begin(self, name: str) -> None:
         """Ask for the ends of a file, and of the files like it that nobody asked for yet."""
-        alike = _alike(name)
-        others = [other for other in sorted(self.files) if other not in self._blocks and _alike(other) == alike]
-        at_once([name, *others][:_GROUP], lambda each: self._begin_one(each, each == name))
+        if not self._groups:
+            for path in sorted(self.files):
+                self._groups.setdefault(_alike(path), []).append(path)
+        others = [] if name in self._begun else self._groups[_alike(name)]
+        batch = [name, *(other for other in others if other not in self._begun and other != name)][:_GROUP]
+        self._begun.update(batch)
+        at_once(batch, lambda each: self._begin_one(each, each == name))
 
     def _begin_one(self, name: str, wanted: bool) -> None:
         if wanted:
@@ -95,7 +144,8 @@ class RemoteFolder(Folder):
     def inner(self, name: str) -> RemoteFolder:
         found = RemoteFolder(addresses.join(self._address, name), self._settings, self._allowance)
         files = {path[len(name) + 1 :]: facts for path, facts in self.files.items() if path.startswith(f"{name}/")}
-        found._store, found._listed = self._store, files
+        found._store = self._store
+        found._keep(files)
         return found
 
     def outer(self) -> RemoteFolder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -46,11 +47,12 @@ def open_store(path: str, settings: Settings) -> tuple[Store, str]:
     kind, name, revision, file = found.groups()
     token = "" if settings.anonymous else get_token() or ""
     site = settings.endpoint_url or os.environ.get("HF_ENDPOINT", _SITE)
-    return _repository(site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token), file or ""
+    minute = int(time.monotonic() // 60)  # a branch may move
+    return _repository(site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token, minute), file or ""
 
 
 @lru_cache(maxsize=8)
-def _repository(site: str, kind: str, name: str, revision: str, token: str) -> Store:
+def _repository(site: str, kind: str, name: str, revision: str, token: str, _minute: int) -> Store:
     from huggingface_hub import HfApi, errors
 
     try:

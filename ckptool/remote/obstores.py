@@ -48,6 +48,7 @@ _WORDS: Final = (
     ("region", regex("BareRedirect")),
     ("whole", regex("NotPartial|RangeNotSupported")),
     ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment")),
+    ("keys", regex("Missing(AccessKeyId|SecretAccessKey)")),
     ("account", regex("MissingAccount|[Aa]ccount must be specified")),
     ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
     ("name", regex("dns error")),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from ..base.addresses import conceal, parse, reveal
-from ..base.errors import ChangedError, RefusedError, UnreadableError
+from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
@@ -26,18 +26,37 @@ _REQUEST: Final = 4 << 20
 _AHEAD: Final = 16 << 20
 
 
+#: The file that ``is_file`` opened last, by its address.
+_OPENED: Final[dict[str, RemoteSource]] = {}
+
+
+def is_file(address: str) -> bool:
+    """Return whether there is a file at an address; other failures are left to ``open_remote``, which comes next.
+
+    What was asked for is not asked for again: ``open_remote`` returns the same source.
+    """
+    if reveal(address) in _OPENED:
+        return True
+    _OPENED.clear()
+    try:
+        _OPENED[reveal(address)] = open_remote(address)
+    except UnreadableError as error:
+        return error.what not in (NO_FILE, A_DIRECTORY)
+    return True
+
+
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     """Open a remote file by its address, or the text that stands for it: two requests at once, for both its ends.
 
     Raises UnreadableError and RefusedError as for a local file.
     """
+    if settings is None and (opened := _OPENED.pop(reveal(address), None)):
+        return opened
     settings, address = settings or current(), meant(address)
     store, key = open_store(address, settings)
     path = parse(address).path if parse(address).scheme.startswith("http") else key
     if path.endswith("/") or not path:
-        raise UnreadableError(
-            "it is a directory, not a file", path=conceal(address), next="name a checkpoint file in it"
-        )
+        raise UnreadableError(A_DIRECTORY, path=conceal(address), next="name a checkpoint file in it")
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source

@@ -6,12 +6,13 @@ A store is a module with one class that has the methods of ``Store``. It raises 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from ..base.addresses import conceal, parse
-from ..base.errors import ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
+from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import FORCE, AnyStep, Line, Setting, advice
@@ -34,18 +35,12 @@ class Settings(NamedTuple):
     max_download: int = LIMITS.download_bytes
 
 
-_current = Settings()
-
-
 def current() -> Settings:
-    """Return the settings for addresses that are opened without any."""
-    return _current
-
-
-def configure(settings: Settings) -> None:
-    """Set the settings for addresses that are opened without any."""
-    global _current
-    _current = settings
+    """Return the settings of this process: the options of a command are in variables, which its workers inherit."""
+    endpoint_url, anonymous, profile, most = (
+        os.environ.get(f"CKPTOOL_{name.upper()}", "") for name in Settings._fields
+    )
+    return Settings(endpoint_url, bool(anonymous), profile, int(most) if most.isdigit() else LIMITS.download_bytes)
 
 
 class Facts(NamedTuple):
@@ -97,7 +92,7 @@ class Store(Protocol):
 class Failed(Exception):
     """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
 
-    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``_KINDS``, or "".
+    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "".
     """
 
     def __init__(self, kind: str = "", status: int = 0, code: str = "") -> None:
@@ -107,7 +102,7 @@ class Failed(Exception):
 
 _ANONYMOUS: Final = Setting("anonymous")
 #: Messages and next steps by the kind of a failure that has no status, or whose code says more than its status.
-_KINDS: Final[dict[str, tuple[str, AnyStep]]] = {
+MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "name": (
         "{host} cannot be found: there is no host of this name",
         "check the spelling, the endpoint and the network",
@@ -178,15 +173,15 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     if web:  # the codes of a signed address say nothing about credentials of the user
         kind = "address" if kind == "expired" else "unknown" if failed.kind == "region" else failed.kind
     error: type[CkptoolError] = OutputError if writing else UnreadableError
-    what, step = _KINDS.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
+    what, step = MESSAGES.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
     if kind == "none" and parts.scheme == "s3":
         step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
-    elif kind in _KINDS or not status:
+    elif kind in MESSAGES or not status:
         pass
     elif status in (401, 403) and parts.scheme == "hf":
-        what, step = _KINDS["repository" if status == 401 else "gated"]
+        what, step = MESSAGES["repository" if status == 401 else "gated"]
     elif status == 401:
-        what, step = "{host} wants credentials", "check the address" if web else _KINDS["none"][1]
+        what, step = "{host} wants credentials", "check the address" if web else MESSAGES["none"][1]
     elif status == 403 and web:
         what, step = "{host} refuses it", "check the address; signed ones expire"
     elif status == 403:
@@ -194,9 +189,9 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         what = f"no permission to {verb} it, or no such file and no permission to list {{bucket}}"
         step = "check the name and the permissions"
     elif status in (404, 410):
-        what = "no such file"
+        what = NO_FILE
     elif status == 407:
-        what, step = _KINDS["proxy"]
+        what, step = MESSAGES["proxy"]
     elif status in (409, 412) and writing:
         error, what, step = RefusedError, "the output exists", advice("replace it with ", FORCE)
     elif status in (412, 416):

@@ -15,12 +15,14 @@ from ..base.steps import (
     Setting,
     as_step,
     command,
+    is_remote,
     rename_step,
     suggested_output,
 )
 from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target
+from ..files.sources import FolderSource
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import WRONG_SUFFIX, weights_only
 
@@ -94,7 +96,8 @@ def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
 
 def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
     """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
-    if not os.path.isdir(checkpoint.path):
+    remote = is_remote(checkpoint.path) and isinstance(checkpoint.source, FolderSource)
+    if not (remote or os.path.isdir(checkpoint.path)):
         return False
     from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 from ..base.records import NamedTuple, TypedDict
+from ..base.steps import is_remote
 from ..files.archives import file_of
 from ..formats.opening import in_several_files
 
@@ -98,7 +99,12 @@ def recorded_stamp(value: Mapping[str, Any]) -> FileStamp:
 
 
 def stamp_of(path: str) -> FileStamp:
-    """Return the stamp of a file, of the archive that an address begins with, or of all files in a folder."""
+    """Return the stamp of a file, of the archive that an address begins with, or of all files in a folder.
+
+    A remote file has none, so it is always checked again.
+    """
+    if is_remote(path):
+        return FileStamp()
     try:
         name = file_of(path)
         if in_several_files(name):

@@ -14,7 +14,8 @@ from ..base.steps import advised
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..files.archives import file_name, open_any
+from ..files.archives import exists, file_name, open_any
+from ..files.folders import folder_at
 from ..files.sources import Source
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
@@ -177,7 +178,7 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
     If a checkpoint in several files does not open, its scan has the reason, and scans of all files in its folder
     follow.
     """
-    if not in_several_files(path) or not os.path.exists(path):
+    if not in_several_files(path) or not exists(path):
         return [scan_file(path, torch)]
     from .companions import other_checkpoints  # imported only for checkpoints in several files
 
@@ -190,12 +191,12 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
                 scans.append(_checkpoint_scan(whole, checkpoint, torch))
                 folders += other_checkpoints(checkpoint.source)
         except CkptoolError as error:
-            folder = whole if os.path.isdir(whole) else os.path.dirname(whole) or os.curdir
+            folder = whole if folder_at(whole) is not None else os.path.dirname(whole) or os.curdir
             inner = f"{os.path.relpath(error.path, folder)}: " if error.path not in ("", whole) else ""
             kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
             scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (inner + error.what,))))
             for item in find_all([folder], within=True):
-                if isinstance(item, str) and os.path.isdir(item):
+                if isinstance(item, str) and folder_at(item) is not None:
                     folders.append(item)
                 elif isinstance(item, str):
                     scans.append(scan_file(item, torch))

@@ -22,15 +22,15 @@ from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.records import TypedDict
-from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, rename_step, suggested_output
+from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, is_remote, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
-from ..files.folders import open_folder
-from ..files.sources import FileSource, FolderSource, MemberSource
+from ..files.folders import folder_at, open_folder
+from ..files.sources import FolderSource, Source
 from ..formats import folder_format
 from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
@@ -170,7 +170,7 @@ def validation_report(
     torch = policy.torch or NEWEST
     size: int | None = None
     file_format: str | None = None
-    source: FileSource | MemberSource | None = None
+    source: Source | None = None
     try:
         if in_several_files(name):
             opened = open_checkpoint(name)
@@ -446,7 +446,8 @@ def _without_container(
     """Return the report on a file that is not a whole checkpoint; its pickles are still checked."""
     safety = Safety()
     try:
-        if os.path.isdir(path) and folder_format(path) is not None:
+        remote = is_remote(path) and folder_at(path) is not None
+        if remote or (os.path.isdir(path) and folder_format(path) is not None):
             folder = open_folder(path)
             names = islice(companion_names(folder, ()), LIMITS.listed)
             files = (check_companion(folder, name, torch) for name in names)

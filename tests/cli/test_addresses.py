@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import tarfile
 import zipfile
@@ -18,6 +19,7 @@ from ckptool.base.errors import RefusedError, UnreadableError
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
+from ckptool.remote import obstores
 
 #: What commands need besides their inputs.
 REST = {
@@ -231,9 +233,12 @@ def test_a_library_takes_addresses(folder: Path) -> None:
 
 REMOTE = "s3://bucket/run/"
 #: The same with secrets, as S3, Azure and presigned addresses have them.
-SECRETS = ("s3://AK:se/CRET@bucket/run/", "https://CRET@host/run?X-Sig=CRET&n=")
-READ_REFUSAL = "remote files are not supported; download it first, then run the command on the file"
-WRITE_REFUSAL = "remote files are not supported; write to a local path, then upload it"
+SECRETS = ("s3://AK:se/CRET@bucket/run/", "http://CRET@nobody.invalid/run?X-Sig=CRET&n=")
+READ_REFUSAL = "this does not work with remote files; download it first, then run the command on the file"
+WRITE_REFUSAL = "this does not work with remote files; write to a local path, then upload it"
+#: What a command says that tried to open an address: no test here has credentials, or a server.
+OPENED = ("there are no credentials for S3", "obstore is not installed", "nobody.invalid cannot be found")
+OPENED += ("nobody.invalid does not answer", "no connection to nobody.invalid")
 _OUTPUTS = [
     (name, parameter)
     for name in COMMANDS
@@ -243,23 +248,40 @@ _OUTPUTS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Take away the credentials of the machine, and the patience with servers."""
+    for variable in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0))
+
+
+def was_opened(said: Said) -> bool:
+    return any(text in said.all for text in OPENED)
+
+
 _INPUT_NAMES = [f"{name} {item.opts[0]}" for name, item in _INPUTS]
 
 
 @pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
-def test_a_remote_input_is_refused_by_name(name: str, parameter: click.Parameter, folder: Path) -> None:
+def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder: Path, offline: None) -> None:
     said = _said(name, parameter, REMOTE, folder)
     assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
     assert REMOTE in said.err
-    assert READ_REFUSAL in said.err
+    assert READ_REFUSAL in said.err or was_opened(said)
 
 
 @pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
 @pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
-def test_secrets_of_an_address_are_not_printed(name: str, parameter: click.Parameter, start: str, folder: Path) -> None:
+def test_secrets_of_an_address_are_not_printed(
+    name: str, parameter: click.Parameter, start: str, folder: Path, offline: None
+) -> None:
     said = _said(name, parameter, start, folder)
     cut = parameter.opts[0] == "--merge-entry" and start == SECRETS[1]  # a query string goes to the end of the word
-    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err and "/run" in said.err
+    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err or was_opened(said)
+    assert "/run" in said.err
     assert "CRET" not in said.all
 
 
@@ -294,31 +316,34 @@ def test_a_dry_run_refuses_a_remote_output(output: str, folder: Path) -> None:
     ["*.pth", "model[0-1].pth", "model_{rank}.pth", "outer.zip!a.pth", "model.safetensors.index.json", "", "x?.pth"],
 )
 @pytest.mark.parametrize("name", ["keys", "inspect", "validate", "scan", "hash", "lock", "stats", "history", "undo"])
-def test_every_kind_of_remote_path(name: str, rest: str) -> None:
+def test_every_kind_of_remote_path(name: str, rest: str, offline: None) -> None:
     said = say(name, REMOTE + rest)
     assert said.code == 3
-    assert f"{REMOTE}{rest}: {READ_REFUSAL}\n" in said.err
+    assert REMOTE.rstrip("/") in said.all
+    assert READ_REFUSAL in said.err if name in ("history", "undo") else was_opened(said)
 
 
-@pytest.mark.parametrize("scheme", ["gs", "az", "abfss", "http", "https", "hf", "sftp", "memory", "S3"])
-def test_every_scheme_is_remote(scheme: str) -> None:
-    assert READ_REFUSAL in say("keys", f"{scheme}://host/x.pth").err
+def test_every_scheme_is_remote() -> None:
+    assert "addresses with nix:// are not supported" in say("keys", "nix://host/x.pth").err
 
 
 @pytest.mark.parametrize("name", ["validate", "scan"])
-def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path) -> None:
+def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path, offline: None) -> None:
     names = tmp_path / "list"
     names.write_text(f"{folder}/plain/bare.pth\n{REMOTE}x.pth\n{SECRETS[0]}y.pth\n{SECRETS[1]}z.pth\n")
     for style in ("table", "json", "rows"):
         said = say(name, "--files-from", names, "--format", style)
         assert said.code == 3
-        assert READ_REFUSAL in said.all and f"{REMOTE}y.pth" in said.all and "https://host/run" in said.all
+        assert was_opened(said) and f"{REMOTE}y.pth" in said.all and "http://nobody.invalid/run" in said.all
         assert "CRET" not in said.all
     journal = tmp_path / "journal"
     say(name, "--files-from", names, "--since", journal)
     assert "CRET" not in journal.read_text()
     for option in ("--files-from", "--since"):
-        assert "remote files are not supported" in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
+        assert (
+            "this does not work with remote files"
+            in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
+        )
 
 
 def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +353,11 @@ def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeyp
     for words in ([], ["--policy", policy]):
         said = say("validate", folder / "plain" / "bare.pth", *words)
         assert said.code == 2
-        assert f"{REMOTE}lock.json" in said.err and "remote files are not supported" in said.err
+        assert f"{REMOTE}lock.json" in said.err and "this does not work with remote files" in said.err
         assert "CRET" not in said.all
 
 
-def test_typing_errors_do_not_print_secrets() -> None:
+def test_typing_errors_do_not_print_secrets(offline: None) -> None:
     lines = [
         ["diff", f"{SECRETS[0]}a.pth"],
         ["get", f"{SECRETS[0]}a.pth", "x", f"{SECRETS[0]}b.pth"],
@@ -348,13 +373,12 @@ def test_typing_errors_do_not_print_secrets() -> None:
         assert "CRET" not in said.all, words
 
 
-def test_a_library_refuses_remote_files(folder: Path) -> None:
-    for path in (f"{SECRETS[0]}x.pth", f"{REMOTE}o.zip!x.pth", f"{REMOTE}x.index.json", f"{REMOTE}model_*.pth"):
-        with pytest.raises(UnreadableError, match="remote files are not supported") as refused:
+def test_a_library_opens_remote_files(folder: Path, offline: None) -> None:
+    for path in (f"{SECRETS[0]}x.pth", f"{REMOTE}o.zip!x.pth", f"{REMOTE}model.safetensors.index.json"):
+        with pytest.raises(UnreadableError, match=r"there are no credentials|obstore is not installed") as refused:
             ckptool.open(path)
         assert refused.value.path.startswith(REMOTE)
-        assert refused.value.next.startswith("download it first")
-    with pytest.raises(RefusedError, match="remote files are not supported") as refused_output:
+    with pytest.raises(RefusedError, match="this does not work with remote files") as refused_output:
         ckptool.save(folder / "plain" / "bare.pth", f"{SECRETS[0]}x.pth", dry_run=True)
     assert refused_output.value.path == f"{REMOTE}x.pth"
 
@@ -371,9 +395,11 @@ def test_a_message_that_begins_with_an_address_is_explained() -> None:
     assert "supported" not in said.all
 
 
-def test_a_local_folder_that_looks_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_local_folder_that_looks_remote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, offline: None
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     assert say("wrap", folder / "plain" / "bare.pth", "model", "-o", "./s3:/bucket/x.pth").code == 0
     assert say("keys", "./s3:/bucket/x.pth").code == 0
-    assert READ_REFUSAL in say("keys", "s3://bucket/x.pth").err
+    assert was_opened(say("keys", "s3://bucket/x.pth"))

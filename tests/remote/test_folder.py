@@ -32,7 +32,8 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     with Server() as found:
         for name, data in FILES.items():
             found.put("bucket", f"run/{name}", data)
-        found.put("bucket", "run/", b"")  # what a console makes of a new folder
+        for name in ("run/", "run/rank0/"):  # what a console makes of a new folder
+            found.put("bucket", name, b"")
         found.put("bucket", "run2/other.pth", b"other")
         yield found
 
@@ -69,7 +70,7 @@ def test_a_whole_bucket_and_an_empty_folder(server: Server) -> None:
 def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.page = 3
     assert len(folder(server).names()) == 11
-    assert server.count() == 4
+    assert server.count() == 5
     monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(remote_files=5))
     with pytest.raises(UnreadableError, match="it has more than"):
         folder(server).names()
@@ -89,6 +90,14 @@ def test_shards_and_their_index_take_two_round_trips(server: Server) -> None:
     assert (server.count(), server.round_trips) == (10, 2)
     assert found.read("rank0/optim.pt", 7) == bytes(7)
     assert server.count() == 11
+
+
+def test_files_that_are_opened_first_and_read_later_are_asked_for_together(server: Server) -> None:
+    server.delay = 0.1
+    found = folder(server)
+    shards = [found.open(name) for name in sorted(found.names()) if "-of-" in name]
+    assert [source.read(0, 1) for source in shards] == [bytes([number]) for number in range(1, 9)]
+    assert (server.count(), server.round_trips) == (10, 2)  # the index belongs to them
 
 
 def test_a_shard_that_fails_does_not_fail_the_others(server: Server) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, AnyStep, Setting, advised, command, suggested_output
+from ...base.steps import STDIN, AnyStep, Setting, advised, command, is_remote, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import sharding_summary
 from ...checkpoint.tensors import is_sharded
+from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, former_arguments, opened
@@ -270,7 +271,8 @@ def _by_recipe(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, infer
 
 def _can_copy(checkpoint: Checkpoint) -> bool:
     """Return whether a tensor may get a second name: transformers ties what a folder lacks, and copies no more."""
-    return os.path.isfile(checkpoint.path) and program_of(checkpoint) is None
+    remote = is_remote(checkpoint.path) and not isinstance(checkpoint.source, FolderSource | MemberSource)
+    return (remote or os.path.isfile(checkpoint.path)) and program_of(checkpoint) is None
 
 
 def _copies(checkpoint: Checkpoint, best: Attempt) -> Steps:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ...base.errors import CkptoolError
+from ...base.steps import is_remote
+from ...base.suffixes import CHECKPOINTS, PICKLES
 from ...checkpoint.checkpoint import Change, Checkpoint
 from ...files.sources import FolderSource, Piece, Plan, Span
 from ...formats.opening import open_checkpoint
@@ -25,10 +27,13 @@ def refused_companions(checkpoint: Checkpoint) -> Iterator[str]:
     source = checkpoint.source
     for path in source.beside if isinstance(source, FolderSource) else ():
         try:
-            if not 0 < os.path.getsize(path) <= _LARGEST:
+            if is_remote(path) and not path.endswith((*CHECKPOINTS, *PICKLES)):
+                continue  # each costs requests, and texts are many
+            if not is_remote(path) and not 0 < os.path.getsize(path) <= _LARGEST:
                 continue
             with open_checkpoint(path) as opened:
-                if opened.pickled and weights_only(opened, storage_flaws(opened)).blockers:
+                small = opened.pickled and opened.source.size <= _LARGEST
+                if small and weights_only(opened, storage_flaws(opened)).blockers:
                     yield path
         except (CkptoolError, OSError):
             continue

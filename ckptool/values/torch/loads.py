@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import TargetError, UnreadableError
 from ...base.map_location import MapLocation
-from ...base.steps import STDIN
+from ...base.steps import STDIN, is_remote
 from ...files.archives import is_address, open_any
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
 
 def _readable(path: str) -> Any:
     """Return something that torch can read: the path, or the bytes of a file in an archive or on standard input."""
-    if path != STDIN and not is_address(path):
+    if path != STDIN and not (is_address(path) or is_remote(path)):
         return path
     import io
 
