@@ -158,8 +158,8 @@ def allocate(plan: Plan, fd: int, folder: str) -> None:
     Holes stay holes, and blocks that can be shared with an input are not reserved. The size of the file stays. Nothing
     happens where the system cannot; a full disk is reported by the write.
     """
-    if not hasattr(os, "posix_fallocate"):
-        return  # Windows has no libc
+    if not hasattr(os, "posix_fallocate") or plan.size < _MIN_ALLOCATED:
+        return  # Windows has no libc; a small output needs no trial of what the filesystem can share
     begin = at = 0
     shares: dict[int, bool] = {}
     for piece in (*plan.pieces, None):
