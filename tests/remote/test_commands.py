@@ -240,3 +240,36 @@ def test_requests_of_commands(server: Server) -> None:
     server.clear()
     assert say("keys", "s3://bucket/dcp4/").code == 0
     assert server.count() <= 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "requests", "round_trips"),
+    [
+        ("zip", ["keys"], 2, 1),
+        ("zip", ["validate", "--quick"], 26, 3),
+        ("zip", ["strip-module", "--dry-run"], 26, 2),
+        ("legacy", ["keys"], 26, 2),
+        ("names", ["keys"], 5, 3),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) if isinstance(value, list) else "",
+)
+def test_readers_ask_ahead(
+    kind: str, call: list[str], requests: int, round_trips: int, server: Server, tmp_path: Path
+) -> None:
+    """24 tensors of 160 kB, or 20,000 of one element: what a reader needs comes in one batch, not one by one."""
+    torch = pytest.importorskip("torch")
+    count, size = (20_000, 1) if kind == "names" else (24, 40_000)
+    state = {f"module.layers.{at}.weight": torch.zeros(size) for at in range(count)}
+    torch.save(state, tmp_path / "model.pth", _use_new_zipfile_serialization=kind != "legacy")
+    server.put("asked", "model.pth", (tmp_path / "model.pth").read_bytes())
+    server.clear()
+    server.delay = 0.05
+    try:
+        said = say(
+            *call, "s3://asked/model.pth", *(["-o", str(tmp_path / "out.pth")] if call[0] == "strip-module" else [])
+        )
+    finally:
+        server.delay = 0
+    assert said.code == 0, said.err
+    assert server.count() <= requests
+    assert server.round_trips <= round_trips

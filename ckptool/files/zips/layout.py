@@ -26,6 +26,7 @@ from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, AnyStep, advice, argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
+from .audit import prefetch_headers
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
 from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_note, is_leftover_growth, strip_note
 from .writer import (
@@ -108,6 +109,7 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
     for oddity in archive.oddities:
         if oddity.ambiguous:
             raise RefusedError(f"the archive is ambiguous: {oddity.message}", path=source.name)
+    prefetch_headers(archive)
     grid, filler = alignment(archive), _filler(archive)
     runs = list(_runs(archive, contents, filler, grid))
     layout = _layout(archive, runs, contents, grid, filler, 0)

@@ -24,7 +24,7 @@ from ..threads import read_blocks
 from .versions import read_note, unfinished_end
 
 #: Bytes that a Window reads ahead.
-_WINDOW: Final = 1 << 16
+WINDOW: Final = 1 << 16
 #: Bytes that it reads at least: the end of a record, the padding, and the header after it.
 _STEP: Final = 1024
 #: Reads this close together are steps of a walk: the next one is probably as close.
@@ -65,7 +65,7 @@ class Window:
         # From the end of a large record to the next header is one short step, but then comes a long one.
         if size > _NEARBY:
             return self.source.read(offset, size), offset
-        data = self.source.read(offset, max(size, _STEP) if self._close < 2 else _WINDOW)
+        data = self.source.read(offset, max(size, _STEP) if self._close < 2 else WINDOW)
         self._buffer = (offset, data)
         return data, offset
 

@@ -6,6 +6,8 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, repeat
+from typing import Final
 
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
@@ -128,6 +130,8 @@ class TorchLegacy(Container):
         self._views_differ = ids.differ
         self.problems += ids.problems
         at, size = self.storages, self.source.size
+        sizes = (8 + (storages[key].nbytes if key in storages else 0) for key in self.keys)
+        self.source.prefetch(zip(accumulate(sizes, initial=at), repeat(8, len(self.keys))))
         for number, (key, listed) in enumerate(zip(self.keys, self._listed)):
             storage = storages.get(key) if listed in ids.roots else None
             if storage is None:
@@ -269,12 +273,16 @@ def sniff(head: bytes, source: Source) -> bool:
     return graph.nodes[graph.root] == MAGIC
 
 
+#: The bytes in which the pickles are looked for first: of a remote file, these are at hand.
+_FIRST: Final = 256 << 10
+
+
 def read(source: Source) -> TorchLegacy:
     """Read the five pickles; raise MalformedError if one is invalid."""
     parts: list[Decoded] = []
     bounds = [0]
     # Lengths are not stored: read ahead, and double the window if a pickle is longer.
-    base, window = 0, source.read(0, 1 << 20)
+    base, window = 0, source.read(0, _FIRST)
     for name in _PARTS:
         while True:
             begin = bounds[-1]
