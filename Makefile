@@ -24,7 +24,7 @@ QUICK := $(addprefix tests/,laws/test_layers.py laws/test_lossless.py laws/test_
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
+.PHONY: help demo test test-quick test-remote test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test: $(READY) ## Run the tests
 test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, lossless edits, some transcripts
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
+
+test-remote: $(READY) ## Read and write remote files on radosgw, Azurite, fake-gcs-server and nginx, where they are installed
+	$(INSTALL) --editable '.[dev,servers]'
+	CKPTOOL_SERVERS=all $(BIN)/python -m pytest -rs tests/remote/test_servers.py
 
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
 	$(INSTALL) --editable '.[dev,browser]'

@@ -46,7 +46,7 @@ _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"
 #: The kinds of failures by words in the text of an error, in the order in which they are looked for.
 _WORDS: Final = (
     ("region", regex("BareRedirect")),
-    ("whole", regex("NotPartial|RangeNotSupported")),
+    ("whole", regex("NotPartial|RangeNotSupported|ParseContentRange")),
     ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment")),
     ("keys", regex("Missing(AccessKeyId|SecretAccessKey)")),
     ("account", regex("MissingAccount|[Aa]ccount must be specified")),
@@ -229,8 +229,13 @@ class ObStore:
         self.has_tail = has_tail
 
     def facts(self, meta: Any) -> Facts:
-        """Return the facts of an object. Without an ETag, the time of its last change takes its place."""
+        """Return the facts of an object. Without an ETag, the time of its last change takes its place.
+
+        Listings of Azure have ETags without the quotes that are part of them everywhere else.
+        """
         etag = meta["e_tag"] or (f'W/"{meta["last_modified"]}"' if meta["last_modified"].year > 1970 else "")
+        if etag and not etag.endswith('"'):
+            etag = f'"{etag}"'
         return Facts(meta["path"], meta["size"], etag)
 
     def head(self, key: str) -> Facts:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
 import ssl
-import subprocess
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 from remote.server import ERRORS, FAULTS, KEY, SECRET, Server
+from remote.servers import free_port, make_certificates
 
 pytest.importorskip("obstore")
 
@@ -149,14 +147,8 @@ def test_a_folder_has_the_same_errors(server: Server) -> None:
 # -- the way to the server ------------------------------------------------------------------------------------
 
 
-def closed_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def test_no_way_to_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody = f"http://127.0.0.1:{closed_port()}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     assert failure("s3://bucket/a", Settings(nobody)).what == "no connection to S3"
     assert failure(f"{nobody}/a?Signature=SECRET").what == f"no connection to {nobody.removeprefix('http://')}"
     error = failure("http://nobody.invalid/a?Signature=SECRET")
@@ -174,30 +166,7 @@ def test_tls(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     secure = server.url.replace("http:", "https:")
     error = failure(f"{secure}/plain/a?Signature=SECRET")
     assert "it does not speak TLS, or its certificate is not trusted" in error.what
-    if not shutil.which("openssl"):
-        pytest.skip("no openssl to make certificates")
-    made = {"ca": "/CN=test", "host": "/CN=localhost"}
-    extra = {"ca": ["-x509", "-days", "2"], "host": []}
-    for name, subject in made.items():
-        words = ["-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", subject]
-        subprocess.run(["openssl", "req", *words, *extra[name]], cwd=tmp_path, check=True, capture_output=True)
-    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n", encoding="utf-8")
-    words = [
-        "-in",
-        "host.pem",
-        "-out",
-        "host.crt",
-        "-CA",
-        "ca.pem",
-        "-CAkey",
-        "ca.key",
-        "-CAcreateserial",
-        "-days",
-        "2",
-    ]
-    subprocess.run(
-        ["openssl", "x509", "-req", *words, "-extfile", "names"], cwd=tmp_path, check=True, capture_output=True
-    )
+    make_certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "host.crt", tmp_path / "host.key")
     with Server() as other:
@@ -215,7 +184,7 @@ def test_tls(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_no_credentials_at_all(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     for _ in range(2):
         error = failure("s3://bucket/a", Settings(server.url))
         assert error.what == "there are no credentials for S3"

@@ -1,0 +1,195 @@
+"""The same tests on servers by other people: what holds on ours must hold elsewhere.
+
+``make test`` runs them on our own server and on moto, ``make test-remote`` on all of ``servers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from command_line import Said, say
+from conftest import FIXTURES
+from remote.servers import SERVERS, Place
+
+pytest.importorskip("obstore")
+
+from ckptool.base.addresses import shown
+from ckptool.base.errors import ChangedError
+from ckptool.remote import obstores
+from ckptool.remote.source import ENDS, open_remote
+from ckptool.remote.store import Failed, Store, at_once, current
+
+ALL = os.environ.get("CKPTOOL_SERVERS") == "all"
+MIB = 1 << 20
+DATA = random.Random(1).randbytes(3 * MIB)
+PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "CKPTOOL_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "REQUESTS_", "CURL_")
+FILES = ("zip.pth", "legacy.pth", "model.safetensors", "run 1/epoch=3,step+5 (ü) 100%.pth")
+FOLDERS = ("dcp4", "shards")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files of 3.8 MB, so that commands need several requests, and with folders of checkpoints."""
+    torch: Any = pytest.importorskip("torch")
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    folder = tmp_path_factory.mktemp("local")
+    state = {f"module.layers.{at}.weight": torch.full((200, 200), float(at)) for at in range(24)}
+    for name in FILES:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if path.suffix == ".safetensors":
+            safetensors.save_file(state, path)
+        else:
+            torch.save({"state_dict": state, "epoch": 3}, path, _use_new_zipfile_serialization="legacy" not in name)
+    shutil.copytree(FIXTURES / "dcp4", folder / "dcp4")
+    (folder / "shards").mkdir()
+    shards = {f"model-0000{number}-of-00002.safetensors": [*state][number - 1 :: 2] for number in (1, 2)}
+    for name, keys in shards.items():
+        safetensors.save_file({key: state[key] for key in keys}, folder / "shards" / name)
+    index = {"metadata": {}, "weight_map": {key: name for name, keys in shards.items() for key in keys}}
+    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[name for name in SERVERS if ALL or name in ("own", "moto")])
+def started(request: pytest.FixtureRequest, local: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with SERVERS[request.param](tmp_path_factory.mktemp("server")) as place:
+        for path in (path for path in local.rglob("*") if path.is_file()):
+            place.put(path.relative_to(local).as_posix(), path.read_bytes())
+        yield place
+
+
+@pytest.fixture
+def place(started: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
+    for name in [name for name in os.environ if name.upper().startswith(PREFIXES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    enter(started.variables, monkeypatch)
+    return started
+
+
+def enter(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def plain(said: Said, root: str) -> tuple[int, str, str]:
+    """What a command said, without the folder of its file, the next steps and the width of tables."""
+    texts = (unquote(text).replace(f"{root}/", "") for text in (said.out, said.err))
+    texts = (re.sub(r"-> .*", "->", text) for text in texts)
+    return said.code, *(re.sub(r"[\s─-]+", " ", text) for text in texts)  # type: ignore[return-value]
+
+
+def store_of(address: str) -> tuple[Store, str]:
+    return obstores.open_store(address, current())
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [["keys"], ["inspect"], ["validate"], ["hash"], ["scan"]], ids=" ".join)
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_a_command_says_the_same_as_of_a_local_file(name: str, call: list[str], place: Place, local: Path) -> None:
+    if name in FOLDERS and not place.lists:
+        remote = say(*call, f"{place.at(name)}/")
+        assert (remote.code, "cannot list files" in remote.err) == (3, True), remote.all
+        return
+    remote = say(*call, place.at(name))
+    assert remote.code == 0, remote.all
+    assert plain(remote, shown(place.address)) == plain(say(*call, local / name), str(local))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tensor(name: str, place: Place, local: Path, tmp_path: Path) -> None:
+    prefix = "" if name.endswith(".safetensors") else "state_dict."
+    for path, output in ((place.at(name), "one.npy"), (local / name, "two.npy")):
+        said = say("get", path, f"{prefix}module.layers.7.weight", "-o", tmp_path / output)
+        assert said.code == 0, said.err
+    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, ENDS, ENDS + 1, 2 * ENDS + 1, 3 * MIB])
+def test_ranges(size: int, place: Place) -> None:
+    data, chance = DATA[:size], random.Random(size)
+    place.put(f"ranges/{size}", data)
+    found = open_remote(place.at(f"ranges/{size}"))
+    assert found.size == size
+    found.prefetch([(size // 3, 10), (size // 2, 10)])
+    for _ in range(50):
+        offset, wanted = chance.randrange(size + 2), chance.choice((1, 1000, MIB))
+        assert found.read(offset, wanted) == data[offset : offset + wanted]
+    found.check_unchanged()
+
+
+def test_conditions_and_a_range_behind_the_end(place: Place) -> None:
+    place.put("conditions", DATA)
+    store, key = store_of(place.at("conditions"))
+    facts = store.head(key)
+    assert facts.size == len(DATA)
+    assert store.get(key, MIB, 10, facts.etag) == (DATA[MIB : MIB + 10], facts)
+    assert store.get(key, len(DATA) - 5, 10).data == DATA[-5:]
+    if store.has_tail:
+        assert store.tail(key, 7) == (DATA[-7:], facts)
+    with pytest.raises(Failed) as caught:
+        store.get(key, len(DATA) + 1, 5)
+    assert caught.value.status == 416
+    if place.conditions:
+        with pytest.raises(Failed) as caught:
+            store.get(key, MIB, 10, '"another"')
+        assert caught.value.status == 412
+    else:  # then the ETag of the answer is compared
+        assert store.get(key, MIB, 10, '"another"').facts == facts
+
+
+def test_a_replaced_object(place: Place) -> None:
+    place.put("replaced", DATA)
+    found = open_remote(place.at("replaced"))
+    assert found.read(MIB, 10) == DATA[MIB : MIB + 10]
+    place.put("replaced", DATA[::-1])
+    for ask in (lambda: found.read(2 * MIB, 10), lambda: found.prefetch([(2 * MIB, 10)]), found.check_unchanged):
+        with pytest.raises(ChangedError, match="the file changed while it was read"):
+            ask()
+    assert found.read(MIB, 10) == DATA[MIB : MIB + 10]
+
+
+def test_names_that_are_not_there(place: Place) -> None:
+    nowhere = f"{place.address.removesuffix('bucket')}nowhere/a.pth"
+    for address, what in ((place.at("none.pth"), "no such file"), (nowhere, place.no_bucket)):
+        said = say("keys", address)
+        assert (said.code, said.out) == (3, "")
+        assert f"{shown(address)}: {what}" in said.err
+
+
+def test_a_wrong_key(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place.stranger is None:
+        pytest.skip("this server accepts any key")
+    address, variables = place.stranger
+    enter(variables, monkeypatch)
+    for call in (["keys", f"{address}/zip.pth"], ["validate", f"{address}/dcp4/"]):
+        said = say(*call)
+        assert said.code == 3
+        assert re.search("does not accept the credentials|no permission to read it|wants credentials", said.err) or (
+            not place.lists and "cannot list files" in said.err
+        ), said.err
+        secrets = [word for word in ("password", "wrong@", *variables.values()) if word in said.all]
+        assert [word for word in secrets if word not in shown(address) and "/" not in word] == []
+
+
+@pytest.mark.skipif(not ALL, reason="it puts 1,050 objects, for make test-remote")
+def test_a_listing_of_more_than_a_page(place: Place) -> None:
+    if not place.lists:
+        pytest.skip("this server lists no folders")
+    names = [f"many/{at // 100}/{at}.pth" for at in range(1050)]
+    at_once(names, lambda name: place.put(name, b"x"))
+    store, _ = store_of(place.at(names[0]))
+    assert sorted(facts.key for facts in store.list("many")) == sorted(names)
+    assert [facts.key for facts in store.list("many/10")] == sorted(names[1000:])
