@@ -60,12 +60,16 @@ LARGE = Spec("200,000 tensors", 200_000, 1, 220)
 ONES = Spec("20,000 tensors of one element", 20_000, 1, 1)
 QUICK_ONES = Spec("200 tensors of one element", 200, 1, 1)
 SMALL = Spec("a small file, 10 tensors", 10, 16, 16)
+REMOTE = Spec("300 MB, 680 tensors", 680, 350, 315)
+QUICK_REMOTE = Spec("10 MB, 68 tensors", 68, 105, 350)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
 SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
 #: A transformer of 25 billion parameters has this many tensors.
 SPARSE_100 = Spec("100 GB (sparse), 700 tensors", 700, 5000, 7143, sparse=True)
-EVERY_SPEC = (BIG, MANY, LARGE, ONES, QUICK_ONES, SMALL, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
+EVERY_SPEC = (
+    BIG, MANY, LARGE, ONES, SMALL, REMOTE, QUICK_ONES, QUICK_BIG, QUICK_MANY, QUICK_REMOTE, SPARSE_20, SPARSE_100,
+)  # fmt: skip
 
 
 def run_torch(kind: str, path: Path, *words: object) -> None:

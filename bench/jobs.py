@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +85,8 @@ class Group(NamedTuple):
     """Jobs that take turns on the same file, and their rows. `setup` makes files, `leftovers` are removed at the end.
 
     `image` is the kind of filesystem to mount, or "" for the work folder. `skip` is called once it is mounted, and
-    returns why the group cannot run, or "". `disk` also measures the blocks that each output takes.
+    returns why the group cannot run, or "". `disk` also measures the blocks that each output takes. `during` is entered
+    after `setup`, and left before the leftovers are removed.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Group(NamedTuple):
     image: str = ""
     skip: Callable[[], str] = always
     disk: bool = False
+    during: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def mentions(group: Group, text: str) -> bool:

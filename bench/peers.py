@@ -82,6 +82,11 @@ PEERS = (
         "ZeRO: compared with `convert`. It loads them with torch, and leaves the moments of the optimizer out.",
     ),
     Peer(
+        "s3fs", ("s3fs",), "python", True,
+        "opens an object of S3 as a file, which `torch.load(map_location=\"meta\")` reads: compared with `keys` of the "
+        "same address. It reads ahead 5 MB at each seek.",
+    ),
+    Peer(
         "peft", ("peft",), "python", True,
         "`PeftModel.merge_and_unload()` adds an adapter to its base: compared with `merge-lora`, whose output has the "
         "same bytes. It loads the whole model into memory, with transformers.",
@@ -141,13 +146,13 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     make = made(lambda unfinished: files.make(spec, unfinished), path)
     convert = made(lambda unfinished: files.run_torch("safetensors", unfinished, path), same)
     names = files.tensor_names(spec.tensors)
-    listing = partial(_shows, names)
-    job = partial(_job, work / "peers")
+    listing = partial(shows, names)
+    job = partial(job_of, work / "peers")
 
     keys = command(tool, "keys", source=path)
     listers = (
         job("ckptkit", "ckptkit info --json", ("info", "--json", str(path)), path, listing),
-        job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(_shows, [names[0][-6:]])),
+        job("sft-cli", "sft tree (.safetensors)", ("tree", str(same)), same, partial(shows, [names[0][-6:]])),
         job("pt-safe-loader", "pt_loader, metadata()", ("-c", _PT_LOADER, str(path)), path, listing),
         *_light_listers(job, path, same, names),
     )
@@ -178,7 +183,7 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
     stats = command(tool, "stats", source=path)._replace(most=1)
     others = (
         job(
-            "weightlens", "lens analyze", ("analyze", str(path)), path, partial(_shows, ["COMPLETE", f"{spec.tensors}"])
+            "weightlens", "lens analyze", ("analyze", str(path)), path, partial(shows, ["COMPLETE", f"{spec.tensors}"])
         ),
         job("sft-cli", "sft stat (.safetensors)", ("stat", str(same)), same, listing),
     )
@@ -195,9 +200,9 @@ def _light_listers(job: Callable[..., Job], path: Path, same: Path, names: list[
     return (
         job(
             "safetensors-print", "safetensors-print --tensors (.safetensors)", ("--tensors", str(same)), same,
-            partial(_shows, names),
+            partial(shows, names),
         ),
-        job("whybig", "whybig --top", ("--top", "1000000", str(path)), path, partial(_shows, ["data.pkl"])),
+        job("whybig", "whybig --top", ("--top", "1000000", str(path)), path, partial(shows, ["data.pkl"])),
     )  # fmt: skip
 
 
@@ -211,7 +216,7 @@ def start_up(tool: list[str], work: Path) -> Group:
     keys, inspect, scan = (command(tool, word, source=path) for word in ("keys", "inspect", "scan"))
     strip = command(tool, "strip-module", source=path, output=output, check="strip")
     picklescan = next(other for other in scanning(tool, work, path, evil) if other.name == "picklescan -p")
-    listers = _light_listers(partial(_job, work / "peers"), path, same, files.tensor_names(spec.tensors))
+    listers = _light_listers(partial(job_of, work / "peers"), path, same, files.tensor_names(spec.tensors))
     bounds = ((keys, 1.4), (inspect, 1.7), (scan, 1.6), (strip, 1.8))
     return Group(
         "peers: start-up", spec.label,
@@ -275,9 +280,10 @@ def over_folder(work: Path, folder: Path) -> Job:
 Proof = Callable[[tuple[str, ...]], Callable[[], str]]
 
 
-def _job(
+def job_of(
     folder: Path, package: str, name: str, words: tuple[str, ...], source: Path, proof: Proof | None = None
 ) -> Job:
+    """Return the job of a peer that is installed in ``folder``; ``words`` follow its program."""
     peer = next(peer for peer in PEERS if peer.package == package)
     full = (str(folder / package / "bin" / peer.program), *words)
     job = Job(name, full, (source,), most=references.SLOW)
@@ -294,7 +300,7 @@ def _installed(peer: Peer, folder: Path, job: Job, proof: Callable[[], str]) -> 
     return job._replace(proof=lambda: install(peer, folder) or proof(), may_fail=True)
 
 
-def _shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
+def shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
     """Return a proof that a command succeeds and prints all the wanted texts."""
 
     def proof() -> str:

@@ -18,7 +18,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import adapters, dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, stale, tables
+from bench import (
+    adapters,
+    dcp,
+    figures,
+    files,
+    groups,
+    images,
+    instant,
+    machine,
+    peaks,
+    peers,
+    ranks,
+    remote,
+    stale,
+    tables,
+)
 from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
@@ -111,6 +126,7 @@ def chosen(options: Options) -> list[Group]:
     ready += dcp.conversions(tool, big, many, work)
     ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
     ready.append(peers.start_up(tool, work))
+    ready.append(remote.group(tool, files.QUICK_REMOTE if options.quick else files.REMOTE, work))
     if options.large:
         ready += [*groups.of(tool, files.LARGE, work), groups.linear(tool, work, work / "output.pt")]
     return [group for group in ready if mentions(group, options.only)]
@@ -157,7 +173,8 @@ def _ready(group: Group) -> Iterator[None]:
     try:
         for step in group.setup:
             step()
-        yield
+        with group.during():
+            yield
     finally:
         for path in group.leftovers:
             path.unlink(missing_ok=True)

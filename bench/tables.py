@@ -40,6 +40,7 @@ _HEADINGS = {
     "fleet": "Several processes",
     "tasks": "Several processes",
     "linear": "Ten times the tensors",
+    "remote": "Remote files",
     "peers": "Other tools",
 }
 

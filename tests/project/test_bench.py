@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import FIXTURES, ROOT
 
-from bench import figures, groups, instant, peaks, peers, stale, tables
-from bench.files import BIG, LARGE, MANY, SPARSE_100, flipped
+from bench import figures, groups, instant, peaks, peers, remote, stale, tables
+from bench.files import BIG, LARGE, MANY, REMOTE, SPARSE_100, flipped
 from bench.jobs import Each, Group, Job, Row, Target
 from bench.measure import JobError, Result, Sample, measure
 
@@ -119,6 +120,7 @@ def test_every_row_names_jobs_of_its_group(tmp_path: Path) -> None:
         groups.linear(tool, tmp_path, tmp_path / "out"),
         groups.in_tasks(tool, BIG, tmp_path),
         peaks.group(tool, BIG, tmp_path),
+        remote.group(tool, REMOTE, tmp_path),
     ]
     for group in everything:
         names = [job.name for job in group.jobs]
@@ -186,3 +188,13 @@ def test_the_modules_that_a_command_imports_are_noted(tmp_path: Path) -> None:
     [found] = run(group_of(Job("keys", words)), tmp_path).values()
     assert {"ckptool", "ckptool.cli.main", "ckptool.files.zips.reader"} <= set(found.modules)
     assert "ckptool.edits" not in found.modules
+
+
+def test_the_server_of_remote_files_runs_while_its_group_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    words = (sys.executable, "-m", "ckptool", "keys", remote.ADDRESS)
+    before = dict(os.environ)
+    with remote.serving(FIXTURES / "bare.pth"):
+        [found] = run(group_of(Job("keys", words)), tmp_path).values()
+    assert "ckptool.remote.source" in found.modules
+    assert dict(os.environ) == before
