@@ -21,12 +21,13 @@ from .base.errors import (
     OutputError,
     ReadBackError,
     RefusedError,
+    refuse_file_uri,
     refuse_remote,
     refuse_remote_output,
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
-from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, is_remote, suggested_output
+from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, concealed, is_remote, suggested_output
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -36,7 +37,7 @@ from .files.archives import open_any
 from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import StagedFile, check_output, write_file, write_folder
+from .files.write.output import StagedFile, check_folder_target, check_output, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from .files.tasks import DoneJson, TaskJson
+    from .remote.publishing import Traffic
 
 #: Called with the bytes written so far, and the total bytes to write.
 OnProgress: TypeAlias = Callable[[int, int], None]
@@ -66,7 +68,8 @@ class Saved(NamedTuple):
     counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,
     ``shortage`` says why the output would not fit on the disk ("" if it would). ``reclaimed`` counts the bytes that
     were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``planned`` says that
-    the output is not written yet, but planned as tasks.
+    the output is not written yet, but planned as tasks. ``traffic`` counts what moves to or from remote storage; it is
+    None if nothing does.
 
     >>> saved = ckptool.save(ckptool.strip_module("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -82,6 +85,7 @@ class Saved(NamedTuple):
     shortage: str = ""
     reclaimed: int | None = None
     planned: bool = False
+    traffic: Traffic | None = None
 
 
 # -- a new file
@@ -149,15 +153,32 @@ class PlannedOutput(NamedTuple):
 def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
     """Plan an output. If it exists, raise as ``save`` does, unless ``dry_run``."""
     checkpoint, path, force, follow_links = output
-    refuse_remote_output(path)
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
     if not dry_run and not os.path.isdir(path):
         # Fail before the work, not after it.
-        check_output(path, checkpoint.sources, force=force)
+        check_new(path, checkpoint.sources, force=force)
         refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
     return PlannedOutput(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
+
+
+def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, force: bool = False) -> None:
+    """Raise as ``save`` does if nothing may be written to a path. Of a remote one, only its name is checked."""
+    if not is_remote(path):
+        (check_folder_target if folder else check_output)(path, sources, force=force)
+        return
+    refuse_file_uri(path)
+    if folder:
+        raise _no_folder(path)
+    from .remote.publishing import Target
+
+    Target(path, sources)
+
+
+def _no_folder(path: str) -> RefusedError:
+    what, step = "a folder cannot be written to remote storage", "write it to a local folder, then upload that"
+    return RefusedError(what, path=concealed(path), next=step)
 
 
 class Tasks(NamedTuple):
@@ -179,15 +200,26 @@ def write_output(
     ready = prepared(output, dry_run=dry_run)
     checkpoint, path, plan = ready.checkpoint, ready.path, ready.plan
     size = plan.size
+    sources = checkpoint.sources
     if dry_run:
         if checkpoint.deferred_changes:
             rehearse(plan)
-        return Saved(path, size, ready.exact, plan, shortage=ready.shortage)
+        return Saved(path, size, ready.exact, plan, shortage=ready.shortage, traffic=_traffic(plan, path, sources))
     if not staged:
         ready.check_space()
     promise = promise_of(checkpoint, path)
     step = None if on_progress is None else _counting(on_progress, size)
-    mode, sources = file_mode(checkpoint.source), checkpoint.sources
+    if is_remote(path):
+        if tasks is not None:
+            refuse_remote_output(path)
+        if isinstance(plan, FolderPlan):
+            raise _no_folder(path)
+        from .remote.publishing import publish
+
+        check_planned = None if promise is None else partial(_check_file, checkpoint, promise)
+        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_planned)
+        return Saved(path, size, ready.exact, plan, traffic=traffic)
+    mode = file_mode(checkpoint.source)
     fill = None if tasks is None else partial(_fill, tasks, step)
     if isinstance(plan, FolderPlan):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, path)
@@ -211,6 +243,21 @@ def write_output(
     return Saved(written.path, size, ready.exact, plan)
 
 
+def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> Traffic | None:
+    """Return what writing an output would move to or from remote storage, or None."""
+    if not is_remote(path) and not any(is_remote(source.name) for source in sources):
+        return None
+    from .remote.publishing import Cut, Traffic, planned_traffic, traffic_of
+
+    if is_remote(path):
+        if isinstance(plan, FolderPlan):
+            raise _no_folder(path)
+        return planned_traffic(plan, path, sources)
+    plans = [plan] if isinstance(plan, Plan) else [file for _, file in plan.files]
+    found = [traffic_of(Cut((), one)) for one in plans]
+    return Traffic(sum(one.requests for one in found), sum(one.down for one in found), 0, 0)
+
+
 def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[StagedFile]) -> None:
     from .edits.vocabulary import VOCABULARY
     from .files.tasks import Cutter
@@ -228,7 +275,7 @@ def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[Sta
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:
     """Return why an output does not fit on the disk, and the space that the same edit needs in place; "" if it fits."""
-    short = shortage(plan, path)
+    short = None if is_remote(path) else shortage(plan, path)
     if short is None:
         return ""
     if checkpoint.source.local_file() is None or not checkpoint.edited:

@@ -67,6 +67,8 @@ class Limits(NamedTuple):
     remote_bytes: int = 64 << 20
     #: files in one remote folder; the largest models have some hundreds of shards, ranks of large runs some thousands
     remote_files: int = 100_000
+    #: bytes of a remote object that is written; S3 allows this much
+    object_bytes: int = 5 << 40
     #: how often a request is sent again after a failure that may pass, with growing pauses of a few seconds in total
     retries: int = 4
     #: seconds in which a server must accept a connection, and seconds in which the next bytes must come

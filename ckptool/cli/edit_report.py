@@ -63,6 +63,7 @@ class OutputReport(TypedDict):
     config_updated: NotRequired[bool]
     shortage: NotRequired[str]
     planned: NotRequired[bool]
+    traffic: NotRequired[dict[str, int]]
     names: NotRequired[int]
     unused_bytes: NotRequired[int]
     reclaimed: NotRequired[int | None]
@@ -120,8 +121,20 @@ def edit_head(report: EditReport) -> str:
         output = clean(report["output"] or "")
         return f"{path} -> {output}: planned, {human_bytes(size)} -> {human_bytes(output_size)}{_short(report)}"
     if report["dry_run"]:
-        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
-    return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"
+        more = f"{_short(report)}{_traffic(report)}"
+        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{more}"
+    output = clean(report["output"] or "")
+    return f"{path} -> {output}: {human_bytes(size)} -> {human_bytes(output_size)}{_traffic(report)}"
+
+
+def _traffic(report: EditReport) -> str:
+    """Return the part of a line that tells what is moved to or from remote storage, or "" if nothing is."""
+    if "traffic" not in report:
+        return ""
+    traffic = report["traffic"]
+    moved = [("down", "downloaded"), ("up", "uploaded"), ("copied", "copied on the server")]
+    parts = [f"{human_bytes(traffic[name])} {words}" for name, words in moved if traffic[name]]
+    return f"; {', '.join(parts) or 'nothing moved'}, about {pluralize(traffic['requests'], 'request')}"
 
 
 def _short(report: EditReport) -> str:

@@ -27,10 +27,9 @@ from ..checkpoint.selection import dotted
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FolderPlan, FolderSource
-from ..files.write.output import check_folder_target, check_output
 from ..formats.opening import open_checkpoint
 from ..formats.planning import blaming_damage, companions
-from ..saving import OnProgress, Saved, Tasks, WriteRequest, save_in_place, write_output
+from ..saving import OnProgress, Saved, Tasks, WriteRequest, check_new, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .options import Mendable, NoOutput, Workers, Writing
@@ -239,8 +238,8 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
         # A given saver checks by itself whether its output may exist.
         in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
         if how.saver is None and target is not None and in_folder:
-            check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
-            check(target, checkpoint.sources, force=how.force)
+            folder = how.conversion.makes_folder(checkpoint, target)
+            check_new(target, checkpoint.sources, folder=folder, force=how.force)
         if target is not None:
             _refuse_inputs(request, target)
         if not request.code:
@@ -361,6 +360,8 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
         report["links"] = beside.links
     if saved.shortage:
         report["shortage"] = saved.shortage
+    if saved.traffic:
+        report["traffic"] = saved.traffic._asdict()
     return report
 
 

@@ -140,7 +140,7 @@ _REMOTE: Final = tuple(
             "Ask this server in place of the one that an address s3://, gs://, az:// or hf:// means.",
         ),
         ("--anonymous", "", "Read remote files without credentials."),
-        ("--profile", "PROFILE", "Read from S3 with this profile of the AWS command line."),
+        ("--profile", "PROFILE", "Use S3 with this profile of the AWS command line."),
         ("--max-download", "SIZE", "Read at most this much of remote files; by default 1 GiB."),
     )
 )

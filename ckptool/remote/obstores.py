@@ -10,14 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import Answer, Facts, Failed, Range, Settings, Store, at_once
+from .store import Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
@@ -103,14 +103,25 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         endpoint = endpoint or next((variables[name] for name in names if name in variables), more.get("endpoint", ""))
         more |= {"endpoint": endpoint} if endpoint else {}
-        return ObStore(_library().S3Store(host, **more, **_client(endpoint)))
+        reached = Account(endpoint, settings.profile, settings.anonymous, environment)
+        return ObStore(_library().S3Store(host, **more, **_client(endpoint)), copies=partial(_copier, host, reached))
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
-        return ObStore(_library().GCSStore(host, **more, **_client(endpoint)))
+        return ObStore(_library().GCSStore(host, **more, **_client(endpoint)), by_etag=False)
     container, _, account = host.partition("@")
     more |= {"account_name": account.partition(".")[0]} if account else {}
     more |= {"endpoint": endpoint} if endpoint else {}
     return ObStore(_library().AzureStore(container, **more, **_client(endpoint)), has_tail=False)
+
+
+@lru_cache(maxsize=8)
+def _copier(bucket: str, account: Account) -> Copier | None:
+    """Return what copies within S3, or None without the extra ckptool[s3]."""
+    try:
+        from .copies import S3Copier
+    except ImportError:
+        return None
+    return S3Copier(bucket, account)
 
 
 def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[str, Any]:
@@ -222,11 +233,25 @@ def _ask(do: Callable[[], T]) -> T:
 
 
 class ObStore:
-    """A bucket or container."""
+    """A bucket or container.
 
-    def __init__(self, store: Any, has_tail: bool = True) -> None:
+    ``by_etag`` says whether an object can be replaced on the condition that it has an ETag. ``copies`` returns what
+    copies on the server.
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        has_tail: bool = True,
+        by_etag: bool = True,
+        copies: Callable[[], Copier | None] | None = None,
+    ) -> None:
         self._store = store
         self.has_tail = has_tail
+        self._by_etag, self._copies = by_etag, copies
 
     def facts(self, meta: Any) -> Facts:
         """Return the facts of an object. Without an ETag, the time of its last change takes its place.
@@ -276,7 +301,7 @@ class ObStore:
                 raise Failed("many")
         return found
 
-    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
+    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
         parts, first = iter(chunks), [b""]
         while sum(map(len, first)) < _PART and (part := next(parts, None)) is not None:
@@ -293,25 +318,17 @@ class ObStore:
 
         data: Any = chain(first, rest())
         if sum(map(len, first)) < _PART:
-            data, options = b"".join(first), {"mode": "create" if create else "overwrite"}
+            mode = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
+            data, options = b"".join(first), {"mode": mode}
         try:
-            if create and len(options) > 1:  # uploads in parts take no condition in obstore
-                self._refuse(key)
-            return _ask(lambda: self._store.put(key, data, **options)["e_tag"] or "")
+            _ask(lambda: self._store.put(key, data, **options))
         except Failed:
             if stopped:  # not the store failed, but who makes the bytes
                 raise stopped[0] from None
             raise
 
-    def _refuse(self, key: str) -> None:
-        """Raise Failed if there is an object of this key."""
-        try:
-            self.head(key)
-        except Failed as failed:
-            if failed.status == 404:
-                return
-            raise
-        raise Failed("", 412)
+    def copies(self) -> Copier | None:
+        return self._copies() if self._copies else None
 
     def _try(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
@@ -328,8 +345,10 @@ class ObStore:
 class Http(ObStore):
     """One file on a web server: its key is ""."""
 
+    writes = False
+
     def list(self, prefix: str) -> Sequence[Facts]:
         raise Failed("listing")
 
-    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
-        raise Failed("", 405)
+    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+        raise Failed("writing")

@@ -58,7 +58,7 @@ def _ask(do: Callable[[], T]) -> T:
 class _System:
     """The files of a file system of fsspec whose paths begin with ``base``."""
 
-    has_tail = False
+    has_tail = writes = False
 
     def __init__(self, system: Any, base: str) -> None:
         self._system, self._base = system, base
@@ -95,8 +95,11 @@ class _System:
             raise Failed("many")
         return [_facts(path.removeprefix(self._base), facts) for path, facts in sorted(found.items())]
 
-    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
-        raise Failed("", 405)
+    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+        raise Failed("writing")
+
+    def copies(self) -> None:
+        return None
 
 
 def _facts(key: str, found: Mapping[str, Any]) -> Facts:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from ..base.addresses import conceal, parse, reveal
-from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, RefusedError, UnreadableError
+from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
 from ..files.sources import Source
-from .store import Answer, Facts, Failed, Range, Settings, Store, at_once, current, error_of
+from .store import Answer, Facts, Failed, Origin, Range, Settings, Store, at_once, current, error_of
 
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
@@ -72,11 +72,12 @@ def meant(text: str) -> str:
     return hub.page_shows(parse(address)) or address
 
 
-def open_store(address: str, settings: Settings) -> tuple[Store, str]:
-    """Return the store of an address and the key of its object; raises UnreadableError."""
+def open_store(address: str, settings: Settings, *, writing: bool = False) -> tuple[Store, str]:
+    """Return the store of an address and the key of its object; raises UnreadableError or, to write, OutputError."""
     parts = parse(address)
     if not parts.host:
-        raise UnreadableError("the address names no bucket or host", path=conceal(address))
+        error = OutputError if writing else UnreadableError
+        raise error("the address names no bucket or host", path=conceal(address))
     try:
         if parts.scheme not in ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf"):
             from . import others
@@ -91,7 +92,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
         return obstores.open_store(address, settings)
     except Failed as failed:
         found = failed
-    raise error_of(found, address)
+    raise error_of(found, address, writing=writing)
 
 
 class RemoteSource(Source):
@@ -182,6 +183,11 @@ class RemoteSource(Source):
                 wanted.append((begin, size))
                 total += size
         self._fetch(wanted)
+
+    def origin(self) -> Origin | None:
+        """Return where the server finds the bytes to copy them, or None if it cannot copy."""
+        copier = self._store.copies()
+        return Origin(copier, self._key, self._etag) if copier else None
 
     def allow(self, nbytes: int) -> None:
         """Raise RefusedError if reading ``nbytes`` exceeds what a command may download. Nothing is read."""

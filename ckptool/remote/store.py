@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 from ..base.addresses import conceal, parse
 from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import FORCE, AnyStep, Line, Setting, advice
+from ..base.steps import AnyStep, Line, Setting, advice
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -43,6 +43,15 @@ def current() -> Settings:
     return Settings(endpoint_url, bool(anonymous), profile, int(most) if most.isdigit() else LIMITS.download_bytes)
 
 
+class Account(NamedTuple):
+    """How S3 is reached: its endpoint, "" for Amazon's; the profile; the variables with keys and files of keys."""
+
+    endpoint: str
+    profile: str
+    anonymous: bool
+    environment: tuple[tuple[str, str], ...]
+
+
 class Facts(NamedTuple):
     """An object: its key, its size in bytes, and its ETag, which changes with its bytes; "" if the server has none."""
 
@@ -61,8 +70,9 @@ class Answer(NamedTuple):
 class Store(Protocol):
     """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``."""
 
-    #: Whether the last bytes can be asked for without knowing the size.
+    #: Whether the last bytes can be asked for without knowing the size, and whether objects can be written.
     has_tail: bool
+    writes: bool
 
     def head(self, key: str) -> Facts:
         """Return the facts of an object."""
@@ -84,9 +94,56 @@ class Store(Protocol):
         """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is ""."""
         ...
 
-    def put(self, key: str, chunks: Iterable[bytes], create: bool) -> str:
-        """Write an object and return its ETag. ``create`` refuses to replace an object."""
+    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+        """Write an object. ``former`` is the ETag of the object that it may replace, "" if there must be none.
+
+        Nothing is visible before the last chunk, nor if the chunks raise an error. A large object takes no condition.
+        """
         ...
+
+    def copies(self) -> Copier | None:
+        """Return what writes objects from parts that the server copies from other objects, or None."""
+        ...
+
+
+class Copier(Protocol):
+    """Uploads in parts of 5 MiB to 5 GiB, the last of which may be smaller. Raises ``Failed``, from any thread."""
+
+    bucket: str
+    #: Two copiers of one account can copy from each other's buckets.
+    account: Account
+
+    def unfinished(self, key: str) -> Mapping[str, float]:
+        """Return the seconds since the beginning of each unfinished upload of a key, by its id; {} if unknown."""
+        ...
+
+    def begin(self, key: str) -> str:
+        """Begin an upload and return its id."""
+        ...
+
+    def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
+        """Send a part, the first of which is number 1, and return its ETag."""
+        ...
+
+    def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
+        """Let the server copy a part from an object, unless that was replaced, and return the ETag of the part."""
+        ...
+
+    def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
+        """Make the object visible; ``former`` is as for ``put``."""
+        ...
+
+    def abort(self, key: str, upload: str) -> None:
+        """Remove an unfinished upload."""
+        ...
+
+
+class Origin(NamedTuple):
+    """An object whose bytes are copied: who copies from its bucket, its key and ETag."""
+
+    copier: Copier
+    key: str
+    etag: str
 
 
 class Failed(Exception):
@@ -130,6 +187,7 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "listing": ("{host} cannot list files", "name one file"),
     "key": ("one of its names has an empty part between two slashes", "download it first"),
     "query": ("parameters behind a question mark are not supported", "name the object alone"),
+    "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
@@ -159,6 +217,12 @@ _CODES: Final = {
     "SignatureDoesNotMatch": "keys",
     "AuthenticationFailed": "keys",
 }
+#: The errors of failed uploads by their status.
+_WRITING: Final = {
+    404: ("the upload was removed meanwhile", "try again"),
+    409: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
+    412: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
+}
 _HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
 _HOSTS |= {"az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 
@@ -172,7 +236,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     kind = _CODES.get(failed.code, failed.kind)
     if web:  # the codes of a signed address say nothing about credentials of the user
         kind = "address" if kind == "expired" else "unknown" if failed.kind == "region" else failed.kind
-    error: type[CkptoolError] = OutputError if writing else UnreadableError
+    error: type[CkptoolError] = RefusedError if kind == "writing" else OutputError if writing else UnreadableError
     what, step = MESSAGES.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
     if kind == "none" and parts.scheme == "s3":
         step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
@@ -188,12 +252,12 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         verb = "write" if writing else "read"
         what = f"no permission to {verb} it, or no such file and no permission to list {{bucket}}"
         step = "check the name and the permissions"
+    elif writing and status in _WRITING:
+        what, step = _WRITING[status]
     elif status in (404, 410):
         what = NO_FILE
     elif status == 407:
         what, step = MESSAGES["proxy"]
-    elif status in (409, 412) and writing:
-        error, what, step = RefusedError, "the output exists", advice("replace it with ", FORCE)
     elif status in (412, 416):
         error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
     elif status == 429 or status >= 500:

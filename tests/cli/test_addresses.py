@@ -15,7 +15,7 @@ from command_line import Said, say
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.base.errors import RefusedError, UnreadableError
+from ckptool.base.errors import OutputError, RefusedError, UnreadableError
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
@@ -286,8 +286,8 @@ def test_secrets_of_an_address_are_not_printed(
 
 
 @pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])
-def test_a_remote_output_is_refused_by_name(
-    name: str, parameter: click.Parameter, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_remote_output_is_opened_or_refused_by_name(
+    name: str, parameter: click.Parameter, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None
 ) -> None:
     plain = str(folder / "plain" / "bare.pth")
     monkeypatch.chdir(tmp_path)
@@ -298,17 +298,21 @@ def test_a_remote_output_is_refused_by_name(
     flags = ["--apply"] if name == "match" else ["--redact", "all"] if name == "redact" else []
     rest = [*REST.get(name, []), *flags]
     said = say(name, *inputs, *rest, parameter.opts[0], REMOTE + ("" if parameter.opts[0] == "--out-dir" else "x.pth"))
-    assert said.code == RefusedError.exit_code, said.all
-    assert WRITE_REFUSAL in said.err
+    edits = parameter.opts[0] == "-o" and name not in ("get", "lock", "report", "redact")
+    assert said.code == (OutputError if edits else RefusedError).exit_code, said.all
+    assert was_opened(said) if edits else WRITE_REFUSAL in said.err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("output", [f"{REMOTE}x.pth", f"{REMOTE}x.safetensors", f"{REMOTE}x.dcp"])
-def test_a_dry_run_refuses_a_remote_output(output: str, folder: Path) -> None:
-    for words in (["-o", output, "--dry-run"], ["-o", output]):
+@pytest.mark.parametrize("start", [REMOTE, *SECRETS], ids=["plain", "user", "query"])
+@pytest.mark.parametrize("output", ["x.pth", "x.safetensors", "x.dcp"])
+def test_outputs_print_no_secrets(output: str, start: str, folder: Path, offline: None) -> None:
+    for words in (["-o", start + output, "--dry-run"], ["-o", start + output]):
         said = say("convert", folder / "plain" / "bare.pth", *words)
-        assert said.code == RefusedError.exit_code
-        assert WRITE_REFUSAL in said.err
+        assert said.code in (RefusedError.exit_code, OutputError.exit_code)
+        assert "CRET" not in said.all
+        if output.endswith(".dcp") and start != SECRETS[1]:
+            assert "a folder cannot be written to remote storage" in said.err
 
 
 @pytest.mark.parametrize(
@@ -378,7 +382,7 @@ def test_a_library_opens_remote_files(folder: Path, offline: None) -> None:
         with pytest.raises(UnreadableError, match=r"there are no credentials|obstore is not installed") as refused:
             ckptool.open(path)
         assert refused.value.path.startswith(REMOTE)
-    with pytest.raises(RefusedError, match="this does not work with remote files") as refused_output:
+    with pytest.raises(OutputError, match=r"there are no credentials|obstore is not installed") as refused_output:
         ckptool.save(folder / "plain" / "bare.pth", f"{SECRETS[0]}x.pth", dry_run=True)
     assert refused_output.value.path == f"{REMOTE}x.pth"
 

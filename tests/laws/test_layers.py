@@ -299,6 +299,8 @@ def allowed_in(module: Module) -> set[str]:
         allowed |= {"zstandard", "compression"}  # the extra ckptool[zstd], and Python 3.14
     if module.path == "ckptool/remote/obstores.py":
         allowed |= {"obstore", "botocore"}  # the extras ckptool[remote] and ckptool[s3]
+    if module.path == "ckptool/remote/copies.py":
+        allowed |= {"botocore"}  # the extra ckptool[s3]
     if module.path == "ckptool/remote/others.py":
         allowed |= {"fsspec"}  # torch requires it
     if module.path == "ckptool/remote/hub.py":

@@ -1,7 +1,8 @@
 """A server for tests on loopback: S3 by path, plain HTTP with ranges, and a model hub. It counts, delays and fails.
 
-Anything ``/hub/...`` is the hub, ``/plain/...`` are the objects of the bucket "plain" over plain HTTP, and everything
-else is S3. Conditions and versions hold as S3 documents them, which other servers for tests ignore in part.
+Azure's blocks are known, too, and Google Cloud Storage speaks S3. Anything ``/hub/...`` is the hub, ``/plain/...`` are
+the objects of the bucket "plain" over plain HTTP, and everything else is S3. Conditions and versions hold as S3
+documents them, which other servers for tests ignore in part.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Upload(NamedTuple):
     bucket: str
     key: str
     parts: dict[int, tuple[str, bytes]]
+    begun: float
 
 
 class Seen(NamedTuple):
@@ -94,6 +96,7 @@ class Server:
         self.buckets: dict[str, dict[str, list[Object]]] = {}
         self.versioned: set[str] = set()
         self.uploads: dict[str, Upload] = {}
+        self.blocks: dict[tuple[str, str], dict[str, bytes]] = {}  # of Azure, for objects that are not made yet
         self.expired: set[str] = set()  # session tokens
         self.commit = "0123456789abcdef0123456789abcdef01234567"
         self.redirect = ""  # the address of another server, to which the hub redirects
@@ -326,18 +329,32 @@ class _Handler(BaseHTTPRequestHandler):
             return self._read(server.object(bucket, key, query.get("versionId", "")))
         if method == "POST" and "uploads" in query:
             upload = f"upload-{server.number}-{time.time_ns()}"
-            server.uploads[upload] = Upload(bucket, key, {})
+            server.uploads[upload] = Upload(bucket, key, {}, time.time())
             return 200, {}, f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId>{END}".encode()
         if "uploadId" in query:
             return self._multipart(bucket, key)
         if method == "DELETE":
             server.buckets[bucket].pop(key, None)
             return 204, {}, b""
+        if "comp" in query:
+            return self._blocks(bucket, key)
         self._condition(bucket, key)
         data = self._source()[0] if "x-amz-copy-source" in self.headers else self.body
         etag = server.put(bucket, key, data).etag
         copy = f"<CopyObjectResult><ETag>{escape(etag)}</ETag></CopyObjectResult>".encode()
         return 200, {"ETag": etag}, copy if "x-amz-copy-source" in self.headers else b""
+
+    def _blocks(self, bucket: str, key: str) -> tuple[int, Mapping[str, str], bytes]:
+        """Put a block of Azure, or make an object of blocks."""
+        blocks = self.server_of.blocks.setdefault((bucket, key), {})
+        if self.query["comp"] == "block":
+            blocks[self.query["blockid"]] = self.body
+            return 201, {}, b""
+        self._condition(bucket, key)
+        names = [each.text or "" for each in ElementTree.fromstring(self.body)]
+        etag = self.server_of.put(bucket, key, b"".join(blocks[name] for name in names)).etag
+        del self.server_of.blocks[bucket, key]
+        return 201, {"ETag": etag}, b""
 
     def _condition(self, bucket: str, key: str) -> None:
         """Raise Failure if a condition of a write does not hold."""
@@ -415,7 +432,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = quote if query.get("encoding-type") == "url" else escape
         if "uploads" in query:
             items = "".join(
-                f"<Upload><Key>{escape(one.key)}</Key><UploadId>{upload}</UploadId><Initiated>{_iso(time.time())}"
+                f"<Upload><Key>{escape(one.key)}</Key><UploadId>{upload}</UploadId><Initiated>{_iso(one.begun)}"
                 "</Initiated></Upload>"
                 for upload, one in server.uploads.items()
                 if one.bucket == bucket and one.key.startswith(prefix)

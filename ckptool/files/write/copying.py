@@ -58,6 +58,7 @@ _COMBINED: Final = 128 << 10
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 def _ignore(size: int) -> None:
@@ -89,6 +90,19 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int 
     if os.fstat(fd).st_size < at + size:
         os.ftruncate(fd, at + size)  # it ends with a hole
     return writer.checksums()
+
+
+def stream_pieces(plan: Plan, put: Callable[[Buffer], None]) -> None:
+    """Pass the bytes of all pieces to ``put``, in order, for an output that is no file.
+
+    ``put`` must not keep the buffer that it is given. Verify the checksums that the plan expects, some of them after
+    the last byte. Raises as ``write_pieces`` does; what ``put`` was given must be discarded then.
+    """
+    writer = _Streamer(put, plan.expected_checksums)
+    with Prefetcher(plan.pieces, _SMALL) as ahead:
+        for step in writer.steps(plan.pieces, ahead, 0):
+            step()
+    writer.fill(plan.size)
 
 
 def _do(step: Callable[[], None]) -> None:
@@ -289,14 +303,17 @@ class _Writer:
                     yield partial(self._assemble, source, part, at + begin)
             else:
                 check = self._check_of(stretch)
-                shared = (offset - at) % FILESYSTEM_BLOCK == 0
-                if shared or check is None or not check.takes(size) or source.local_file() is None:
+                if check is None or not check.takes(size) or self._may_share(stretch, at):
                     yield partial(self._copy, stretch, at)
                 else:
                     for begin in range(0, size, _COPY_SIZE):
                         part = Span(source, offset + begin, min(_COPY_SIZE, size - begin))
                         yield partial(self._copy_checked, part, at + begin, check)
             at += size
+
+    def _may_share(self, stretch: Span, at: int) -> bool:
+        """Return whether the kernel might share the blocks of a stretch with the output."""
+        return (stretch.offset - at) % FILESYSTEM_BLOCK == 0 and stretch.source.local_file() is not None
 
     def _check_of(self, stretch: Span) -> _Check | None:
         """Return the checksum that a stretch contributes to; None for none or several."""
@@ -308,7 +325,7 @@ class _Writer:
         span, end = expected.span, stretch.offset + stretch.size
         return None if expected.compressed or end > span.offset + span.size else checks[place]
 
-    def _put(self, data: bytes | bytearray | memoryview, at: int) -> None:
+    def _put(self, data: Buffer, at: int) -> None:
         """Write data at an offset, in as many calls as it takes."""
         left = memoryview(data)
         while left:
@@ -462,6 +479,33 @@ class _Writer:
     def _advance(self, size: int) -> None:
         if self.stopped.is_set():
             raise _Stopped
+
+
+class _Streamer(_Writer):
+    """Passes pieces to a function, in the order of their bytes. The steps must be done one after the other."""
+
+    def __init__(self, put: Callable[[Buffer], None], expected: Sequence[ExpectedChecksum]):
+        super().__init__(-1, expected, _ignore)
+        self._give = put
+        self._at = 0
+
+    def fill(self, at: int) -> None:
+        """Pass zeros up to byte ``at``: a hole of the input."""
+        while self._at < at:
+            count = min(READ_SIZE, at - self._at)
+            self._give(bytes(count))
+            self._at += count
+
+    def _put(self, data: Buffer, at: int) -> None:
+        self.fill(at)
+        self._give(data)
+        self._at += len(data)
+
+    def _may_share(self, stretch: Span, at: int) -> bool:
+        return False
+
+    def _kernel_copy(self, source: FileSource, offset: int, at: int, size: int) -> int:
+        return 0
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:

@@ -18,7 +18,7 @@ from ...base.errors import OutputError, RefusedError
 from ...base.steps import undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, Span, open_source
 from .copying import as_output_failure, write_all
-from .output import Check
+from .planned import Check
 from .space import reclaim
 
 try:

@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
-from ...base.errors import Again, CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ...base.errors import Again, CkptoolError, OutputError, RefusedError, TargetError
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ...base.text import join_limited
 from ..archives import refuse_address
-from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
+from ..sources import FileSource, FolderPlan, Plan, Source, Span
 from ..threads import Background
-from ..zips.reader import Nearby, Window
 from .copying import Progress, as_output_failure, write_pieces
+from .planned import Check, as_planned
 from .space import allocate
 
 try:
@@ -35,8 +35,6 @@ except ImportError:  # Windows
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _RENAME_SWAP: Final = 2
-#: Bytes compared at both ends of each span copied from a file.
-_COMPARED: Final = 4096
 #: The number of bytes from which syncing in a thread pays off.
 _MIN_SYNCED: Final = 1 << 20
 #: Bytes read at once.
@@ -60,8 +58,7 @@ class StagedFile(NamedTuple):
 
 #: Writes the bytes of staged files, which have their full size, in another way than ``write_pieces``.
 Fill: TypeAlias = Callable[[Sequence[StagedFile]], None]
-#: Raises ReadBackError if a staged file, or a folder given by its path, is wrong.
-Check: TypeAlias = Callable[[Source], None]
+#: Raises ReadBackError if a staged folder, given by its path, is wrong.
 FolderCheck: TypeAlias = Callable[[str], None]
 
 
@@ -105,43 +102,6 @@ def _exchange_atomically(one: bytes, other: bytes) -> bool:
         return bool(libc.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE) == 0)
     except (ImportError, OSError, AttributeError, TypeError):
         return False
-
-
-def as_planned(plan: Plan) -> Check:
-    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied spans."""
-
-    def check(staged: Source) -> None:
-        size = plan.size
-        if staged.size != size:
-            promised, read = f"{size:,} bytes", f"{staged.size:,} bytes"
-            raise ReadBackError("it has another size than planned", promised=promised, read=read)
-        at = 0
-        written, copied = Window(staged), Nearby()
-        for piece in plan.pieces:
-            try:
-                matches = _is_there(piece, written, at, copied)
-            except UnreadableError as error:
-                if error.path == staged.name and isinstance(error.__cause__, OSError):
-                    raise error.__cause__ from None  # writing failed, and the disk reports it late
-                raise
-            if not matches:
-                promised = f"{size_of(piece):,} bytes from byte {at:,} on"
-                raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
-            at += size_of(piece)
-
-    return check
-
-
-def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
-    """Return whether the piece is at ``at``, checked without computing it or reading more than both ends."""
-    if isinstance(piece, bytes):
-        return staged.read(at, len(piece)) == piece
-    if not isinstance(piece, Span):
-        return True
-    source, offset, size = piece
-    count = min(size, _COMPARED)
-    origin = copied.window(source)
-    return all(staged.read(at + end, count) == origin.read(offset + end, count) for end in {0, size - count})
 
 
 class BackgroundSync(Background):

@@ -58,6 +58,7 @@ class TorchZip(Container):
             raise
         self.graph = decoded.graph
         self.end = decoded.end
+        self._stored = 0  # how many storages were asked for
         self._audited: Audit | None = None
         self.problems: list[Finding] = []
         self.byteorder = "little"
@@ -92,9 +93,18 @@ class TorchZip(Container):
 
     def stored(self, key: str) -> StorageLocation:
         record = self.storage_record(key)
+        self._stored += 1
+        if self._stored == 2:  # whoever asks for two storages asks for more
+            self._ask_ahead()
         return StorageLocation(None, 0) if record is None else stored_in(self.archive, record)
 
+    def _ask_ahead(self) -> None:
+        from ...files.zips.audit import prefetch_headers  # lists of keys need no records
+
+        prefetch_headers(self.archive)
+
     def records(self) -> Iterator[StoredRecord]:
+        self._ask_ahead()
         return stored_records(self.archive, self._keys())
 
     @property

@@ -1,0 +1,103 @@
+"""A plan before and after it is executed: its bytes as a source, and the check of a file against it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Final, TypeAlias
+
+from ...base.errors import ReadBackError, UnreadableError
+from ..sources import Computed, Piece, Plan, Source, Span, size_of
+from ..zips.reader import Nearby, Window
+
+#: Raises ReadBackError if a staged file is wrong.
+Check: TypeAlias = Callable[[Source], None]
+#: Bytes compared at both ends of each span copied from a file.
+_COMPARED: Final = 4096
+#: Bytes of a computed piece that is kept in memory while it is read.
+_KEPT: Final = 64 << 20
+
+
+class PlanSource(Source):
+    """The bytes of a planned output, which need not be written for it.
+
+    Computed pieces are computed again when they are read. The numbers on which late pieces depend must be known: the
+    plan was executed, or it has none.
+    """
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.name = name
+        self.size = plan.size
+        self._pieces = plan.pieces
+        self._begins = [0, *accumulate(map(size_of, plan.pieces))]
+        self._computed: tuple[int, bytes] = -1, b""  # the last computed piece: its place, and its bytes
+
+    def read(self, offset: int, size: int) -> bytes:
+        parts, end = [], min(offset + size, self.size)
+        place = bisect_right(self._begins, offset) - 1
+        while offset < end:
+            begin = self._begins[place]
+            parts.append(self._part(place, offset - begin, min(end, self._begins[place + 1]) - offset))
+            place, offset = place + 1, self._begins[place + 1]
+        return b"".join(parts)
+
+    def _part(self, place: int, begin: int, size: int) -> bytes:
+        piece = self._pieces[place]
+        if isinstance(piece, Span):
+            return piece.source.read(piece.offset + begin, size)
+        if isinstance(piece, Computed):
+            if piece.size > _KEPT:
+                return _cut(piece.chunks(), begin, begin + size)
+            if self._computed[0] != place:
+                self._computed = place, b"".join(piece.chunks())
+            piece = self._computed[1]
+        return piece[begin : begin + size]
+
+
+def _cut(chunks: Iterable[bytes], begin: int, end: int) -> bytes:
+    """Return the bytes from ``begin`` to ``end`` of the bytes in chunks."""
+    parts, at = [], 0
+    for data in chunks:
+        parts.append(bytes(data[max(begin - at, 0) : max(end - at, 0)]))
+        at += len(data)
+        if at >= end:
+            break
+    return b"".join(parts)
+
+
+def as_planned(plan: Plan) -> Check:
+    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied spans."""
+
+    def check(staged: Source) -> None:
+        size = plan.size
+        if staged.size != size:
+            promised, read = f"{size:,} bytes", f"{staged.size:,} bytes"
+            raise ReadBackError("it has another size than planned", promised=promised, read=read)
+        at = 0
+        written, copied = Window(staged), Nearby()
+        for piece in plan.pieces:
+            try:
+                matches = _is_there(piece, written, at, copied)
+            except UnreadableError as error:
+                if error.path == staged.name and isinstance(error.__cause__, OSError):
+                    raise error.__cause__ from None  # writing failed, and the disk reports it late
+                raise
+            if not matches:
+                promised = f"{size_of(piece):,} bytes from byte {at:,} on"
+                raise ReadBackError("it has other bytes than planned", promised=promised, read="other bytes there")
+            at += size_of(piece)
+
+    return check
+
+
+def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
+    """Return whether the piece is at ``at``, checked without computing it or reading more than both ends."""
+    if isinstance(piece, bytes):
+        return staged.read(at, len(piece)) == piece
+    if not isinstance(piece, Span):
+        return True
+    source, offset, size = piece
+    count = min(size, _COMPARED)
+    origin = copied.window(source)
+    return all(staged.read(at + end, count) == origin.read(offset + end, count) for end in {0, size - count})

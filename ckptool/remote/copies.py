@@ -1,0 +1,124 @@
+"""Uploads to S3 in parts, some of which the server copies, through botocore. obstore has no request for that.
+
+The requests are CreateMultipartUpload, UploadPart, UploadPartCopy, CompleteMultipartUpload, AbortMultipartUpload and
+ListMultipartUploads of the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/API/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from functools import cached_property
+from typing import Any, Final
+
+import botocore.session
+from botocore import UNSIGNED, exceptions
+from botocore.config import Config
+from botocore.parsers import ResponseParserError
+
+from ..base.limits import LIMITS
+from .store import Account, Failed, Origin, Range
+
+#: Seconds in which a server must have copied a part, which may have 5 GiB, or joined all parts, and these requests.
+_COPY_SECONDS: Final = 600
+_SLOW: Final = ("upload_part_copy", "complete_multipart_upload")
+#: The kinds of failures by errors of botocore, in the order in which they are looked for.
+_KINDS: Final = (
+    (exceptions.SSLError, "tls"),
+    (exceptions.ProxyConnectionError, "proxy"),
+    (exceptions.ConnectTimeoutError, "timeout"),
+    (exceptions.ReadTimeoutError, "timeout"),
+    (exceptions.EndpointConnectionError, "route"),
+    (exceptions.ProfileNotFound, "profile"),
+    (exceptions.NoCredentialsError, "none"),
+    (exceptions.PartialCredentialsError, "keys"),
+    (exceptions.UnauthorizedSSOTokenError, "expired"),
+    (exceptions.SSOTokenLoadError, "expired"),
+    (exceptions.TokenRetrievalError, "expired"),
+    (ResponseParserError, "body"),
+    (exceptions.HTTPClientError, "reset"),
+)
+
+
+class S3Copier:
+    """The uploads to one bucket."""
+
+    def __init__(self, bucket: str, account: Account) -> None:
+        self.bucket = bucket
+        self.account = account
+
+    @cached_property
+    def _client(self) -> Any:
+        return self._connected(LIMITS.read_seconds)
+
+    @cached_property
+    def _patient(self) -> Any:
+        """The client for requests whose answer may take minutes."""
+        return self._connected(_COPY_SECONDS)
+
+    def _connected(self, seconds: float) -> Any:
+        endpoint, profile, anonymous, environment = self.account
+        variables = dict(environment)
+        session = botocore.session.Session(profile=profile or None)
+        region = variables.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+        authority = next((variables[name] for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE") if name in variables), None)
+        config = Config(
+            connect_timeout=LIMITS.connect_seconds,
+            read_timeout=seconds,
+            retries={"mode": "standard", "total_max_attempts": 1 + LIMITS.retries},
+            max_pool_connections=LIMITS.requests,
+            signature_version=UNSIGNED if anonymous else None,
+            request_checksum_calculation="when_required",  # other servers do not know the new checksums
+            response_checksum_validation="when_required",
+            s3={"addressing_style": "path"} if endpoint else {},
+        )
+        return session.create_client(
+            "s3", region_name=region, endpoint_url=endpoint or None, verify=authority, config=config
+        )
+
+    def unfinished(self, key: str) -> Mapping[str, float]:
+        try:
+            found = self._ask("list_multipart_uploads", Prefix=key)
+        except Failed as failed:
+            if failed.status in (403, 405, 501):  # no permission to list, or not supported
+                return {}
+            raise
+        now = datetime.now(timezone.utc)
+        uploads = [one for one in found.get("Uploads", ()) if one["Key"] == key]
+        return {one["UploadId"]: (now - one["Initiated"]).total_seconds() for one in uploads}
+
+    def begin(self, key: str) -> str:
+        return str(self._ask("create_multipart_upload", Key=key)["UploadId"])
+
+    def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
+        found = self._ask("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data)
+        return str(found["ETag"])
+
+    def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
+        more: dict[str, Any] = {"CopySource": {"Bucket": origin.copier.bucket, "Key": origin.key}}
+        more["CopySourceRange"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
+        if not origin.etag.startswith("W/"):
+            more["CopySourceIfMatch"] = origin.etag
+        found = self._ask("upload_part_copy", Key=key, UploadId=upload, PartNumber=number, **more)
+        return str(found["CopyPartResult"]["ETag"])
+
+    def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+        condition = {"IfMatch": former} if former else {"IfNoneMatch": "*"}
+        self._ask("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts}, **condition)
+
+    def abort(self, key: str, upload: str) -> None:
+        self._ask("abort_multipart_upload", Key=key, UploadId=upload)
+
+    def _ask(self, name: str, **parameters: Any) -> Any:
+        """Return the answer to a request; raises Failed."""
+        try:
+            client = self._patient if name in _SLOW else self._client
+            return getattr(client, name)(Bucket=self.bucket, **parameters)
+        except exceptions.ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            failed = Failed("", status, code)
+        except exceptions.BotoCoreError as error:
+            failed = Failed(next((kind for known, kind in _KINDS if isinstance(error, known)), ""))
+        raise failed  # out of reach of the error of botocore: no traceback shows it

@@ -1,0 +1,428 @@
+"""An output at an address is the local output, byte for byte. It appears as a whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import say
+from conftest import FIXTURES
+from hypothesis import given
+from hypothesis import strategies as st
+from remote.server import KEY, MIB, SECRET, Server
+
+from ckptool.base.errors import ReadBackError
+from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
+from ckptool.files.write.planned import PlanSource
+from ckptool.remote import obstores, publishing
+from ckptool.remote.publishing import cut_into_parts, publish, traffic_of
+from ckptool.remote.source import open_remote
+from ckptool.remote.store import Account, Failed
+
+pytest.importorskip("obstore")
+pytest.importorskip("boto3")
+torch: Any = pytest.importorskip("torch")
+
+#: Edits of metadata, which copy all tensors.
+EDITS = [
+    ["strip-module"],
+    ["add-module"],
+    ["remap", "--to", "cpu"],
+    ["rename", "--rename-regex", "s/^module.layers/module.blocks/"],
+    ["drop", "optimizer"],
+    ["set", "epoch=7"],
+]
+SOURCE, TARGET = "s3://bucket/model.pth", "s3://bucket/out/new.pth"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 24 MB: with its 100 tensors, a short form of those that are worth an edit on the server."""
+    path = tmp_path_factory.mktemp("large") / "model.pth"
+    state = {f"module.layers.{at}.weight": torch.full((60_000,), float(at)) for at in range(100)}
+    moments = {at: {"exp_avg": torch.zeros(1_000)} for at in range(10)}
+    torch.save({"state_dict": state, "epoch": 3, "optimizer": {"state": moments, "param_groups": []}}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(large: Path) -> Iterator[Server]:
+    with Server() as server:
+        server.put("bucket", "model.pth", large.read_bytes())
+        server.put("bucket", "small.pth", (FIXTURES / "bare_module.pth").read_bytes())
+        yield server
+
+
+@pytest.fixture
+def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTOOL_")) and name != "CKPTOOL_TESTS"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
+    for key in [key for key in served.buckets["bucket"] if key.startswith("out/")]:
+        del served.buckets["bucket"][key]
+    served.uploads.clear()
+    served.clear()
+    return served
+
+
+@pytest.fixture
+def without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copies on the server: everything streams, as it does to Google Cloud Storage and Azure."""
+    monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+
+
+# -- the bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
+def test_an_edit_on_the_server_is_the_local_edit(edit: list[str], large: Path, server: Server, tmp_path: Path) -> None:
+    said = say(edit[0], SOURCE, *edit[1:], "-o", TARGET)
+    assert said.code == 0, said.all
+    local = tmp_path / "new.pth"
+    assert say(edit[0], large, *edit[1:], "-o", local).code == 0
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert server.down + server.up < 12 * MIB
+    assert server.copied > 17 * MIB
+    assert not server.uploads
+    assert "copied on the server" in said.out and said.out.startswith(f"{SOURCE} -> {TARGET}: ")
+
+
+@pytest.mark.parametrize("source", [SOURCE, "local"])
+def test_a_conversion_streams(source: str, large: Path, server: Server, tmp_path: Path) -> None:
+    source = str(large) if source == "local" else source
+    local = tmp_path / "new.safetensors"
+    assert say("convert", large, "-o", local).code == 0
+    said = say("convert", source, "-o", "s3://bucket/out/new.safetensors")
+    assert said.code == 0, said.all
+    assert server.get("bucket", "out/new.safetensors") == local.read_bytes()
+    assert server.copied == 0
+    read = large.stat().st_size if source == SOURCE else 0
+    assert server.down < read * 1.1 + 2 * MIB  # each byte once, although its checksum is verified
+
+
+@pytest.mark.parametrize("edit", [["cast", "--to-dtype", "bf16"], ["slim"], ["sanitize"]], ids=lambda edit: edit[0])
+def test_computed_bytes(edit: list[str], large: Path, server: Server, tmp_path: Path) -> None:
+    local = tmp_path / "new.pth"
+    assert say(edit[0], large, *edit[1:], "-o", local).code == 0
+    said = say(edit[0], SOURCE, *edit[1:], "-o", TARGET)
+    assert said.code == 0, said.all
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
+def test_without_copies_it_streams(
+    edit: list[str], large: Path, server: Server, tmp_path: Path, without_boto3: None
+) -> None:
+    local = tmp_path / "new.pth"
+    assert say(edit[0], large, *edit[1:], "-o", local).code == 0
+    said = say(edit[0], SOURCE, *edit[1:], "-o", TARGET)
+    assert said.code == 0, said.all
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert (server.copied, server.uploads) == (0, {})
+
+
+@pytest.mark.parametrize("scheme", ["gs://bucket", "az://bucket", "abfs://bucket@account"])
+def test_streams_to_google_and_azure(
+    scheme: str, large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("CKPTOOL_ENDPOINT_URL", server.url)
+    key = {
+        "gcs_base_url": server.url,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
+    if scheme.startswith("gs"):
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
+    else:
+        monkeypatch.setenv("CKPTOOL_ANONYMOUS", "1")
+    monkeypatch.setattr(server, "signed", False)
+    local = tmp_path / "new.pth"
+    for source in (large, FIXTURES / "bare_module.pth"):
+        target = f"{scheme}/out/{source.name}"
+        local.unlink(missing_ok=True)
+        assert say("strip-module", source, "-o", local).code == 0
+        said = say("strip-module", source, "-o", target)
+        assert said.code == 0, said.all
+        assert server.get("bucket", f"out/{source.name}") == local.read_bytes()
+        said = say("strip-module", source, "-o", target)
+        assert said.code == 4 and "the output exists" in said.err
+        assert say("strip-module", source, "-o", target, "--force").code == 0
+    assert say("strip-module", f"{scheme}/model.pth", "-o", f"{scheme}/out/again.pth").code == 0
+    assert say("diff", f"{scheme}/out/again.pth", f"{scheme}/out/model.pth").code == 0
+    assert not server.uploads and not server.blocks
+
+
+def test_a_small_output_is_one_request(server: Server, tmp_path: Path) -> None:
+    local = tmp_path / "new.pth"
+    assert say("strip-module", FIXTURES / "bare_module.pth", "-o", local).code == 0
+    assert say("strip-module", "s3://bucket/small.pth", "-o", TARGET).code == 0
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert [one.headers.get("if-none-match") for one in server.seen if one.method == "PUT"] == ["*"]
+
+
+@pytest.mark.parametrize("output", [TARGET, "s3://bucket/out/new.safetensors"])
+def test_from_another_bucket_and_from_the_disk(output: str, large: Path, server: Server, tmp_path: Path) -> None:
+    server.buckets.setdefault("other", {})
+    local = tmp_path / Path(output).name
+    words = ["convert"] if output.endswith(".safetensors") else ["strip-module"]
+    assert say(*words, large, "-o", local).code == 0
+    for source, target in ((large, output), (SOURCE, output.replace("bucket", "other"))):
+        assert say(*words, source, "-o", target).code == 0
+        bucket, _, key = target.removeprefix("s3://").partition("/")
+        assert server.get(bucket, key) == local.read_bytes()
+
+
+def test_the_library_writes_to_an_address(server: Server) -> None:
+    import ckptool
+
+    with ckptool.open(SOURCE) as checkpoint:
+        saved = ckptool.save(ckptool.strip_module(checkpoint), TARGET)
+    assert saved.traffic is not None and saved.traffic.copied == server.copied > 17 * MIB
+    assert next(iter(ckptool.open(TARGET)["state_dict"])) == "layers.0.weight"
+
+
+def test_a_dry_run_tells_what_moves(server: Server) -> None:
+    said = say("strip-module", SOURCE, "-o", TARGET, "--dry-run")
+    assert said.code == 0, said.all
+    assert "downloaded, " in said.out and "uploaded, " in said.out and "copied on the server" in said.out
+    assert [one for one in server.seen if one.method in ("PUT", "POST", "DELETE")] == []
+    before = server.down
+    again = say("strip-module", SOURCE, "-o", TARGET)
+    moved = again.out.partition("; ")[2].splitlines()[0]
+    assert moved and moved in said.out
+    assert server.up < 6 * MIB and server.down - before < 8 * MIB
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=12))
+def test_parts_have_the_bytes_of_the_plan(sizes: list[tuple[bool, int]]) -> None:
+    """Parts are 5 MiB to 5 GiB, except the last one; each byte of the plan is in one part, in order."""
+    source = BytesSource(b"")
+    source.size = 1 << 40
+    begins = [*accumulate((size for _, size in sizes), initial=0)]
+    pieces = [Span(source, begin, size) for begin, (_, size) in zip(begins, sizes)]
+    copied = {piece for piece, (is_copied, _) in zip(pieces, sizes) if is_copied}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "_is_copied", lambda piece, copier, read: piece in copied)
+        patch.setattr(publishing, "_MAX_PART", 16 * MIB)
+        cut = cut_into_parts(Plan(tuple(pieces)), None)
+    assert all(5 * MIB <= part.size <= 16 * MIB for part in cut.parts[:-1])
+    assert sum(part.size for part in cut.parts) == begins[-1]
+    at, left = 0, iter(cut.streamed.pieces)
+    stream, offset = next(left, None), 0
+    for size, span in cut.parts:
+        if span is not None:
+            assert (span.offset, span.size) == (at, size)
+        count = 0 if span is not None else size
+        while count:
+            assert isinstance(stream, Span) and stream.offset + offset == at + size - count
+            taken = min(count, stream.size - offset)
+            offset, count = offset + taken, count - taken
+            if offset == stream.size:
+                stream, offset = next(left, None), 0
+        at += size
+    assert stream is None
+
+
+def test_never_more_than_10_000_parts() -> None:
+    source = BytesSource(b"")
+    source.size = 1 << 60
+    pieces = [Span(source, at * 20 * MIB, 10 * MIB) for at in range(12_000)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "_is_copied", lambda piece, copier, read: True)
+        cut = cut_into_parts(Plan(tuple(piece for each in pieces for piece in (b"head", each))), None)
+    assert len(cut.parts) <= 10_000
+    assert sum(part.size for part in cut.parts) == 12_000 * (10 * MIB + 4)
+
+
+def _zeros(count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield bytes(range(100))
+
+
+def test_a_plan_is_a_source() -> None:
+    """Any range of it has the bytes that the plan would write."""
+    data = random.Random(3).randbytes(1000)
+    pieces = (b"head", Span(BytesSource(data), 100, 700), Computed(300, _zeros, (3,)), b"", data[:50])
+    whole = b"head" + data[100:800] + bytes(range(100)) * 3 + data[:50]
+    source = PlanSource(Plan(pieces), "name")
+    assert source.size == len(whole) == sum(map(size_of, pieces))
+    for _ in range(500):
+        begin, size = random.randrange(1100), random.randrange(1100)
+        assert source.read(begin, size) == whole[begin : begin + size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptool.files.write.planned._KEPT", 100)
+        assert PlanSource(Plan(pieces), "name").read(690, 200) == whole[690:890]
+
+
+# -- what stays as it is --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["copies", "streams", "small"])
+def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    if request.param == "streams":
+        monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+    return ["strip-module", "s3://bucket/small.pth" if request.param == "small" else SOURCE]
+
+
+def test_an_output_that_exists(command: list[str], server: Server) -> None:
+    server.put("bucket", "out/new.pth", b"something else")
+    said = say(*command, "-o", TARGET)
+    assert said.code == 4
+    assert f"{TARGET}: the output exists" in said.err and "--force" in said.err
+    assert server.get("bucket", "out/new.pth") == b"something else"
+    assert [one for one in server.seen if one.method != "GET" and one.method != "HEAD"] == []
+    assert say(*command, "-o", TARGET, "--force").code == 0
+    assert server.get("bucket", "out/new.pth") != b"something else"
+
+
+def test_an_output_that_somebody_else_writes_meanwhile(command: list[str], server: Server) -> None:
+    """Whoever was there first stays, and the command says so."""
+    assert say(*command, "-o", TARGET).code == 0
+    made = server.get("bucket", "out/new.pth")
+    methods = [one.method for one in server.seen]
+    last = max(at for at, method in enumerate(methods, 1) if method in ("PUT", "POST"))
+    for number in range(2, last + 1):
+        server.buckets["bucket"].pop("out/new.pth", None)
+        server.clear()
+        server.replaced = {number: ("bucket", "out/new.pth", b"another")}
+        said = say(*command, "-o", TARGET)
+        there = server.get("bucket", "out/new.pth")
+        assert (said.code > 3, there) == (True, b"another") or (said.code, there) == (0, made), number
+        if said.code:
+            assert "exists" in said.err or "meanwhile" in said.err
+    assert not server.uploads
+
+
+def test_an_input_that_is_replaced_meanwhile(command: list[str], server: Server) -> None:
+    key = command[1].removeprefix("s3://bucket/")
+    data = server.get("bucket", key)
+    say(*command, "-o", TARGET)
+    last = max(at for at, one in enumerate(server.seen, 1) if one.method in ("PUT", "POST"))
+    made = server.get("bucket", "out/new.pth")
+    try:
+        for number in range(2, last + 1):
+            server.buckets["bucket"].pop("out/new.pth", None)
+            server.put("bucket", key, data)
+            server.clear()
+            server.replaced = {number: ("bucket", key, bytes(len(data)))}
+            said = say(*command, "-o", TARGET)
+            if said.code == 0:
+                assert server.get("bucket", "out/new.pth") == made
+            else:
+                assert "changed" in said.err or (number == 2 and "it begins with zeros" in said.err), said.err
+                assert "out/new.pth" not in server.buckets["bucket"]
+            assert not server.uploads
+    finally:
+        server.put("bucket", key, data)
+
+
+def test_what_reads_back_wrong_is_never_visible(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object) -> None:
+        raise ReadBackError("it is wrong", promised="a", read="b")
+
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+        with closing(open_remote(SOURCE)) as source:
+            plan = Plan((b"x" * 100, Span(source, 0, source.size)))
+            with pytest.raises(ReadBackError):
+                publish(plan, TARGET, [source], check=refuse)
+        assert "out/new.pth" not in server.buckets["bucket"]
+        assert not server.uploads
+
+
+def test_an_interrupted_command_leaves_no_upload(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(source: object) -> None:
+        raise KeyboardInterrupt
+
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+        with closing(open_remote(SOURCE)) as source, pytest.raises(KeyboardInterrupt):
+            publish(Plan((b"x" * 100, Span(source, 0, source.size))), TARGET, [source], check=interrupt)
+        assert "out/new.pth" not in server.buckets["bucket"]
+        assert not server.uploads
+
+
+def test_a_damaged_input_makes_no_output(large: Path, server: Server) -> None:
+    data = bytearray(large.read_bytes())
+    data[len(data) // 2] ^= 1
+    server.put("bucket", "damaged.pth", bytes(data))
+    said = say("convert", "s3://bucket/damaged.pth", "-o", "s3://bucket/out/new.safetensors")
+    assert said.code == 3, said.all
+    assert "does not match its checksum" in said.err
+    assert "out/new.safetensors" not in server.buckets["bucket"]
+    assert not server.uploads
+
+
+def test_leftovers_of_killed_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload of the same key that is older than a day is removed, no other."""
+    copier = obstores._copier("bucket", Account(server.url, "", False, ()))
+    assert copier is not None
+    for key in ("out/new.pth", "out/new.pth.2", "out/other.pth"):
+        copier.begin(key)
+    old = time.time() - 90_000
+    server.uploads.update({name: one._replace(begun=old) for name, one in server.uploads.items()})
+    young = copier.begin("out/new.pth")
+    assert say("strip-module", SOURCE, "-o", TARGET).code == 0
+    assert sorted(one.key for one in server.uploads.values()) == ["out/new.pth", "out/new.pth.2", "out/other.pth"]
+    assert young in server.uploads
+
+
+# -- servers that can do less ---------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_copy_gets_the_bytes(
+    large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool.remote.copies import S3Copier
+
+    def refuse(*_: object) -> str:
+        raise Failed("", 501, "NotImplemented")
+
+    monkeypatch.setattr(S3Copier, "copy", refuse)
+    local = tmp_path / "new.pth"
+    assert say("strip-module", large, "-o", local).code == 0
+    assert say("strip-module", SOURCE, "-o", TARGET).code == 0
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert not server.uploads
+
+
+@pytest.mark.parametrize(
+    "address", ["https://host.invalid/x.pth", "hf://org/model/x.pth", "s3://bucket", "s3://bucket/x/"]
+)
+def test_addresses_that_cannot_be_written(address: str, server: Server) -> None:
+    for more in ([], ["--dry-run"]):
+        said = say("strip-module", SOURCE, "-o", address, *more)
+        assert said.code in (4, 5), said.all
+        assert "SECRET" not in said.all
+    assert server.seen == [] or all(one.method in ("GET", "HEAD") for one in server.seen)
+
+
+def test_the_output_is_the_input(server: Server) -> None:
+    said = say("strip-module", SOURCE, "-o", SOURCE, "--force")
+    assert said.code == 4 and "the output is the input" in said.err
+
+
+def test_traffic_of_a_local_output(large: Path, server: Server) -> None:
+    source = open_remote(SOURCE)
+    plan = Plan((b"head", Span(source, 0, source.size)))
+    assert traffic_of(publishing.Cut((), plan))[1:] == (source.size, 0, 0)
+    source.close()
