@@ -1,4 +1,4 @@
-"""Uploads to S3 in parts, some of which the server copies, through botocore. obstore has no request for that.
+"""Uploads to S3 in parts, through botocore. The server copies some parts; obstore has no request for that.
 
 The requests are CreateMultipartUpload, UploadPart, UploadPartCopy, CompleteMultipartUpload, AbortMultipartUpload and
 ListMultipartUploads of the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/API/.

@@ -107,7 +107,7 @@ class Store(Protocol):
 
 
 class Copier(Protocol):
-    """Uploads in parts of 5 MiB to 5 GiB, the last of which may be smaller. Raises ``Failed``, from any thread."""
+    """Uploads in parts of 5 MiB to 5 GiB; the last one may be smaller. Raises ``Failed``, from any thread."""
 
     bucket: str
     #: Two copiers of one account can copy from each other's buckets.
@@ -122,7 +122,7 @@ class Copier(Protocol):
         ...
 
     def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
-        """Send a part, the first of which is number 1, and return its ETag."""
+        """Send a part and return its ETag. The first part has the number 1."""
         ...
 
     def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:

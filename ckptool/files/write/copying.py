@@ -93,7 +93,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int 
 
 
 def stream_pieces(plan: Plan, put: Callable[[Buffer], None]) -> None:
-    """Pass the bytes of all pieces to ``put``, in order, for an output that is no file.
+    """Pass the bytes of all pieces to ``put``, in order: the output is an object in a store, not a file.
 
     ``put`` must not keep the buffer that it is given. Verify the checksums that the plan expects, some of them after
     the last byte. Raises as ``write_pieces`` does; what ``put`` was given must be discarded then.
