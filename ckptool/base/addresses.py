@@ -90,18 +90,21 @@ def shown(address: str) -> str:
     return str(parse(address)._replace(user="", query=""))
 
 
-#: The addresses with secrets that this process was given, by the text that stands for each.
+#: The addresses that this process was given, by the text that stands for each.
 _GIVEN: Final[dict[str, str]] = {}
 
 
 def conceal(address: str) -> str:
     """Return the text that stands for an address from now on, without its secrets, which ``reveal`` knows.
 
-    Two addresses get two texts: one that differs from an earlier one in its secrets alone gets a number.
+    Two addresses get two texts: one that differs from an earlier one in its secrets alone gets a number. A text that
+    stands for an address already is returned unchanged.
     """
-    text = plain = shown(address)
-    if address in (text, *_GIVEN):
+    if address in _GIVEN:
         return address
+    text = plain = shown(address)
+    if address == plain and not plain.startswith("http"):
+        return address  # only on the web does a query string name another file
     for number in count(2):
         if _GIVEN.setdefault(text, address) == address:
             break
@@ -112,3 +115,24 @@ def conceal(address: str) -> str:
 def reveal(text: str) -> str:
     """Return the address that ``conceal`` was given for a text, or the text itself. Never print it."""
     return _GIVEN.get(text, text)
+
+
+#: Addresses at which a folder was found, without a slash at the end.
+_FOLDERS: Final[set[str]] = set()
+
+
+def found_folder(text: str) -> None:
+    """Remember that there is a folder at an address."""
+    _FOLDERS.add(text.rstrip("/"))
+
+
+def is_folder(text: str) -> bool:
+    """Return whether a folder was found at an address; nothing is asked."""
+    return text.rstrip("/") in _FOLDERS
+
+
+def split_member(text: str) -> tuple[str, str]:
+    """Split the text of an address into the text of its file and the members after it; ("", "") without members."""
+    parts = parse(reveal(text))
+    path, _, members = parts.path.partition(_MEMBER)
+    return (conceal(str(parts._replace(path=path))), members) if members else ("", "")

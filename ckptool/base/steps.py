@@ -203,9 +203,18 @@ def concealed(path: str) -> str:
     return conceal(path)
 
 
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder's. Nobody is asked about a remote one, which was opened before."""
+    if not is_remote(path):
+        return os.path.isdir(path)
+    from . import addresses
+
+    return addresses.is_folder(path)
+
+
 def salvage_step(path: str) -> NextStep:
     """Return the next step for a partly damaged file or folder."""
-    if os.path.isdir(path):
+    if is_folder(path):
         return as_step("get the files again that are missing or damaged")
     return "save what is intact: " + command("salvage", path, output=suggested_output(path, "saved"))
 
@@ -246,6 +255,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``. A remote file gives a local name.
     """
     path = "stdin.pth" if path == STDIN else path
+    whole = is_folder(path)
     if is_remote(path):
         from .addresses import name as name_of
 
@@ -260,7 +270,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     if os.path.basename(path) in (os.curdir, os.pardir):
         path = os.path.join(folder_of(path), os.path.basename(os.path.realpath(path)))
     stem, suffix = os.path.splitext(path)
-    if os.path.isdir(path):
+    if whole or os.path.isdir(path):
         stem, suffix = path, ""
     if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)

@@ -20,7 +20,7 @@ from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..base.findings import EDITED
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple
-from ..base.steps import argument, as_step
+from ..base.steps import argument, as_step, is_remote
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import dotted
@@ -211,7 +211,8 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         return [output]
     if not how.dry_run:
         context = click.get_current_context()
-        itself = ", edit the file itself with --in-place," if "in_place" in context.params else ","
+        on_disk = "in_place" in context.params and not any(map(is_remote, paths))
+        itself = ", edit the file itself with --in-place," if on_disk else ","
         raise NoOutput(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.", context)
     return [None] * len(paths)
 

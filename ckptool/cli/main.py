@@ -288,8 +288,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
     words = sys.argv[1:] if arguments is None else arguments
     own = {name for param in cli.params for name in param.opts}
+    # The shortest come first: an address without secrets stands for itself.
+    plain = {word: _without_secrets(word) for word in sorted(words, key=len) if "://" in word}
     typed = Typed.of(  # suggestions begin with the command
-        [_without_secrets(word) if "://" in word else word for word in dropwhile(own.__contains__, words)], _rehearsed
+        [plain.get(word, word) for word in dropwhile(own.__contains__, words)], _rehearsed
     )
     brevity = BREVITY.set(Brevity(lists=True, lines=True))
     try:

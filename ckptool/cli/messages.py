@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from typing import Final
 
+from ..base.errors import CkptoolError
 from ..base.steps import STDIN, is_remote
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..files.archives import exists, open_any
@@ -54,19 +55,21 @@ def lists_files(text: str) -> bool:
 
 def is_log(path: str) -> bool:
     """Return whether a path leads to text: a log, or a pipe such as ``<(command)``."""
+    if path == STDIN or (is_remote(path) and (" " in path or path.lower().endswith(_CHECKPOINTS))):
+        return False  # a message may begin so
     try:
-        if not os.path.isfile(path):
+        if not (is_remote(path) or os.path.isfile(path)):
             return stat.S_ISFIFO(os.stat(path).st_mode)
-        with open(path, "rb") as file:
-            head = file.read(4096)
-    except (OSError, ValueError):
+        with closing(open_any(path)) as file:
+            head = file.read(0, 4096)
+    except (OSError, ValueError, CkptoolError):
         return False
     return not path.lower().endswith(_CHECKPOINTS) and (head.startswith(_UTF_16) or not _BINARY & {*head})
 
 
 def is_checkpoint(path: str) -> bool:
     """Return whether a path leads to a file or folder that is not a log."""
-    return exists(path) and not is_log(path) and not (is_remote(path) and " " in path)  # a message may begin so
+    return exists(path) and not is_log(path) and not (is_remote(path) and " " in path)
 
 
 def read_message(path: str, most: int) -> str:

@@ -15,7 +15,7 @@ from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
 from ..base.records import NamedTuple
-from ..base.steps import Line
+from ..base.steps import Line, is_folder
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (
@@ -302,7 +302,7 @@ def _answer(report: ValidateReport, how: _How) -> Answer:
         return answer
     error = UnreadableError(report["error"] or "", path=path, next=Line(report["next"]))
     # A folder without a checkpoint is not counted: its files are.
-    return answer._replace(errors=(error,), parts=() if os.path.isdir(path) else None)
+    return answer._replace(errors=(error,), parts=() if is_folder(path) else None)
 
 
 def _verdict(report: ValidateReport) -> FileVerdict:

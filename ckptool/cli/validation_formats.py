@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from .. import __version__
+from ..base.steps import is_remote
 from ..base.text import cut, human_bytes, shortened
 from ..reports.summary import safety_words
 from .render import advised_step, clean, table, to_json
@@ -172,8 +173,8 @@ def _markdown(text: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Return the path without a leading ``./``, as a repository spells it."""
-    return os.path.normpath(path) if path else path
+    """Return the path without a leading ``./``, as a repository spells it; an address unchanged."""
+    return path if not path or is_remote(path) else os.path.normpath(path)
 
 
 def _data(text: str) -> str:

@@ -17,7 +17,7 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
-from ..base.steps import NextStep, command, is_remote, suggested_output
+from ..base.steps import NextStep, command, is_folder, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
@@ -112,11 +112,11 @@ _NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Return the settings beside the tensors of an adapter, or None if there is no such file."""
-    whole = isinstance(checkpoint.source, FolderSource)
-    folder = checkpoint.path if whole or os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path)
-    path = os.path.join(folder, CONFIG)
-    if not (os.path.isfile(path) or (is_remote(path) and open_folder(folder).size(CONFIG) is not None)):
+    whole = isinstance(checkpoint.source, FolderSource) or is_folder(checkpoint.path)
+    folder = checkpoint.path if whole else os.path.dirname(checkpoint.path)
+    if open_folder(folder).size(CONFIG) is None:
         return None
+    path = os.path.join(folder, CONFIG)
     config = read_object(path)
     if config is None:
         raise RefusedError("it is not a JSON object", path=path)

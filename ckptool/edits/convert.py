@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
+from ..files.folders import open_folder
 from ..formats import folder_format
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
@@ -385,7 +385,7 @@ def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
     if config_of(checkpoint) is not None:
         return ()
     folder = folder_of(checkpoint.path)
-    if is_address(checkpoint.path) or not os.path.isfile(os.path.join(folder, CONFIG)):
+    if is_address(checkpoint.path) or open_folder(folder).size(CONFIG) is None:
         return (_WITHOUT_CONFIG,)
     if folder_format(folder) is None:
         return (f"{CONFIG} is not copied: transformers needs it beside the weights; it is in {folder}",)

@@ -13,13 +13,14 @@ from typing import Any, Final
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.lazy import regex
-from ..base.steps import NextStep, Setting, advice, as_step, command, suggested_output
+from ..base.steps import NextStep, Setting, advice, as_step, command, is_folder, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
 from ..checkpoint.selection import only_one, selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
+from ..files.folders import folder_at
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
 from ..formats.planning import blaming_damage
@@ -100,7 +101,7 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
     with suppress(CkptoolError):
         name = base_name(_opened(adapter).config)
-        folder = adapter.path if os.path.isdir(adapter.path) else os.path.dirname(adapter.path)
+        folder = adapter.path if is_folder(adapter.path) else os.path.dirname(adapter.path)
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):
             return merge_step(here, adapter)
@@ -356,8 +357,8 @@ def _unused_note(adapter: Adapter, label: str, number: int, base: Checkpoint) ->
     """Say which tensors of an adapter belong to another model of the pipeline, and where they can be merged."""
     note = f"{pluralize(number, 'tensor')} of {label} not used: the base does not hold that model"
     pipeline = os.path.dirname(base.path.rstrip(os.sep))
-    siblings = (os.path.join(pipeline, name) for name in folders(label)) if os.path.isdir(base.path) else ()
-    sibling = next(filter(os.path.isdir, siblings), "")
+    siblings = (os.path.join(pipeline, name) for name in folders(label)) if is_folder(base.path) else ()
+    sibling = next((path for path in siblings if folder_at(path) is not None), "")
     if not sibling:
         return f"{note}; merge the adapter into that one too"
     return f"{note}; {command('merge-lora', sibling, adapter.path, output=suggested_output(sibling, 'merged'))}"

@@ -86,7 +86,7 @@ def parse_entries(texts: Iterable[str]) -> list[tuple[str, str]]:
 def parse_source(text: str) -> dict[str, Any]:
     """Parse ``OTHER:FROM[=TO]``, a file and an entry of it; raise TargetError for other texts."""
     other, _, entry = text.rpartition(":")
-    if not other or not entry or is_remote(text) > is_remote(other):
+    if not other or not entry or (is_remote(text) and not is_remote(other)):  # the colon is part of s3://
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
     return {"other": other, "entry": parse_entries([entry])}
 

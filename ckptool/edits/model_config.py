@@ -14,12 +14,11 @@ from typing import Any, Final
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import is_remote
 from ..base.text import join_limited, words
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import Survey
-from ..files.archives import open_any, parsed_object
-from ..files.pool import open_pooled
+from ..files.archives import parsed_object
+from ..files.folders import open_folder
 from ..files.sources import FolderSource
 from ..formats.opening import takes_path
 
@@ -126,10 +125,10 @@ def config_of(checkpoint: Checkpoint) -> str | None:
         return checkpoint.companions[CONFIG].decode()
     paths = source.beside if isinstance(source, FolderSource) else ()
     path = next((path for path in paths if os.path.basename(path) == CONFIG), "")
-    if not (is_remote(path) or os.path.isfile(path)):
+    folder = open_folder(os.path.dirname(path))
+    if not path or folder.size(CONFIG) is None:
         return None
-    file = open_any(path) if is_remote(path) else open_pooled(path)
-    return file.read(0, min(file.size, _LONGEST)).decode(errors="replace")
+    return folder.read(CONFIG, _LONGEST).decode(errors="replace")
 
 
 def config_fields(checkpoint: Checkpoint) -> dict[str, Any]:

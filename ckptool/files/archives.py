@@ -59,9 +59,15 @@ class CheckpointMember(NamedTuple):
 def _split(path: str) -> tuple[str, str]:
     """Split an address into its file and the members after it; return ("", "") if the path is not an address.
 
-    If several files fit, the longest name wins.
+    If several files on the disk fit, the longest name wins.
     """
-    if SEPARATOR not in path or os.path.lexists(path):
+    if SEPARATOR not in path:
+        return "", ""
+    if is_remote(path):
+        from ..base.addresses import split_member
+
+        return split_member(path)
+    if os.path.lexists(path):
         return "", ""
     outer = next((start for start in _starts(path) if os.path.isfile(start)), "")
     return (outer, path[len(outer) + 1 :]) if outer else ("", "")
@@ -181,17 +187,15 @@ def open_any(path: FilePath) -> Source:
         from .write.spool import standard_input  # only streams need this import
 
         return standard_input()
+    outer, rest = _split(name)
     file: Source
     if is_remote(name):
-        file, rest = _open_remote(name)
-        if not rest:
-            return file
-        outer = file.name
+        refuse_file_uri(name)
+        file = lazy.module("remote.source").open_remote(outer or name)
     else:
-        outer, rest = _split(name)
-        if not outer:
-            return open_source(name)
-        file = open_source(outer)
+        file = open_source(outer or name)
+    if not outer:
+        return file
     try:
         unpack = _unpack_command(file, rest.partition(SEPARATOR)[0])
         return MemberSource(_open_member(file, outer, rest), file, name, unpack)
@@ -203,17 +207,6 @@ def open_any(path: FilePath) -> Source:
     except BaseException:
         file.close()
         raise
-
-
-def _open_remote(text: str) -> tuple[Source, str]:
-    """Open the remote file of an address; return it and the members after it, or ""."""
-    from ..base.addresses import parse, reveal
-
-    refuse_file_uri(text)
-    address = reveal(text)
-    parts = parse(address)
-    path, _, rest = parts.path.partition(SEPARATOR)
-    return lazy.module("remote.source").open_remote(str(parts._replace(path=path)) if rest else address), rest
 
 
 def _open_member(source: Source, address: str, rest: str) -> Source:
@@ -320,7 +313,7 @@ def _pick(names: list[str], members: Container[str], address: str, listed: list[
 
 def _unpack_command(file: Source, member: str) -> str:
     """Return the command that unpacks a member of a file."""
-    if is_remote(file.name):
+    if file.local_file() is None:
         return "download the archive, then unpack it"
     head = file.read(0, 4)
     if head[:2] == b"PK":

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from fnmatch import fnmatchcase
 from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -104,7 +105,7 @@ def _is_folder(path: str) -> bool:
         return os.path.isdir(path)
     from ..files.folders import folder_at
 
-    if _is_glob(path) or SEPARATOR in path or path.endswith(CHECKPOINTS):
+    if _is_glob(path) or is_address(path) or path.endswith(CHECKPOINTS):
         return False  # no request: opening tells whether it is a folder of that name
     return folder_at(path) is not None
 
@@ -189,28 +190,24 @@ def _matching(pattern: str) -> list[str]:
     from ..files.folders import open_folder
 
     start = re.split(r"[^/]*[*?\[]", pattern, maxsplit=1)[0]
-    parts = map(_segment, pattern[len(start) :].split("/"))
-    matches = re.compile("/".join(parts).replace(f"{_ANY_FOLDERS}/", f"(?:{_ANY_FOLDERS}/)?")).fullmatch
+    parts = pattern[len(start) :].split("/")
     closed: list[UnreadableError] = []
     every = open_folder(start).walk(closed)
     paths = [place.join(name) for place, folders, files in every for name in (*folders, *files)]
     if closed:
         raise closed[0]
-    return sorted(path for path in paths if matches(path[len(start) :]))
+    matches = [path for path in paths if _fits(path[len(start) :].split("/"), parts)]
+    return sorted([*matches, start] if _fits((), parts) else matches)
 
 
-#: The regular expression of ``**``.
-_ANY_FOLDERS: Final = "(?s:.*)"
-
-
-def _segment(part: str) -> str:
-    """Return the regular expression of a part of a glob between two slashes."""
-    if part == "**":
-        return _ANY_FOLDERS
-    text = re.escape(part)
-    for escaped, meant in ((r"\*", "[^/]*"), (r"\?", "[^/]"), (r"\[!", "[^"), (r"\[", "["), (r"\]", "]"), (r"\-", "-")):
-        text = text.replace(escaped, meant)
-    return rf"(?!\.){text}" if part[:1] in "*?[" else text  # as in a shell, hidden files need a dot
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether names of folders and a file match the parts of a glob; ``**`` is any number of folders."""
+    if not names or not parts:
+        return not names and all(part == "**" for part in parts)
+    hidden = names[0].startswith(".") and not parts[0].startswith(".")  # as in a shell, hidden files need a dot
+    if parts[0] == "**":
+        return _fits(names, parts[1:]) or (not hidden and _fits(names[1:], parts))
+    return not hidden and fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
@@ -314,6 +311,8 @@ def why_skipped(path: str) -> str:
 
 def _recognised(path: str) -> tuple[str, bool]:
     """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint."""
+    from ..files.folders import open_folder  # only for folders
+
     # not needed for a checkpoint
     from .foreign.frameworks import FOREIGN_KINDS
     from .foreign.identification import explain, explain_zip
@@ -333,7 +332,7 @@ def _recognised(path: str) -> tuple[str, bool]:
         if known is None:
             refusal = explain(head, source)
             kind = getattr(refusal, "kind", "")
-            if kind == "text" and os.path.exists(os.path.join(os.path.dirname(path), _SPEECHBRAIN)):
+            if kind == "text" and open_folder(os.path.dirname(path)).size(_SPEECHBRAIN) is not None:
                 return "text of SpeechBrain", False
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in others or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):

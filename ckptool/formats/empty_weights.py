@@ -41,16 +41,17 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     """
     if checkpoint.traits.assembled:
         return ""  # the ranks recorded the shapes of the whole tensors
+    survey = checkpoint.survey
+    if survey.tensors and not any(
+        entry.tensor.shape == _EMPTY or _is_no_embedding(entry.key, entry.tensor.shape) for entry in survey.tensors
+    ):
+        return ""
     names = _names_beside(checkpoint)
     adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES
-    survey = checkpoint.survey
     if not survey.tensors:
         return "the adapter is empty: there is no tensor in it" if adapter else ""
     described = _CONFIG in names
-    if not any(
-        entry.tensor.shape == _EMPTY or (described and _is_no_embedding(entry.key, entry.tensor.shape))
-        for entry in survey.tensors
-    ):
+    if not (described or any(entry.tensor.shape == _EMPTY for entry in survey.tensors)):
         return ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
         return ""  # the slices are in other files of the DeepSpeed folder
@@ -107,9 +108,10 @@ def _is_weight(name: str) -> bool:
 
 def _is_no_embedding(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a token embedding, by its name, is a vector or has no rows."""
+    if not (len(shape) == 1 or 0 in shape):
+        return False
     module, _, end = name.rpartition(".")
-    is_embedding = end == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
-    return is_embedding and (len(shape) == 1 or 0 in shape)
+    return end == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:
@@ -134,8 +136,8 @@ def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
         return {os.path.basename(path) for path in checkpoint.source.beside}
     if is_address(checkpoint.path):
         return ()
-    folder = folder_of(checkpoint.path)
-    names = [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]
+    folder = open_folder(folder_of(checkpoint.path))
+    names = [name for name in (_CONFIG, _ADAPTER_CONFIG) if folder.size(name) is not None]
     if not names:
         return ()
     from .names.hf import weights_of  # only if there is a configuration

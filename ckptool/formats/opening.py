@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from shlex import quote
-from typing import Concatenate, Final, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 from ..base.errors import (
     CkptoolError,
@@ -18,10 +18,13 @@ from ..base.errors import (
 )
 from ..base.steps import as_step, command, concealed, is_remote, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
-from ..files.archives import SEPARATOR, is_address, open_any
+from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, MemberSource, Source
 from ..pickles.nodes import Global
 from . import folder_format, read_container, read_folder
+
+if TYPE_CHECKING:
+    from ..files.folders import Folder
 
 #: The argument of library functions: an opened checkpoint, or a path.
 CheckpointOrPath: TypeAlias = FilePath | Checkpoint
@@ -47,62 +50,28 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     ['epoch', 'best_mIoU', 'state_dict', 'optimizer'] 41
     """
     name = path_text(path)
-    if is_remote(name):
-        return _open_address(name)
-    if os.path.isdir(name):
-        if opened := read_folder(name):
-            return Checkpoint.of(name, *opened)
-        from .checkpoint_search import explain_directory
-
-        raise explain_directory(name)
     if _may_be_pattern(name):
         from .fsdp.patterns import read_pattern
 
         if files := read_pattern(name):
             return Checkpoint.of(name, *files)
+    elif _is_index(name):
+        from ..files.folders import open_folder
+        from .hf import folder as hf_folder
+
+        return Checkpoint.of(name, *hf_folder.read(open_folder(os.path.dirname(name)), name))
+    elif (folder := _folder_at(name)) is not None:
+        if opened := read_folder(folder):
+            return Checkpoint.of(name, *opened)
+        from .checkpoint_search import explain_directory
+
+        raise explain_directory(name)
     elif os.path.isdir(name + _TENSORS):
         from .joined import xser
 
         if referenced := xser.read(name):
             return Checkpoint.of(name, *referenced)
-    elif in_several_files(name):
-        from ..files.folders import open_folder
-        from .hf import folder as hf_folder
-
-        return Checkpoint.of(name, *hf_folder.read(open_folder(os.path.dirname(name)), name))
     return checkpoint_of(open_any(name))
-
-
-def _open_address(name: str) -> Checkpoint:
-    """Open what a remote address names: a file, a folder with or without a slash at its end, an index, a pattern."""
-    from ..files.folders import folder_at, open_folder
-
-    parent, last = os.path.split(name)
-    if _is_index(last):
-        from .hf import folder as hf_folder
-
-        return Checkpoint.of(name, *hf_folder.read(open_folder(parent), name))
-    if _may_be_pattern(name):
-        from .fsdp.patterns import read_pattern
-
-        files = read_pattern(name)
-        return Checkpoint.of(name, *files) if files else checkpoint_of(open_any(name))
-    folder = None if SEPARATOR in name else folder_at(name)
-    if folder is None:
-        return checkpoint_of(open_any(name))
-    if opened := read_folder(folder):
-        return Checkpoint.of(name, *opened)
-    from .checkpoint_search import explain_directory
-
-    raise explain_directory(name)
-
-
-def _is_index(name: str) -> bool:
-    if not name.endswith(".json"):
-        return False
-    from .names.hf import is_index
-
-    return is_index(name)
 
 
 def path_text(path: FilePath, otherwise: str = "") -> str:
@@ -176,17 +145,29 @@ def former_arguments(**names: str) -> Callable[[Callable[_Parameters, _Result]],
 def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""
-    if is_remote(path):
-        from ..files.folders import folder_at
-
-        return SEPARATOR not in path and (_is_index(path) or _may_be_pattern(path) or folder_at(path) is not None)
-    if os.path.isdir(path) or _may_be_pattern(path) or os.path.isdir(path + _TENSORS):
-        return True
-    return _is_index(path) and not is_address(path)
+    several = _may_be_pattern(path) or _is_index(path) or os.path.isdir(path + _TENSORS)
+    return several or _folder_at(path) is not None
 
 
 def _may_be_pattern(path: str) -> bool:
     return bool({"*", "{"} & set(os.path.basename(path))) and not (is_address(path) or os.path.lexists(path))
+
+
+def _is_index(path: str) -> bool:
+    if not path.endswith(".json") or is_address(path) or os.path.isdir(path):
+        return False
+    from .names.hf import is_index
+
+    return is_index(path)
+
+
+def _folder_at(path: str) -> Folder | None:
+    """Return the folder at a path or address, which may lack its slash; None for a file, or if nothing is there."""
+    if not os.path.isdir(path) and (not is_remote(path) or is_address(path)):
+        return None
+    from ..files.folders import folder_at
+
+    return folder_at(path)
 
 
 def _part_of_folder(source: Source, error: CkptoolError | None = None) -> NotACheckpointError | None:

@@ -12,7 +12,7 @@ from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.records import NamedTuple
-from ..base.steps import OUTPUT, Setting, advice, as_step, is_remote, salvage_step
+from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
 from ..base.suffixes import WEIGHTS
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
@@ -167,7 +167,7 @@ class Companions(NamedTuple):
 def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions:
     """Return which of a folder's companion files are copied into the output."""
     source = checkpoint.source
-    pattern = not os.path.lexists(source.name) if not is_remote(source.name) else {"*", "{"} & {*source.name}
+    pattern = {"*", "{"} & {*os.path.basename(source.name)} and not os.path.lexists(source.name)
     if not isinstance(source, FolderSource) or pattern:
         return Companions()  # a pattern selects its files only
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()

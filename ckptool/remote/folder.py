@@ -96,21 +96,35 @@ class RemoteFolder(Folder):
         paths = (path.split("/") for path in listed)
         self._folders = {"/".join(path[:end]) for path in paths for end in range(len(path))}
         self._listed = {path: facts for path, facts in listed.items() if path not in self._folders}
+        if listed:
+            addresses.found_folder(self.path)
         return self._listed
 
     def names(self, *, strict: bool = False) -> frozenset[str]:
-        """Return the names of the files and folders in it; raise UnreadableError if it cannot be listed."""
-        return frozenset(path.partition("/")[0] for path in self.files)
+        """Return the names of the files and folders in it; none for a web server, unless ``strict``.
+
+        Raises UnreadableError if it cannot be listed.
+        """
+        return frozenset(path.partition("/")[0] for path in (() if self._on_web and not strict else self.files))
 
     def is_folder(self, name: str) -> bool:
-        return bool(self.files) and name in self._folders
+        return not self._on_web and bool(self.files) and name in self._folders
 
     def size(self, name: str) -> int | None:
+        if self._on_web:
+            with suppress(UnreadableError):
+                return open_remote(addresses.join(self._address, name), self._settings).size
+            return None
         return self.files[name].size if name in self.files else None
+
+    @property
+    def _on_web(self) -> bool:
+        """Whether it is on a web server, which lists no files: each is asked for by its name."""
+        return addresses.parse(self._address).scheme in ("http", "https")
 
     def open(self, name: str) -> RemoteSource:
         """Open a file without a request: the first read asks for both its ends."""
-        if name.startswith("../"):  # a file around a checkpoint
+        if self._on_web or name.startswith("../"):  # a file around a checkpoint
             return open_remote(addresses.join(self._address, name), self._settings)
         if name not in self.files:
             raise UnreadableError("no such file", path=self.join(name))

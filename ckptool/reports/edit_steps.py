@@ -15,7 +15,6 @@ from ..base.steps import (
     Setting,
     as_step,
     command,
-    is_remote,
     rename_step,
     suggested_output,
 )
@@ -96,8 +95,7 @@ def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
 
 def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
     """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
-    remote = is_remote(checkpoint.path) and isinstance(checkpoint.source, FolderSource)
-    if not (remote or os.path.isdir(checkpoint.path)):
+    if not isinstance(checkpoint.source, FolderSource):
         return False
     from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
 

@@ -108,7 +108,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
             output = suggested_output(path, extension=".pth")
             step = "convert it to one: " + command("convert", path, output=output)
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
-        files = [source.name for source in checkpoint.sources if source.local_file() is not None]
+        files = [source.name for source in checkpoint.sources if source.identity is not None]
     loaded: dict[str, Any] = {}
     for file in files:
         if not is_index(file):

@@ -22,14 +22,14 @@ from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.records import TypedDict
-from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, is_remote, rename_step, suggested_output
+from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
-from ..files.folders import folder_at, open_folder
+from ..files.folders import folder_at
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
 from ..formats.empty_weights import gather_step
@@ -446,9 +446,8 @@ def _without_container(
     """Return the report on a file that is not a whole checkpoint; its pickles are still checked."""
     safety = Safety()
     try:
-        remote = is_remote(path) and folder_at(path) is not None
-        if remote or (os.path.isdir(path) and folder_format(path) is not None):
-            folder = open_folder(path)
+        folder = folder_at(path)
+        if folder is not None and folder_format(folder) is not None:
             names = islice(companion_names(folder, ()), LIMITS.listed)
             files = (check_companion(folder, name, torch) for name in names)
             safety = check_pickles([pickle for file in files for pickle in file.pickles], torch, None)

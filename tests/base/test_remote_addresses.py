@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.base.addresses import Address, conceal, join, name, parent, parse, reveal, shown
+from ckptool.base.addresses import Address, conceal, join, name, parent, parse, reveal, shown, split_member
 from ckptool.base.steps import command, folder_of, is_remote, suggested_output
 
 #: (address, its parts, the text to show)
@@ -69,6 +69,16 @@ def test_a_text_stands_for_an_address() -> None:
     assert conceal(conceal(first)) == "https://host/get"
     assert conceal(second) == conceal(conceal(second)) == "https://host/get#2"
     assert (reveal(conceal(first)), reveal(conceal(second))) == (first, second)
+    plain, signed = "https://host/plain", "https://host/plain?id=1"
+    assert (conceal(plain), conceal(signed)) == (plain, f"{plain}#2")
+    assert (reveal(plain), reveal(f"{plain}#2")) == (plain, signed)
+
+
+def test_members() -> None:
+    assert split_member("s3://b/o.zip!run/x.pth") == ("s3://b/o.zip", "run/x.pth")
+    assert split_member("s3://b/x!") == split_member("s3://b/x") == ("", "")
+    outer, members = split_member(conceal("https://host/o.zip?id=1!x.pth!y"))
+    assert (outer, reveal(outer), members) == ("https://host/o.zip", "https://host/o.zip?id=1", "x.pth!y")
 
 
 def test_next_steps() -> None:

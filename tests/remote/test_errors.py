@@ -139,7 +139,7 @@ def test_a_folder_has_the_same_errors(server: Server) -> None:
         f"{server.url}/plain/?Signature=SECRET": f"{server.url.removeprefix('http://')} cannot list files",
     }.items():
         with pytest.raises(UnreadableError) as caught:
-            open_folder(address, Settings(server.url)).names()
+            open_folder(address, Settings(server.url)).names(strict=True)
         check_secrets(caught.value)
         assert caught.value.what == what
 

@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import Setting, advice, command, is_remote, tree_step
+from ...base.steps import Setting, advice, command, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
@@ -211,7 +211,7 @@ def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> Match
 
 def _is_lock(path: str) -> bool:
     """Return whether a file begins like JSON, as no checkpoint does."""
-    if os.path.isdir(path) or (is_remote(path) and in_several_files(path)):
+    if in_several_files(path):
         return False
     with closing(open_any(path)) as source:
         return source.read(0, min(source.size, 256)).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")

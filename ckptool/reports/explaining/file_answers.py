@@ -9,7 +9,7 @@ from typing import Final
 from ...base.findings import JOINED
 from ...base.lazy import regex
 from ...base.nearest import nearest
-from ...base.steps import NextStep, advice, command, suggested_output
+from ...base.steps import NextStep, advice, command, is_folder, suggested_output
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete
@@ -118,7 +118,7 @@ def loader_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer
 
 def suffix_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer where torch.load opened safetensors: write what it reads."""
-    if not is_safetensors(checkpoint) or os.path.isdir(checkpoint.path):
+    if not is_safetensors(checkpoint) or is_folder(checkpoint.path):
         return None
     path = checkpoint.path
     lines = f"from safetensors.torch import load_file\nstate = load_file({as_python(path)})"
@@ -212,7 +212,7 @@ def metadata_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answ
 def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer where transformers or diffusers looks for weights under a fixed name: write them under that name."""
     path = checkpoint.path
-    if os.path.isdir(path) or not checkpoint.state_dicts or os.path.basename(path) in text:
+    if is_folder(path) or not checkpoint.state_dicts or os.path.basename(path) in text:
         return None
     name = "diffusion_pytorch_model.safetensors" if "diffusion_pytorch_model" in text else "model.safetensors"
     output = os.path.join(os.path.dirname(path), name)
