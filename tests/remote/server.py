@@ -278,6 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/hub/"):
             return self._hub(path.removeprefix("/hub"))
         bucket, _, key = path[1:].partition("/")
+        if self.command == "HEAD" and "Signature" in self.query:
+            raise Failure(403, "SignatureDoesNotMatch")  # it is signed for GET
         if bucket == "plain":
             found = self.server_of.object(bucket, key)
             return self._read(found, self.server_of.ranges)

@@ -18,6 +18,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from email.utils import formatdate
 from functools import partial
 from http.client import HTTPConnection
@@ -37,14 +38,16 @@ _START = 90
 class Place(NamedTuple):
     """A running server: the address of its bucket, the variables that lead to it, and how to put an object into it.
 
-    ``stranger`` has the address and the variables of somebody with a wrong key, or None if any key is right.
-    ``no_bucket`` is the message for a bucket that does not exist. ``lists`` and ``writes`` say what it can do, and
-    ``conditions`` whether it keeps them.
+    ``sign`` returns a signed address from a method, a key and the time until it expires; None without signatures.
+    ``stranger`` has the address and the variables of somebody with a wrong key; None if any key is right. ``no_bucket``
+    is the message for a bucket that does not exist. ``lists`` and ``writes`` say what the server can do, and
+    ``conditions`` whether it keeps conditions of reading.
     """
 
     address: str
     variables: Mapping[str, str]
     put: Callable[[str, bytes], object]
+    sign: Callable[[str, str, timedelta], str] | None = None
     stranger: tuple[str, Mapping[str, str]] | None = None
     no_bucket: str = "there is no bucket nowhere"
     lists: bool = True
@@ -151,7 +154,8 @@ def moto(folder: Path) -> Iterator[Place]:
 def _s3(url: str) -> Place:
     """Return a server that speaks S3 and knows the key of our own."""
     variables = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-    return Place("s3://bucket", variables, _nothing, ("s3://bucket", {**variables, "AWS_SECRET_ACCESS_KEY": "another"}))
+    wrong = {**variables, "AWS_SECRET_ACCESS_KEY": "another"}
+    return Place("s3://bucket", variables, _nothing, stranger=("s3://bucket", wrong))
 
 
 def _nothing(key: str, data: bytes) -> None:
@@ -161,6 +165,7 @@ def _nothing(key: str, data: bytes) -> None:
 def _create(place: Place) -> Place:
     """Create the bucket, and put objects with boto3."""
     boto3: Any = pytest.importorskip("boto3", reason="boto3 is not installed: pip install boto3")
+    obstore: Any = pytest.importorskip("obstore")
     from botocore.config import Config
 
     plain = Config(request_checksum_calculation="when_required", response_checksum_validation="when_required")
@@ -168,7 +173,11 @@ def _create(place: Place) -> Place:
     session = boto3.session.Session(KEY, SECRET, region_name="us-east-1")
     client = session.client("s3", endpoint_url=url, config=plain)
     client.create_bucket(Bucket="bucket")
-    return place._replace(put=lambda key, data: client.put_object(Bucket="bucket", Key=key, Body=data))
+    options = {"endpoint": url, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
+    store = obstore.store.S3Store("bucket", **options, client_options={"allow_http": True})
+    return place._replace(
+        put=lambda key, data: client.put_object(Bucket="bucket", Key=key, Body=data), sign=partial(obstore.sign, store)
+    )
 
 
 #: One monitor and one OSD in memory, without authentication between them, and the gateway.
@@ -260,7 +269,8 @@ def azurite(folder: Path) -> Iterator[Place]:
             "bucket", account_name="account", account_key=key, endpoint=url, client_options={"allow_http": True}
         )
         wrong = {**variables, "AZURE_STORAGE_ACCOUNT_KEY": b64encode(b"another").decode()}
-        yield Place("az://bucket", variables, partial(obstore.put, store), ("az://bucket", wrong))
+        put, sign = partial(obstore.put, store), partial(obstore.sign, store)
+        yield Place("az://bucket", variables, put, sign=sign, stranger=("az://bucket", wrong))
 
 
 @contextmanager
@@ -328,7 +338,7 @@ def nginx(folder: Path) -> Iterator[Place]:
     with _running(words, folder, port):
         variables = {"SSL_CERT_FILE": str(folder / "ca.pem")}
         address, wrong = (f"https://user:{word}@127.0.0.1:{port}/bucket" for word in ("password", "wrong"))
-        place = Place(address, variables, put, (wrong, variables), no_bucket="no such file")
+        place = Place(address, variables, put, stranger=(wrong, variables), no_bucket="no such file")
         yield place._replace(lists=False, writes=False)
 
 

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -182,6 +183,25 @@ def test_a_wrong_key(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         ), said.err
         secrets = [word for word in ("password", "wrong@", *variables.values()) if word in said.all]
         assert [word for word in secrets if word not in shown(address) and "/" not in word] == []
+
+
+@pytest.mark.parametrize("name", ["zip.pth", "model.safetensors", "empty.pth"])
+def test_a_signed_address(name: str, place: Place, local: Path, tmp_path: Path) -> None:
+    """It is signed for GET alone, not for HEAD."""
+    if place.sign is None:
+        pytest.skip("this server has no signatures")
+    (local / "empty.pth").touch()
+    place.put("empty.pth", b"")
+    address = place.sign("GET", name, timedelta(minutes=5))
+    root = shown(address).removesuffix(f"/{name}")
+    for call in (["keys"], ["validate"], ["hash"]):
+        remote, here = say(*call, address), say(*call, local / name)
+        assert plain(remote, root) == plain(here, str(local))
+        assert "ignature" not in remote.all and "sig=" not in remote.all
+    if name == "zip.pth":
+        for path, output in ((address, "one.pth"), (local / name, "two.pth")):
+            assert say("strip-module", path, "-o", tmp_path / output).code == 0
+        assert (tmp_path / "one.pth").read_bytes() == (tmp_path / "two.pth").read_bytes()
 
 
 @pytest.mark.skipif(not ALL, reason="it puts 1,050 objects, for make test-remote")
