@@ -36,7 +36,7 @@ _Note: TypeAlias = Callable[..., None]
 
 #: Bytes from the end of one record to the header of the next, and all bytes that are read around a header.
 _BEFORE: Final = 64
-_AROUND: Final = 2048
+_AROUND: Final = 64 + 1024
 _SIZES: Final = Struct("<3I").unpack_from
 _NO_SIZES: Final = bytes(12)
 #: The lengths of the name and of the extra fields.
