@@ -23,7 +23,7 @@ T = TypeVar("T")
 _PROCESS: Final = os.getpid()
 #: Bytes of one part of an upload.
 _PART: Final = 8 << 20
-_PARTS_AT_ONCE: Final = 4
+_PARTS_AT_ONCE: Final = 3
 #: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
 _REQUEST_SECONDS: Final = 300
 _METADATA_SECONDS: Final = 1

@@ -23,7 +23,7 @@ ENDS: Final = 256 << 10
 _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 _REQUEST: Final = 4 << 20
-_AHEAD: Final = 16 << 20
+_AHEAD: Final = 8 << 20
 
 
 #: The file that ``is_file`` opened last, by its address.
