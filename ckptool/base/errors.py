@@ -66,6 +66,8 @@ class CkptoolError(Exception):
     """
 
     exit_code: int = 70
+    #: Whether a request to a server failed, which says nothing about the file.
+    of_server: bool = False
 
     def __init__(self, what: str, *, path: str = "", next: AnyStep = "", again: Again | None = None) -> None:
         super().__init__(what)

@@ -69,6 +69,8 @@ class Limits(NamedTuple):
     remote_files: int = 100_000
     #: bytes of a remote object that is written; S3 allows this much
     object_bytes: int = 5 << 40
+    #: seconds for the list of the files in one remote folder; 100,000 files are 100 pages
+    listing_seconds: float = 120.0
     #: how often a request is sent again after a failure that may pass, with growing pauses of a few seconds in total
     retries: int = 4
     #: seconds in which a server must accept a connection, and seconds in which the next bytes must come

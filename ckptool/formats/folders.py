@@ -45,12 +45,17 @@ class ShardedContainer(Container):
     def _read_file(
         self, folder: Folder, name: str, stack: ExitStack, read: Callable[[Source, str], T], subject: str
     ) -> T | None:
-        """Read a file of the folder with ``read``; report a problem and return None if it cannot be read."""
+        """Read a file of the folder with ``read``; report a problem and return None if it cannot be read.
+
+        Raises the error if a server failed.
+        """
         try:
             source = folder.open(name)
             stack.callback(source.close)
             content = read(source, name)
         except CkptoolError as error:
+            if error.of_server:
+                raise
             self.errors.append(error)
             self._note_incomplete(f"{subject} cannot be read: {error.what}", name)
             return None

@@ -15,6 +15,8 @@ from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote
 from .store import Facts, Failed, Settings, Store, at_once, current, error_of
 
 _DIGITS: Final = regex(r"\d+")
+#: Paths that lead to another folder, or that a path on the disk cannot have.
+_ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
 _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 #: Files whose ends are asked for at the same time: they take half of the memory for remote files.
 _GROUP: Final = 64
@@ -45,16 +47,16 @@ def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
 def folder_at(address: str) -> RemoteFolder | None:
     """Return the folder at an address, which may lack its slash; None if it is empty, or there is a file.
 
-    Raises UnreadableError if it can only be a folder, and cannot be listed.
+    Raises UnreadableError if it can only be a folder, and cannot be listed, or if the server fails.
     """
     if is_file(address):
         return None
     folder = open_folder(address)
     try:
         return folder if folder.files else None
-    except UnreadableError:
+    except UnreadableError as error:
         parts = addresses.parse(meant(address))
-        if parts.path.endswith("/") or not parts.path:
+        if error.of_server or parts.path.endswith("/") or not parts.path:
             raise
         return None
 
@@ -83,11 +85,16 @@ class RemoteFolder(Folder):
             prefix = prefix.strip("/")
             start = len(prefix) + 1 if prefix else 0
             try:
-                listed = at_once([prefix], self._store.list)[0]
+                listed = {facts.key[start:]: facts for facts in at_once([prefix], self._store.list)[0]}
+                if any(not facts.key.startswith(prefix) for facts in listed.values()):
+                    raise Failed("answer")
+                listed.pop("", None)  # an empty object that stands for the folder
+                if any(map(_ODD.search, listed)):
+                    raise Failed("key")
             except Failed as failed:
                 found = failed
             else:
-                return self._keep({facts.key[start:]: facts for facts in listed if facts.key[start:]})
+                return self._keep(listed)
             raise error_of(found, self._address)
         return self._listed
 

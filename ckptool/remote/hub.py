@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from ..base.addresses import Address
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .obstores import Http, http_store
+from .obstores import Http, check_server, http_store, retried
 from .store import Facts, Failed, Settings, Store
 
 _SITE: Final = "https://huggingface.co"
@@ -20,6 +20,20 @@ _KINDS: Final = ("models", "datasets", "spaces")
 #: Pages of a repository, of a folder or of a file, and links to download a file.
 _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(/.*)?)?/?")
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
+#: A commit, as it stands in addresses.
+_COMMIT: Final = regex(r"[0-9A-Za-z]{4,128}")
+#: The kinds of failures by the errors of huggingface_hub and of its HTTP client, and the kinds that may pass.
+_WORDS: Final = (
+    ("timeout", regex("Timeout")),
+    ("redirect", regex("TooManyRedirects|UnsupportedProtocol|InvalidURL")),
+    ("proxy", regex("ProxyError")),
+    ("tls", regex("ConnectError: .*(SSL|TLS|certificate)")),
+    ("name", regex("ConnectError: .*(Name or service not known|nodename nor servname|getaddrinfo)")),
+    ("route", regex("ConnectError|OfflineMode")),
+    ("reset", regex("ReadError|WriteError|CloseError|RemoteProtocolError|LocalProtocolError")),
+    ("answer", regex("")),
+)
+_PASSING: Final = ("timeout", "reset")
 
 
 def page_shows(parts: Address) -> str:
@@ -47,18 +61,30 @@ def open_store(path: str, settings: Settings) -> tuple[Store, str]:
     kind, name, revision, file = found.groups()
     token = "" if settings.anonymous else get_token() or ""
     site = settings.endpoint_url or os.environ.get("HF_ENDPOINT", _SITE)
+    check_server(site)
     minute = int(time.monotonic() // 60)  # a branch may move
     return _repository(site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token, minute), file or ""
 
 
 @lru_cache(maxsize=8)
 def _repository(site: str, kind: str, name: str, revision: str, token: str, _minute: int) -> Store:
+    found = retried(lambda: _listed(site, kind, name, revision, token), _may_pass)
+    return _Repository(site, kind, name, token, *found)
+
+
+def _listed(site: str, kind: str, name: str, revision: str, token: str) -> tuple[str, dict[str, int]]:
+    """Return the commit of a revision, and its files with their sizes in bytes; raises Failed."""
     from huggingface_hub import HfApi, errors
 
     try:
         api, timeout = HfApi(endpoint=site, token=token or False), LIMITS.read_seconds
         found = api.repo_info(name, repo_type=kind[:-1], revision=revision, timeout=timeout, files_metadata=True)
-        return _Repository(site, kind, name, token, found)
+        sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+        if not _COMMIT.fullmatch(found.sha) or not all(map(_is_file, sizes.items())):
+            raise ValueError
+        return found.sha, sizes
+    except errors.HFValidationError:
+        failed = Failed("names")
     except errors.GatedRepoError:
         failed = Failed("gated")
     except errors.RevisionNotFoundError:
@@ -67,22 +93,29 @@ def _repository(site: str, kind: str, name: str, revision: str, token: str, _min
         failed = Failed("repository")
     except errors.HfHubHTTPError as error:
         failed = Failed("", error.response.status_code)
-    except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # the library below reports connections by its own classes
-            raise
-        failed = Failed("timeout" if "Timeout" in type(error).__name__ else "route")
+    except MemoryError:
+        raise
+    except Exception as error:  # errors of httpx, and of parsing whatever was answered
+        failed = Failed(next(kind for kind, words in _WORDS if words.search(f"{type(error).__name__}: {error}")))
     raise failed
+
+
+def _may_pass(failed: Failed) -> bool:
+    return failed.kind in _PASSING or failed.status == 429 or failed.status >= 500
+
+
+def _is_file(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], int) and item[1] >= 0
 
 
 class _Repository(Http):
     """A repository at one commit. The hub redirects every request to another host, which never sees the token."""
 
-    def __init__(self, site: str, kind: str, name: str, token: str, found: Any) -> None:
+    def __init__(self, site: str, kind: str, name: str, token: str, commit: str, sizes: dict[str, int]) -> None:
         folder = name if kind == "models" else f"{kind}/{name}"
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        super().__init__(http_store(f"{site}/{folder}/resolve/{quote(found.sha, safe='')}", headers))
-        self._commit = found.sha
-        self._sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+        super().__init__(http_store(f"{site}/{folder}/resolve/{commit}", headers))
+        self._commit, self._sizes = commit, sizes
 
     def facts(self, meta: Any) -> Facts:
         # Servers behind the hub have ETags of their own; at one commit, a name always means the same bytes.
@@ -95,4 +128,6 @@ class _Repository(Http):
 
     def list(self, prefix: str) -> Sequence[Facts]:
         start = f"{prefix}/" if prefix else ""
+        if len(self._sizes) > LIMITS.remote_files:
+            raise Failed("many")
         return [self.head(key) for key in self._sizes if key.startswith(start)]

@@ -39,6 +39,8 @@ _VARIABLES: Final = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     "gs": ("GOOGLE_",),
 }
+_SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
+_BUCKET: Final = regex(r"[\w.@$~-]+")
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
 #: What servers and users wrote in the text of an error.
@@ -51,6 +53,8 @@ _WORDS: Final = (
     ("keys", regex("Missing(AccessKeyId|SecretAccessKey)")),
     ("account", regex("MissingAccount|[Aa]ccount must be specified")),
     ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
+    ("redirect", regex("kind: Redirect|BadScheme")),
+    ("answer", regex("ContentRange|UnexpectedRange|MissingContentLength|InvalidListResponse")),
     ("name", regex("dns error")),
     ("proxy", regex("Tunnel|ConnectFailed")),
     ("timeout", regex("kind: Timeout|TimedOut")),
@@ -65,6 +69,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
     parts = parse(address)
     if parts.scheme in ("http", "https"):
+        check_server(f"{parts.scheme}://{parts.host}")
         headers = {}
         if parts.user:  # obstore would drop it. Sent as a header, it follows no redirect to another host.
             from base64 import b64encode
@@ -76,9 +81,18 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
         return Http(http_store(str(parts._replace(user="")), headers), has_tail=not azure), ""
     if parts.query:
         raise Failed("query")
+    if not _BUCKET.fullmatch(parts.host):
+        raise Failed("bucket")
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
+
+
+def check_server(url: str) -> None:
+    """Raise Failed unless a URL, or "", has the form that obstore takes: it panics at many others."""
+    found = _SERVER.fullmatch(url)
+    if url and (not found or int(found[1] or 0) > 65_535):
+        raise Failed("server")
 
 
 def _library() -> Any:
@@ -104,9 +118,11 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     if scheme == "s3":
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         endpoint = endpoint or next((variables[name] for name in names if name in variables), more.get("endpoint", ""))
+        check_server(endpoint)
         more |= {"endpoint": endpoint} if endpoint else {}
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
         return ObStore(_library().S3Store(host, **more, **_client(endpoint)), copies=partial(_copier, host, reached))
+    check_server(endpoint)
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
         return ObStore(_library().GCSStore(host, **more, **_client(endpoint)), by_etag=False)
@@ -206,7 +222,7 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     return {"credential_provider": provide, **more}
 
 
-def failed_of(error: Exception) -> Failed:
+def failed_of(error: BaseException) -> Failed:
     """Return the facts of an error of obstore."""
     text = str(error)
     _, _, debug = text.partition("Debug source:")
@@ -229,9 +245,33 @@ def _ask(do: Callable[[], T]) -> T:
         return do()
     except (Failed, MemoryError):
         raise
-    except Exception as error:
-        failed = failed_of(error)
-    raise failed  # out of reach of the error of obstore: no traceback shows it
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic of obstore
+            raise
+        caught = error
+    raise failed_of(caught)  # out of reach of the error of obstore: no traceback shows it
+
+
+def retried(do: Callable[[], T], passes: Callable[[Failed], bool]) -> T:
+    """Return the result of a request, which is sent again after failures that may pass."""
+    for attempt in range(LIMITS.retries):
+        try:
+            return do()
+        except Failed as failed:
+            if not passes(failed):
+                raise
+        time.sleep((1 + os.urandom(1)[0] / 255) / 20 * 2**attempt)  # 50 to 100 ms, then twice as long
+    return do()
+
+
+def _body(found: Any, size: int) -> bytes:
+    """Return the bytes of an answer. A body of more than ``size`` bytes is not read to its end: it may have none."""
+    parts: list[bytes] = []
+    for part in found.stream(min_chunk_size=max(size, 1)):
+        parts.append(bytes(part))
+        if sum(map(len, parts)) > size:
+            raise Failed("length")
+    return b"".join(parts)
 
 
 class ObStore:
@@ -281,8 +321,9 @@ class ObStore:
 
         def ask() -> Answer:
             found = self._store.get(key, options=options)
-            data, facts = bytes(found.bytes()), self.facts(found.meta)
+            facts = self.facts(found.meta)
             begin = span[0] if isinstance(span, tuple) else max(facts.size - size, 0)
+            data = _body(found, size)
             if found.range[0] != begin or len(data) != min(size, facts.size - begin):
                 raise Failed("length")
             return Answer(data, facts)
@@ -293,7 +334,7 @@ class ObStore:
         return at_once(ranges, lambda one: self.get(key, *one, etag))
 
     def list(self, prefix: str) -> Sequence[Facts]:
-        return self._try(lambda: self._list(prefix))
+        return at_once([prefix], lambda one: self._try(lambda: self._list(one)), LIMITS.listing_seconds)[0]
 
     def _list(self, prefix: str) -> Sequence[Facts]:
         found: list[Facts] = []
@@ -334,14 +375,7 @@ class ObStore:
 
     def _try(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
-        for attempt in range(LIMITS.retries):
-            try:
-                return _ask(do)
-            except Failed as failed:
-                if failed.kind != "length":
-                    raise
-            time.sleep((1 + os.urandom(1)[0] / 255) / 20 * 2**attempt)  # 50 to 100 ms, then twice as long
-        return _ask(do)
+        return retried(lambda: _ask(do), lambda failed: failed.kind in ("length", "body"))
 
 
 class Http(ObStore):

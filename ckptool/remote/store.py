@@ -185,7 +185,11 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "account": ("the storage account is not known", "set AZURE_STORAGE_ACCOUNT_NAME, or use abfs://CONTAINER@ACCOUNT/"),
     "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
     "listing": ("{host} cannot list files", "name one file"),
-    "key": ("one of its names has an empty part between two slashes", "download it first"),
+    "endless": ("the list of its files has no end", "name one file"),
+    "answer": ("{host} does not answer as it should", "check the address and the endpoint, or download it first"),
+    "server": ("the address or the endpoint does not name a server", "write it as https://HOST or https://HOST:PORT"),
+    "redirect": ("{host} redirects to an address that cannot be reached, or in a circle", "check the address"),
+    "key": ("one of its names has an empty part, a dot or two as a part, or a control character", "download it first"),
     "query": ("parameters behind a question mark are not supported", "name the object alone"),
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
@@ -235,9 +239,10 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     bucket = parts.host.partition("@")[0]
     kind = _CODES.get(failed.code, failed.kind)
     if web:  # the codes of a signed address say nothing about credentials of the user
-        kind = "address" if kind == "expired" else "unknown" if failed.kind == "region" else failed.kind
+        kind = "address" if kind == "expired" else "redirect" if failed.kind == "region" else failed.kind
     error: type[CkptoolError] = RefusedError if kind == "writing" else OutputError if writing else UnreadableError
-    what, step = MESSAGES.get(kind or ("" if status else "unknown"), (f"{{host}} answers with status {status}", ""))
+    plain = f"{{host}} answers with status {status}", "check the address"
+    what, step = MESSAGES.get(kind or ("" if status else "unknown"), plain)
     if kind == "none" and parts.scheme == "s3":
         step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
     elif kind in MESSAGES or not status:
@@ -255,21 +260,23 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     elif writing and status in _WRITING:
         what, step = _WRITING[status]
     elif status in (404, 410):
-        what = NO_FILE
+        what, step = NO_FILE, ""
     elif status == 407:
         what, step = MESSAGES["proxy"]
     elif status in (412, 416):
         error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
     elif status == 429 or status >= 500:
         what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
-    return error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
+    found = error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
+    found.of_server = (kind in MESSAGES and kind != "listing") or status not in (401, 403, 404, 410)
+    return found
 
 
-def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:
+def at_once(work: Sequence[T], do: Callable[[T], Result], seconds: float | None = None) -> list[Result]:
     """Return the results of ``do`` for each item, in order, from up to ``LIMITS.requests`` threads.
 
     Raises the first error; the threads then stop at their next item. Even one item runs in a thread: libraries wait for
-    an answer without looking at signals, so ^C would have no effect for as long.
+    an answer without looking at signals, so ^C would have no effect for as long. Raises Failed after ``seconds``.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -292,7 +299,9 @@ def at_once(work: Sequence[T], do: Callable[[T], Result]) -> list[Result]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(seconds)
+            if thread.is_alive():
+                raise Failed("endless")
     finally:
         done.set()
     if errors:

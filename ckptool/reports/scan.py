@@ -214,6 +214,8 @@ def scan_file(path: str, torch: str = NEWEST) -> FileScan:
             try:
                 return _checkpoint_scan(path, read_checkpoint(source), torch)
             except CkptoolError as error:
+                if error.of_server:
+                    raise
                 return _other_scan(path, source, error, torch)
     except CkptoolError as error:
         return unread(path, error)

@@ -117,11 +117,16 @@ class ExaminedPickle(NamedTuple):
 
 
 def examine_all(pickles: Iterable[FoundPickle], torch: str) -> list[ExaminedPickle]:
-    """Examine every pickle in a search. If an error ends the search, the last result is unchecked and has the error."""
+    """Examine every pickle in a search. If an error ends the search, the last result is unchecked and has the error.
+
+    Raises the error if a server failed.
+    """
     found: list[ExaminedPickle] = []
     try:
         found.extend(examine(pickles, torch))
     except UnreadableError as error:
+        if error.of_server:
+            raise
         found.append(ExaminedPickle("the rest of the file", error.what, unchecked=True))
     return found
 

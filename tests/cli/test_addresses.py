@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
-import shutil
-import tarfile
-import zipfile
 from pathlib import Path
 
 import click
 import pytest
 from command_line import Said, say
-from conftest import FIXTURES
+from every_input import INPUT_NAMES, INPUTS, REST, make_files, said_with
 
 import ckptool
 from ckptool.base.errors import OutputError, RefusedError, UnreadableError
@@ -21,107 +17,20 @@ from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
 from ckptool.remote import obstores
 
-#: What commands need besides their inputs.
-REST = {
-    "cast": ["--to-dtype", "bfloat16"],
-    "convert": ["--to-format", "safetensors"],
-    "drop": ["fc.*"],
-    "edit": ["--to", "cpu"],
-    "extract": ["."],
-    "get": ["fc.bias"],
-    "keep": ["fc.*"],
-    "remap": ["--to", "cpu"],
-    "rename": ["--rename", "fc.*=head.*"],
-    "resize": ["--vocab", "16"],
-    "set": ["epoch=1"],
-    "unset": ['["fc.bias"]'],
-    "wrap": ["state_dict"],
-}
-#: Members that options read, where that is not a checkpoint; what is added to the path; and options that go without
-#: those of ``REST``.
-CONTENT = {"--lock": "lock.json", "--policy": "policy.toml", "--rename-table": "table.txt"}
-CONTENT |= {"--error": "train.log", "--recipe": "recipe.toml"}
-ENTRY = {"--merge-entry": ":fc.bias=other"}
-ALONE = {"--rename-table", "--rename-like"}
-#: Options in place of the second argument.
-INSTEAD = {"--error"}
-#: Inputs that need another model or another option than these tests have; their own tests give them addresses.
-OTHERS = {"--merge-lora", "--base", "--config"}
-
-_INPUTS = [
-    (name, parameter)
-    for name in COMMANDS
-    for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
-    # explain takes a message before the path. test_mesh_fixtures.py: --unflatten takes files of ranks and their model.
-    if isinstance(parameter.type, InputPath)
-    and parameter.opts[0] != "--unflatten"
-    and name not in ("explain", "resize", "merge-lora")
-    and parameter.opts[0] not in OTHERS
-]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("addresses")
-    plain = folder / "plain"
-    plain.mkdir()
-    shutil.copy(FIXTURES / "bare.pth", plain)
-    (plain / "lock.json").write_bytes(b"")
-    assert say("lock", plain / "bare.pth", "-o", plain / "lock.json", "--force").code == 0
-    (plain / "policy.toml").write_text('lock = "lock.json"\nrequire = ["fc.*"]\n')
-    (plain / "table.txt").write_text("fc.weight head.weight\n")
-    (plain / "recipe.toml").write_text('rest = "keep"\n[[rule]]\na = "fc.{weight|bias}"\nb = "head.{weight|bias}"\n')
-    (plain / "train.log").write_text(
-        'Missing key(s) in state_dict: "a". \n\tUnexpected key(s) in state_dict: "fc.bias". '
-    )
-    inner = io.BytesIO()
-    with tarfile.open(fileobj=inner, mode="w:gz") as tar:
-        tar.add(plain, "run")
-    with zipfile.ZipFile(folder / "outer.zip", "w") as file:
-        file.writestr("m.tar.gz", inner.getvalue())
-        for path in plain.iterdir():
-            file.write(path, f"run/{path.name}", zipfile.ZIP_DEFLATED)
+    make_files(folder)
     return folder
 
 
-def _said(name: str, parameter: click.Parameter, start: str, folder: Path) -> Said:
-    """Run a command whose input for the parameter begins with ``start``; the others are plain files."""
-    plain = str(folder / "plain" / "bare.pth")
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
-    option = parameter.opts[0]
-    arguments = [other for other in command.params if isinstance(other, click.Argument)]
-    words = [
-        name,
-        *(
-            f"{start}bare.pth" if other is parameter else plain
-            for other in arguments
-            if isinstance(other.type, InputPath)
-        ),
-    ]
-    words += words[1:] if name == "average" else []
-    words = words[:2] if option in INSTEAD else words
-    rest = REST.get(name, []) if option not in ALONE else []
-    if isinstance(parameter, click.Option):
-        text = start + CONTENT.get(option, "bare.pth") + ENTRY.get(option, "")
-        words += [] if "--to" in rest else rest
-        words += ["--wrap", "state_dict"] if option == "--merge-entry" else []
-        words += [option, text]
-    else:
-        words += rest
-    if any("--dry-run" in other.opts for other in command.params):
-        words.append("--dry-run")
-    if name == "report":
-        words += ["-o", str(folder / "page.html"), "--force"]
-    return say(*words)
-
-
 @pytest.mark.parametrize("start", ["outer.zip!run/", "outer.zip!m.tar.gz!run/"])
-@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _INPUTS])
+@pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_an_address_is_as_good_as_the_file(name: str, parameter: click.Parameter, start: str, folder: Path) -> None:
     """The exit code is that of the unpacked file, and so is what is said, apart from names and sizes of bars."""
     address = f"{folder}/{start}"
-    said, plain = (_said(name, parameter, begin, folder) for begin in (address, f"{folder}/plain/"))
+    said, plain = (said_with(name, parameter, begin, folder) for begin in (address, f"{folder}/plain/"))
     if name == "undo":
         assert said.code == 4 and "cannot be changed in place" in said.err
         return
@@ -262,23 +171,20 @@ def was_opened(said: Said) -> bool:
     return any(text in said.all for text in OPENED)
 
 
-_INPUT_NAMES = [f"{name} {item.opts[0]}" for name, item in _INPUTS]
-
-
-@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
+@pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder: Path, offline: None) -> None:
-    said = _said(name, parameter, REMOTE, folder)
+    said = said_with(name, parameter, REMOTE, folder)
     assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
     assert REMOTE in said.err
     assert READ_REFUSAL in said.err or was_opened(said)
 
 
 @pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
-@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=_INPUT_NAMES)
+@pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_secrets_of_an_address_are_not_printed(
     name: str, parameter: click.Parameter, start: str, folder: Path, offline: None
 ) -> None:
-    said = _said(name, parameter, start, folder)
+    said = said_with(name, parameter, start, folder)
     cut = parameter.opts[0] == "--merge-entry" and start == SECRETS[1]  # a query string goes to the end of the word
     assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err or was_opened(said)
     assert "/run" in said.err

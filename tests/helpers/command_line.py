@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.cli.main import run
 
-__all__ = ["Said", "say"]
+__all__ = ["Said", "has_next_step", "say"]
 
 
 class Said(NamedTuple):
@@ -30,3 +31,8 @@ def say(*arguments: str | Path) -> Said:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([str(argument) for argument in arguments])
     return Said(code, out.getvalue(), err.getvalue())
+
+
+def has_next_step(said: Said) -> bool:
+    """Return whether an error on stderr says what to do next: on a line of its own, or behind a semicolon."""
+    return re.search(r"(?m)^ckptool: .*(; \w|\n *(\S.*\n *)*-> \S)", said.err) is not None

@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
+import queue
 import re
+import signal
 import socket
 import struct
 import threading
@@ -42,6 +45,11 @@ ERRORS = {
 }
 #: Faults of the answer itself.
 FAULTS = (*ERRORS, "reset", "stall", "short", "length", "whole", "etag", "complete")
+#: Faults that only some tests use. The process of the test is killed before a request is handled, or answered; a
+#: request is handled, but its answer is lost; the object of a request is replaced before it is handled, see
+#: ``Server.seconds``.
+KILLS = ("kill", "kill later")
+LOST, REPLACED = "lost", "replaced"
 
 
 class Object(NamedTuple):
@@ -105,6 +113,8 @@ class Server:
         self.ranges = True  # plain HTTP: whether ranges are honoured
         self.faults: dict[int, str] = {}
         self.replaced: dict[int, tuple[str, str, bytes]] = {}  # before request N, (bucket, key) gets other bytes
+        self.seconds: dict[tuple[str, str], bytes] = {}  # what the fault "replaced" puts in the place of an object
+        self.victims: queue.Queue[int] = queue.Queue()  # the process that the fault "kill" kills
         self.log: list[Seen] = []
         self.busy = 0
         self.copied = 0
@@ -149,6 +159,17 @@ class Server:
         """Forget the counts and the faults."""
         assert self.seen is self.log
         self.log, self.copied, self.number, self.faults, self.replaced = [], 0, 0, {}, {}
+
+    def replace(self, path: str) -> None:
+        """Replace the object of a request, if it is one of ``seconds``; its ETag is new each time."""
+        bucket, _, key = unquote(path)[1:].partition("/")
+        with self.lock:
+            if (bucket, key) in self.seconds:
+                self.put(bucket, key, self.seconds[bucket, key], f'"v{self.number}-{time.time_ns()}"')
+
+    def kill(self) -> None:
+        """Kill the process of the test."""
+        os.kill(self.victims.get(timeout=60), signal.SIGKILL)
 
     @property
     def seen(self) -> list[Seen]:
@@ -215,12 +236,14 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(server.delay)
         if self.fault == "stall":
             server.released.wait(server.stall)
+        elif self.fault == REPLACED:
+            server.replace(self.raw)
+        elif self.fault == "kill":
+            server.kill()
         status, down, self.ended = 0, 0, 0.0
         try:
-            if self.fault in ("reset", "stall"):
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.shutdown(socket.SHUT_RD)
-                self.close_connection = True
+            if self.fault in ("reset", "stall", "kill"):
+                self._reset()
                 return
             try:
                 if self.fault in ERRORS:
@@ -235,6 +258,11 @@ class _Handler(BaseHTTPRequestHandler):
                     headers["X-Error-Code"] = failure.code
                 if failure.code == "PermanentRedirect":
                     headers["x-amz-bucket-region"] = "eu-west-1"
+            if self.fault == "kill later":
+                server.kill()
+            if self.fault in ("lost", "kill later"):
+                self._reset()
+                return
             down = self._send(status, headers, data)
         finally:
             with server.lock:
@@ -245,6 +273,12 @@ class _Handler(BaseHTTPRequestHandler):
                 )
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+    def _reset(self) -> None:
+        """Close the connection without an answer."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.shutdown(socket.SHUT_RD)
+        self.close_connection = True
 
     def _send(self, status: int, headers: Mapping[str, str], data: bytes | memoryview) -> int:
         """Send an answer; return the bytes of its body."""

@@ -80,7 +80,7 @@ EXPECTED["expired 403"] = EXPECTED["expired"]
 WEB = {
     "expired": ("the signed address has expired", "get a new one"),
     "expired 403": ("the signed address has expired", "get a new one"),
-    "region": ("the request failed", "try again, or download it first"),
+    "region": ("{host} redirects to an address that cannot be reached, or in a circle", "check the address"),
     "skew": ("{host} refuses it", "check the address; signed ones expire"),
     "denied": ("{host} refuses it", "check the address; signed ones expire"),
     "unauthorized": ("{host} wants credentials", "check the address"),
@@ -109,7 +109,7 @@ def test_names_that_are_not_there(server: Server) -> None:
     assert failure(f"{server.url}/plain/none").what == "no such file"
     assert failure("s3://bucket", settings).what == "it is a directory, not a file"
     assert failure("s3://bucket/a/", settings).what == "it is a directory, not a file"
-    assert failure("s3://bucket/a//b", settings).what == "one of its names has an empty part between two slashes"
+    assert failure("s3://bucket/a//b", settings).what == "one of its names has an empty part, a dot or two as a part, or a control character"
     assert failure("s3://bucket/old?versionId=7", settings).what.startswith("parameters behind a question mark")
     assert failure("s3:///a", settings).what == "the address names no bucket or host"
     assert failure("nix://host/a").what == "addresses with nix:// are not supported"
@@ -279,3 +279,22 @@ def test_every_error_of_the_server_is_known() -> None:
     for code in (each for _, each in ERRORS.values()):
         error: Any = error_of(Failed("", 400, code), "s3://bucket/a")
         assert "SECRET" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://127.0.0.1:99999/a", "http://[::1/a", "http://host:12x/a", "http://a b/a", "https://h%zz/a", "s3://b b/a"],
+)
+def test_names_of_hosts_and_buckets_that_cannot_be(address: str) -> None:
+    failure(address, Settings("http://127.0.0.1:9", anonymous=True))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
+@pytest.mark.parametrize("endpoint", ["ftp://x", "nonsense", "http://h:99999", "http://", "http://[x", "http://h:1x"])
+def test_endpoints_that_cannot_be(endpoint: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore panics at most of them."""
+    if scheme == "hf":
+        pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    error = failure(f"{scheme}://bucket/a/b", Settings(endpoint, anonymous=True))
+    assert error.what == "the address or the endpoint does not name a server"

@@ -57,7 +57,9 @@ def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPi
     try:
         container = read_container(content)
         found = [*container.pickles(), *carried_pickles(Checkpoint.of(content.name, content, container))]
-    except CkptoolError:
+    except CkptoolError as error:
+        if error.of_server:
+            raise
         return None
     finally:
         outer_search.reset(token)
@@ -171,11 +173,13 @@ def _is_one_pickle(content: Source, search: Search) -> bool:
 
 
 def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
-    """Prefix pickles with the name of their container. An error ends the search of this container only."""
+    """Prefix pickles with the name of their container. An error of the file ends the search of this container."""
     try:
         for pickle in pickles:
             yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
     except UnreadableError as error:
+        if error.of_server:
+            raise
         yield unchecked(name or "the rest of the file", error.what)
 
 

@@ -1,0 +1,224 @@
+"""A fault at any request of a command: the output is right, or an error says what failed, and nothing is left behind.
+
+``CKPTOOL_TESTS=all`` has every fault at every request; otherwise each command meets each fault at a few requests.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command_line import Said, has_next_step, say
+from conftest import WHOLE
+from remote.server import KEY, LOST, REPLACED, SECRET, TOKEN, Server
+
+pytest.importorskip("obstore")
+pytest.importorskip("huggingface_hub")
+
+from ckptool.remote import folder, hub, obstores, source
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+#: What may go wrong with one request, and whether a second request makes it good.
+FAULTS = {
+    "reset": True,
+    LOST: True,
+    "stall": True,
+    "500": True,
+    "503": True,
+    "short": True,
+    "length": True,
+    "whole": False,
+    "etag": False,
+    "expired": False,
+    REPLACED: False,
+}
+#: Requests of one command, at most.
+MANY = 400
+#: Seconds that a server may take for the next bytes, and seconds of a server that stalls.
+PATIENCE, STALL = 0.4, 0.6
+#: What no output may contain: keys, a token, a query string, what the server says, texts of libraries.
+SECRETS = (SECRET, "SECRET", "PASSWORD", KEY, TOKEN, "Signature", "Generic", "reqwest", "Traceback", "a bug in ckptool")
+
+
+class Case(NamedTuple):
+    """A command by its words, and its objects.
+
+    In words, ``{url}`` is the server, ``{web}`` the server with user information, and ``{out}`` a local output.
+    ``objects`` are (bucket, key) and may be replaced; their other bytes give another output. ``listed`` says that the
+    command lists them first, so that none of them may be another one when it is read.
+    """
+
+    words: tuple[str, ...]
+    objects: tuple[tuple[str, str], ...]
+    listed: bool = False
+
+
+SHARDS = tuple(("bucket", f"shards/model-0000{at}-of-00004.safetensors") for at in range(1, 5))
+COMMANDS = {
+    "keys": Case(("keys", "s3://bucket/a.pth"), (("bucket", "a.pth"),)),
+    "inspect": Case(("inspect", "s3://bucket/shards"), SHARDS, listed=True),
+    "validate": Case(("validate", "s3://bucket/a.pth"), (("bucket", "a.pth"),)),
+    "get": Case(("get", "{web}/plain/a.pth?Signature=SECRETQUERY", 'state_dict["module.7"]'), (("plain", "a.pth"),)),
+    "scan": Case(("scan", "s3://bucket/a.pth"), (("bucket", "a.pth"),)),
+    "scan hub": Case(("scan", "hf://org/model/a.pth"), ()),
+    "hash": Case(("hash", "s3://bucket/a.pth"), (("bucket", "a.pth"),)),
+    "diff": Case(("diff", "s3://bucket/a.pth", "s3://bucket/b.pth"), (("bucket", "a.pth"), ("bucket", "b.pth"))),
+    "strip-module": Case(("strip-module", "s3://bucket/a.pth", "-o", "{out}"), (("bucket", "a.pth"),)),
+}
+
+
+def checkpoint(start: int) -> bytes:
+    """Return 24 tensors of 160 kB, so far apart that their headers are requests of their own."""
+    file = io.BytesIO()
+    state = {f"module.{at}": torch.full((40_000,), float(start + at)) for at in range(24)}
+    torch.save({"state_dict": state}, file)
+    return file.getvalue()
+
+
+class Outcome(NamedTuple):
+    """What a command said, and the file that it wrote."""
+
+    said: Said
+    written: bytes | None
+
+
+class Bench:
+    """The server with its objects, and the right outcomes of each command."""
+
+    def __init__(self, server: Server, out: Path) -> None:
+        self.server, self.out = server, out
+        one, two, three = (checkpoint(start) for start in (0, 100, 200))
+        self.firsts = {("bucket", "a.pth"): one, ("bucket", "b.pth"): two, ("plain", "a.pth"): one}
+        self.seconds = {("bucket", "a.pth"): three, ("bucket", "b.pth"): three, ("plain", "a.pth"): two}
+        weights = {}
+        for at, place in enumerate(SHARDS):
+            for objects in (self.firsts, self.seconds):
+                objects[place] = safetensors.save({f"layers.{at}.weight": torch.full((90_000,), float(len(objects)))})
+            weights[f"layers.{at}.weight"] = place[1].removeprefix("shards/")
+        index = json.dumps({"metadata": {}, "weight_map": weights}).encode()
+        self.firsts["bucket", "shards/model.safetensors.index.json"] = index
+        self.firsts["org--model", "a.pth"] = self.firsts["plain", "org--model/a.pth"] = one
+        self._clean: dict[str, tuple[list[Outcome], int]] = {}
+
+    def run(self, case: Case) -> Outcome:
+        """Run a command as a new process would, with the objects and the faults of the server as they are."""
+        source._OPENED.clear()
+        folder._RECENT.clear()
+        hub._repository.cache_clear()
+        self.out.unlink(missing_ok=True)
+        url = self.server.url
+        web = url.replace("//", "//user:PASSWORD@")
+        said = say(*(word.format(url=url, web=web, out=self.out) for word in case.words))
+        return Outcome(said, self.out.read_bytes() if self.out.exists() else None)
+
+    def reset(self, seconds: int = 0) -> None:
+        """Put all objects back; the bits of ``seconds`` choose objects that are replaced from the beginning."""
+        for place, data in self.firsts.items():
+            self.server.put(*place, data)
+        for at, (place, data) in enumerate(self.seconds.items()):
+            if seconds >> at & 1:
+                self.server.put(*place, data)
+        self.server.clear()
+
+    def clean(self, name: str) -> tuple[list[Outcome], int]:
+        """Return the right outcomes of a command, for every choice of its replaced objects, and its requests."""
+        if name not in self._clean:
+            case = COMMANDS[name]
+            bits = [1 << at for at, place in enumerate(self.seconds) if place in case.objects and not case.listed]
+            chosen = [0]
+            for bit in bits:
+                chosen += [each | bit for each in chosen]
+            outcomes = []
+            for seconds in reversed(chosen):
+                self.reset(seconds)
+                outcomes.append(self.run(case))
+            assert {outcome.said.code for outcome in outcomes} <= {0, 1}, outcomes[-1].said.all
+            self._clean[name] = outcomes, self.server.count()
+        return self._clean[name]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    home = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch, Server() as server:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "HF_", "HUGGING", "CKPTOOL_"))]:
+            if name != "CKPTOOL_TESTS":
+                patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        patch.setenv("HF_TOKEN", TOKEN)
+        patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
+        for module in (obstores, hub):
+            patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
+        server.redirect, server.stall = server.url, STALL
+        yield Bench(server, home / "out.pth")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Do not wait long for servers that stall."""
+    for module in (obstores, hub):
+        monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
+    obstores._bucket.cache_clear()
+    yield
+    obstores._bucket.cache_clear()
+
+
+def chosen(requests: int, name: str) -> list[tuple[int, bool]]:
+    """Return (request, persistent) for the faults of a test: all, or two of them, chosen by its name."""
+    faults = [(number, persistent) for number in range(1, requests + 1) for persistent in (False, True)]
+    if WHOLE:
+        return faults
+    at = int.from_bytes(sha256(name.encode()).digest()[:4], "big")
+    return [faults[at % len(faults)], faults[(at // 7 + 1) % len(faults)]]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_fault_at_any_request(name: str, fault: str, bench: Bench, request: pytest.FixtureRequest) -> None:
+    case = COMMANDS[name]
+    right, requests = bench.clean(name)
+    if fault == "stall":
+        request.getfixturevalue("impatient")
+    for number, persistent in chosen(requests, f"{name} {fault}"):
+        bench.reset()
+        numbers = range(number, MANY) if persistent else [number]
+        bench.server.faults = dict.fromkeys(numbers, fault)
+        bench.server.seconds = {place: bench.seconds[place] for place in case.objects}
+        outcome = bench.run(case)
+        where = f"{fault} at request {number} of {requests}{' and all later ones' * persistent}: {outcome.said}"
+        assert bench.server.count() < MANY
+        assert not [word for word in SECRETS if word in outcome.said.all], where
+        if outcome in right:
+            continue
+        assert not FAULTS[fault] or persistent or fault == "stall", where
+        check_error(outcome, fault, where)
+
+
+def check_error(outcome: Outcome, fault: str, where: str) -> None:
+    """Check that a command failed with an error that says what to do next, and wrote nothing."""
+    said = outcome.said
+    assert said.code in (3, 5), where  # 5: once an output was begun
+    assert outcome.written is None, where
+    assert has_next_step(said), where
+    if fault in (REPLACED, "etag"):
+        assert "the file changed while it was read" in said.all, where
+
+
+def test_there_are_faults_enough(bench: Bench) -> None:
+    """At least 1,500 faults of at least eight commands: one of a request, and one of it and all later ones."""
+    counts = {name: bench.clean(name)[1] for name in COMMANDS}
+    assert len(counts) >= 8
+    assert 2 * len(FAULTS) * sum(counts.values()) >= 1500, counts
