@@ -92,6 +92,13 @@ class CkptoolError(Exception):
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
+def of_file(error: CkptoolError) -> CkptoolError:
+    """Return an error that says something about a file; raise it if a server failed instead."""
+    if error.of_server:
+        raise error
+    return error
+
+
 class UnreadableError(CkptoolError):
     """The input cannot be read: it is missing, not permitted, not a regular file, or has too large a record."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
-from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.errors import CkptoolError, MalformedError, UnreadableError, of_file
 from ..base.findings import INCOMPLETE, Finding
 from ..base.steps import as_step
 from ..base.text import join_limited
@@ -54,9 +54,7 @@ class ShardedContainer(Container):
             stack.callback(source.close)
             content = read(source, name)
         except CkptoolError as error:
-            if error.of_server:
-                raise
-            self.errors.append(error)
+            self.errors.append(of_file(error))
             self._note_incomplete(f"{subject} cannot be read: {error.what}", name)
             return None
         self.files.append(source)

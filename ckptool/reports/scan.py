@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Final, Literal
 
-from ..base.errors import CkptoolError, NotACheckpointError, UnreadableError
+from ..base.errors import CkptoolError, NotACheckpointError, UnreadableError, of_file
 from ..base.records import TypedDict
 from ..base.steps import advised
 from ..base.suffixes import CHECKPOINTS, PICKLES
@@ -214,9 +214,7 @@ def scan_file(path: str, torch: str = NEWEST) -> FileScan:
             try:
                 return _checkpoint_scan(path, read_checkpoint(source), torch)
             except CkptoolError as error:
-                if error.of_server:
-                    raise
-                return _other_scan(path, source, error, torch)
+                return _other_scan(path, source, of_file(error), torch)
     except CkptoolError as error:
         return unread(path, error)
 

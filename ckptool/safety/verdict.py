@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-from ..base.errors import UnreadableError
+from ..base.errors import UnreadableError, of_file
 from ..base.findings import PROGRAM
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
@@ -125,9 +125,7 @@ def examine_all(pickles: Iterable[FoundPickle], torch: str) -> list[ExaminedPick
     try:
         found.extend(examine(pickles, torch))
     except UnreadableError as error:
-        if error.of_server:
-            raise
-        found.append(ExaminedPickle("the rest of the file", error.what, unchecked=True))
+        found.append(ExaminedPickle("the rest of the file", of_file(error).what, unchecked=True))
     return found
 
 

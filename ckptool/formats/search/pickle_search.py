@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, cast
 
-from ...base.errors import CkptoolError, MalformedError, PickleError, PickleLimitError, UnreadableError
+from ...base.errors import CkptoolError, MalformedError, PickleError, PickleLimitError, UnreadableError, of_file
 from ...base.findings import PROGRAM
 from ...base.limits import LIMITS
 from ...base.standard_library import STANDARD_LIBRARY
@@ -58,8 +58,7 @@ def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPi
         container = read_container(content)
         found = [*container.pickles(), *carried_pickles(Checkpoint.of(content.name, content, container))]
     except CkptoolError as error:
-        if error.of_server:
-            raise
+        of_file(error)
         return None
     finally:
         outer_search.reset(token)
@@ -178,9 +177,7 @@ def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
         for pickle in pickles:
             yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
     except UnreadableError as error:
-        if error.of_server:
-            raise
-        yield unchecked(name or "the rest of the file", error.what)
+        yield unchecked(name or "the rest of the file", of_file(error).what)
 
 
 def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
