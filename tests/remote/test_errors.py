@@ -14,7 +14,7 @@ from remote.servers import free_port, make_certificates
 
 pytest.importorskip("obstore")
 
-from ckptool.base.errors import ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
+from ckptool.base.errors import ChangedError, CkptoolError, OutputError, UnreadableError
 from ckptool.remote import obstores
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
@@ -269,8 +269,8 @@ def test_errors_of_reading(failed: Failed, kind: type[CkptoolError], what: str) 
 
 
 def test_errors_of_writing() -> None:
-    exists = error_of(Failed("", 412), "s3://bucket/a", writing=True)
-    assert (type(exists), exists.what, exists.exit_code) == (RefusedError, "the output exists", 4)
+    other = error_of(Failed("", 412), "s3://bucket/a", writing=True)
+    assert (type(other), other.what, other.exit_code) == (OutputError, "somebody else wrote to it meanwhile", 5)
     denied = error_of(Failed("", 403, "AccessDenied"), "gs://bucket/a", writing=True)
     assert isinstance(denied, OutputError) and denied.what.startswith("no permission to write it")
     broken = error_of(Failed("", 500), "az://container/a", writing=True)
