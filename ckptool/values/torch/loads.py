@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import TargetError, UnreadableError
 from ...base.map_location import MapLocation
 from ...base.steps import STDIN, is_remote
+from ...base.suffixes import SAFETENSORS
 from ...files.archives import is_address, open_any
+from ...files.sources import Plan, Span
+from ...files.write.output import write_file
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +92,8 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own deprecation warnings would name lines in ckptool
-            return torch.load(_readable(path), map_location=location, weights_only=True)
+            with _readable(path) as readable:
+                return torch.load(readable, map_location=location, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_cause(error)}", path=path) from error
     except Exception as error:
@@ -95,17 +102,20 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
         raise UnreadableError(message, path=path) from error
 
 
-def _readable(path: str) -> Any:
-    """Return something that torch can read: the path, or the bytes of a file in an archive or on standard input."""
+@contextmanager
+def _readable(path: str) -> Iterator[Any]:
+    """Yield what torch can read: the path, or the bytes of a remote file, an archive member, or standard input."""
     if path != STDIN and not (is_address(path) or is_remote(path)):
-        return path
-    import io
-
-    source = open_any(path)
-    try:
-        return io.BytesIO(source.read(0, source.size))
-    finally:
-        source.close()
+        yield path
+        return
+    with closing(open_any(path)) as source:
+        if is_address(path) or not path.endswith(SAFETENSORS):
+            yield io.BytesIO(source.read(0, source.size))
+            return
+        with TemporaryDirectory() as folder:  # torch.load recognises safetensors by the name of a file alone
+            name = os.path.join(folder, "model.safetensors")
+            write_file(Plan((Span(source, 0, source.size),)), name, ())
+            yield name
 
 
 def _cause(error: BaseException) -> str:
