@@ -108,6 +108,7 @@ class Server:
         self.expired: set[str] = set()  # session tokens
         self.commit = "0123456789abcdef0123456789abcdef01234567"
         self.redirect = ""  # the address of another server, to which the hub redirects
+        self.unquoted = False  # whether the condition of a write needs the ETag without its quotes, as in Ceph 16
         self.min_part = 5 * MIB
         self.stall = 30.0  # seconds of the fault
         self.ranges = True  # plain HTTP: whether ranges are honoured
@@ -400,7 +401,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Failure(412, "PreconditionFailed")
         if wanted and not versions:
             raise Failure(404, "NoSuchKey")
-        if wanted and versions and wanted not in ("*", versions[-1].etag):
+        etag = versions[-1].etag if versions else ""
+        if wanted and wanted not in ("*", etag.strip('"') if self.server_of.unquoted else etag):
             raise Failure(412, "PreconditionFailed")
 
     def _source(self) -> tuple[bytes, str]:

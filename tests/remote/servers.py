@@ -40,8 +40,8 @@ class Place(NamedTuple):
 
     ``sign`` returns a signed address from a method, a key and the time until it expires; None without signatures.
     ``stranger`` has the address and the variables of somebody with a wrong key; None if any key is right. ``no_bucket``
-    is the message for a bucket that does not exist. ``lists`` and ``writes`` say what the server can do, and
-    ``conditions`` whether it keeps conditions of reading.
+    is the message for a bucket that does not exist. ``leftovers`` returns the keys of unfinished uploads. ``lists`` and
+    ``writes`` say what the server can do, and ``conditions`` whether it keeps conditions of reading.
     """
 
     address: str
@@ -50,6 +50,7 @@ class Place(NamedTuple):
     sign: Callable[[str, str, timedelta], str] | None = None
     stranger: tuple[str, Mapping[str, str]] | None = None
     no_bucket: str = "there is no bucket nowhere"
+    leftovers: Callable[[], list[str]] = list
     lists: bool = True
     writes: bool = True
     conditions: bool = True
@@ -134,7 +135,8 @@ def own(folder: Path) -> Iterator[Place]:
     """The server in ``server.py``."""
     with Server() as server:
         server.buckets["bucket"] = {}
-        yield _s3(server.url)._replace(put=partial(server.put, "bucket"))
+        place = _s3(server.url)._replace(put=partial(server.put, "bucket"))
+        yield place._replace(leftovers=lambda: [upload.key for upload in server.uploads.values()])
 
 
 @contextmanager
@@ -175,9 +177,14 @@ def _create(place: Place) -> Place:
     client.create_bucket(Bucket="bucket")
     options = {"endpoint": url, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
     store = obstore.store.S3Store("bucket", **options, client_options={"allow_http": True})
-    return place._replace(
-        put=lambda key, data: client.put_object(Bucket="bucket", Key=key, Body=data), sign=partial(obstore.sign, store)
-    )
+
+    def put(key: str, data: bytes) -> None:
+        client.put_object(Bucket="bucket", Key=key, Body=data)
+
+    def leftovers() -> list[str]:
+        return [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", ())]
+
+    return place._replace(put=put, sign=partial(obstore.sign, store), leftovers=leftovers)
 
 
 #: One monitor and one OSD in memory, without authentication between them, and the gateway.

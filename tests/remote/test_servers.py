@@ -213,3 +213,74 @@ def test_a_listing_of_more_than_a_page(place: Place) -> None:
     store, _ = store_of(place.at(names[0]))
     assert sorted(facts.key for facts in store.list("many")) == sorted(names)
     assert [facts.key for facts in store.list("many/10")] == sorted(names[1000:])
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(place: Place, local: Path) -> str:
+    """The address of a file of 12 MB, which is written in several parts, with a local copy of the same name."""
+    if not place.writes:
+        pytest.skip("this server takes no files")
+    torch: Any = pytest.importorskip("torch")
+    path = local / "large.pth"
+    if not path.exists():
+        torch.save({f"module.{at}": torch.full((750_000,), float(at)) for at in range(4)}, path)
+    place.put(path.name, path.read_bytes())
+    return place.at(path.name)
+
+
+def content(address: str) -> bytes:
+    found = open_remote(address)
+    return found.read(0, found.size)
+
+
+@pytest.mark.parametrize("call", [["strip-module"], ["set", "epoch=3"], ["convert"]], ids=" ".join)
+def test_an_output_on_the_server_is_the_local_output(
+    call: list[str], large: str, place: Place, local: Path, tmp_path: Path
+) -> None:
+    name = f"{call[0]}.{'safetensors' if call[0] == 'convert' else 'pth'}"
+    first, *rest = call
+    assert say(first, local / "large.pth", *rest, "-o", tmp_path / name).code == 0
+    for source in (large, local / "large.pth"):
+        target = place.at(f"written/{Path(str(source)).parent.name}/{name}")
+        said = say(first, source, *rest, "-o", target)
+        assert said.code == 0, said.err
+        assert content(target) == (tmp_path / name).read_bytes()
+    assert place.leftovers() == []
+
+
+def test_an_output_that_exists(large: str, place: Place, local: Path, tmp_path: Path) -> None:
+    target = place.at("existing.pth")
+    for size in (10, 20 * MIB):
+        place.put("existing.pth", DATA[:10] + bytes(size))
+        said = say("strip-module", large, "-o", target)
+        assert said.code == 4 and "the output exists" in said.err, said.all
+        assert content(target) == DATA[:10] + bytes(size)
+        said = say("strip-module", large, "-o", target, "--force")
+        assert said.code == 0, said.err
+        assert say("strip-module", local / "large.pth", "-o", tmp_path / f"{size}.pth").code == 0
+        assert content(target) == (tmp_path / f"{size}.pth").read_bytes()
+    small = say("strip-module", place.at("zip.pth"), "-o", target)  # one request
+    assert small.code == 4, small.all
+    assert say("strip-module", place.at("zip.pth"), "-o", target, "--force").code == 0
+    assert place.leftovers() == []
+
+
+def test_an_output_that_cannot_be_written(
+    place: Place, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, variables = (place.address, {}) if not place.writes else place.stranger or (None, {})
+    if address:
+        enter(variables, monkeypatch)
+        for path in (FIXTURES / "bare_module.pth", local / "zip.pth"):
+            said = say("strip-module", path, "-o", f"{address}/denied.pth")
+            assert said.code == (4 if address.startswith("https:") else 5), said.all
+        enter(place.variables, monkeypatch)
+        assert "no such file" in say("keys", place.at("denied.pth")).err
+    if place.writes:
+        nowhere = f"{place.address.removesuffix('bucket')}nowhere/a.pth"
+        said = say("strip-module", local / "zip.pth", "-o", nowhere)
+        assert said.code == 5 and f"{shown(nowhere)}: {place.no_bucket}" in said.err, said.all
+    assert place.leftovers() == []
