@@ -34,6 +34,7 @@ from .checkpoint.paths import parse_path
 from .checkpoint.selection import only_one, selected
 from .edits.outputs import Conversion
 from .files.archives import open_any
+from .files.downloads import expect_plan
 from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
@@ -207,6 +208,7 @@ def write_output(
         return Saved(path, size, ready.exact, plan, shortage=ready.shortage, traffic=_traffic(plan, path, sources))
     if not staged:
         ready.check_space()
+    expect = partial(expect_plan, path=checkpoint.path)
     promise = promise_of(checkpoint, path)
     step = None if on_progress is None else _counting(on_progress, size)
     if is_remote(path):
@@ -217,8 +219,10 @@ def write_output(
         from .remote.publishing import publish
 
         check_planned = None if promise is None else partial(_check_file, checkpoint, promise)
-        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_planned)
+        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_planned, expect=expect)
         return Saved(path, size, ready.exact, plan, traffic=traffic)
+    if tasks is None:
+        expect(plan)
     mode = file_mode(checkpoint.source)
     fill = None if tasks is None else partial(_fill, tasks, step)
     if isinstance(plan, FolderPlan):

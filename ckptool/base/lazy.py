@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -13,6 +14,11 @@ from typing import Any, AnyStr, cast
 def module(name: str) -> ModuleType:
     """Import and return ``ckptool.NAME``; no other module imports by name."""
     return import_module(f"ckptool.{name}")
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether ``ckptool.NAME`` was imported already."""
+    return f"ckptool.{name}" in sys.modules
 
 
 class _Regex:

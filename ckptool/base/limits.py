@@ -5,6 +5,9 @@ A hostile file declares any size it likes, so no limit is ever taken from the fi
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from typing import Final
+
 from .records import NamedTuple
 
 
@@ -79,3 +82,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+
+#: Bytes of remote files that the command under way has announced to read so far. None outside of a command line: there
+#: each call has its own limit.
+ANNOUNCED: Final[ContextVar[int | None]] = ContextVar("announced", default=None)

@@ -13,6 +13,7 @@ from ..base.steps import as_step, command
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
+from ..files.downloads import expect_plan
 from ..files.write.output import check_output, write_file
 from ..formats.claims import claims_of
 from ..reports.entries import entry_lines, find_value, json_pieces
@@ -70,6 +71,7 @@ def get(path: str, key: str, output: str | None, force: bool, style: str) -> int
             mode = file_mode(checkpoint.source)
             plan = npy_plan(array)
             plan = plan._replace(expected_checksums=claims_of(checkpoint, [plan]))
+            expect_plan(plan, checkpoint.path)
             written = write_file(plan, output, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))

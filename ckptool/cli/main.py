@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
+from ..base.limits import ANNOUNCED
 from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
 from .help import HELP_ALL, Helpful
@@ -293,10 +294,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     typed = Typed.of(  # suggestions begin with the command
         [plain.get(word, word) for word in dropwhile(own.__contains__, words)], _rehearsed
     )
-    brevity = BREVITY.set(Brevity(lists=True, lines=True))
+    brevity, announced = BREVITY.set(Brevity(lists=True, lines=True)), ANNOUNCED.set(0)
     try:
         return _run(words, typed)
     finally:
+        ANNOUNCED.reset(announced)
         BREVITY.reset(brevity)
 
 

@@ -15,6 +15,7 @@ from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.programs import program_of
 from ..checkpoint.selection import dotted
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
+from ..files.downloads import expect_reads
 from ..files.sources import Computed, Piece, Span, size_of
 from ..files.threads import run_in_threads
 from ..formats.opening import takes_path
@@ -223,6 +224,7 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
 
     reader = checkpoint.survey.reader
     keys = sorted((key for group in groups for key in group), key=place)
+    expect_reads((body.piece for key in keys if (body := checkpoint.body(key)) is not None), path=checkpoint.path)
     run_in_threads(keys, digest, sum(reader.storages[key].nbytes for key in keys))
     for group in groups:
         first: dict[bytes, str] = {}

@@ -50,6 +50,10 @@ class Source:
     def check_unchanged(self) -> None:
         """Raise ChangedError if the bytes changed since the source was opened."""
 
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
+        """Return what reading these (offset, size) ranges would download; nothing for a file on a disk."""
+        return ()
+
     def local_file(self) -> FileSource | None:
         """Return the open file if the source is a whole file on a disk, for work that needs its descriptor, or None."""
         return None
@@ -68,8 +72,7 @@ class FileSource(Source):
         self.links = status.st_nlink
         #: The same as long as nobody writes to the file: (device, inode, size, modification time in ns).
         self.signature = signature(status)
-        #: Whether the file may have holes: its blocks (512 bytes each) hold fewer bytes than its size. Also true for
-        #: compressed files.
+        #: Whether the file may have holes or is compressed: its blocks (512 bytes each) have fewer bytes than its size.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
         self._start = b""  # the first bytes, or all bytes of a small file, read once
 
@@ -92,8 +95,7 @@ class FileSource(Source):
             first = _pread(self.fd, size, offset)
             if len(first) == size:
                 return first
-            parts = [first]
-            got = len(first)
+            parts, got = [first], len(first)
             while got < size and parts[-1]:
                 parts.append(_pread(self.fd, size - got, offset + got))
                 got += len(parts[-1])
@@ -152,8 +154,7 @@ class FileSource(Source):
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A descriptor is meaningless in another process. That process opens the file by path, and refuses a changed
-        # file.
+        # A descriptor is meaningless in another process, which opens the file by path and refuses a changed one.
         return _reopened, (type(self), self.name, os.path.realpath(self.name), self.signature)
 
 
@@ -190,8 +191,7 @@ class FolderSource(Source):
 
     ``beside`` are the paths of other files that belong to the folder, which an edit copies; ``links`` are those among
     them that lead out of the folder to something unknown. ``folder`` is the folder that contains the files, by default
-    the folder of the first one. ``parts`` are their names in it, with "/", without the ``strays``, to which nothing
-    refers.
+    the folder of the first one. ``parts`` are their names in it, with "/", without unreferenced files (``strays``).
     """
 
     def __init__(
@@ -253,6 +253,9 @@ class SliceSource(Source):
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         self.source.prefetch([(self.offset + offset, size) for offset, size in ranges])
 
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
+        return self.source.missing([(self.offset + offset, size) for offset, size in ranges])
+
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.source, self.offset + offset, size)
 
@@ -303,11 +306,8 @@ def _preadv(fd: int, buffer: bytearray | memoryview, offset: int) -> int:
 
 
 _FILE_TYPES = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
+    *((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket")),
+    *((stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device")),
 )
 
 

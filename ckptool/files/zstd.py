@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any, Final
 
 from ..base.errors import MalformedError
 from ..base.text import human_bytes
-from .sources import Source
+from .sources import Source, Span
 
 #: The command to type if the package is missing.
 INSTALL: Final = "pip install 'ckptool[zstd]'"
@@ -50,6 +50,9 @@ class ZstdSource(Source):
             file, end = self._inflated()
             file.seek(offset)
             return file.read(max(min(size, end - offset), 0))
+
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
+        return self.source.missing([(self.at, self.length)])
 
     def close(self) -> None:
         with _LOCK:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from ..base import addresses
-from ..base.addresses import conceal
+from ..base.addresses import conceal, reveal
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
 from ..files.folders import Folder
 from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote, open_store
-from .store import Facts, Failed, Settings, Store, at_once, current, error_of
+from .store import Facts, Failed, Recent, Settings, Store, alone, at_once, current, error_of
 
 _DIGITS: Final = regex(r"\d+")
 #: Paths that lead to another folder, or that a path on the disk cannot have.
@@ -20,11 +20,9 @@ _ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
 _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 #: Files whose ends are asked for at the same time: they take half of the memory for remote files.
 _GROUP: Final = 64
-
-
-#: Folders that were asked for within the last seconds, and when: several questions are one listing.
-_RECENT: Final[dict[tuple[str, Settings], tuple[float, RemoteFolder]]] = {}
-_RECENT_SECONDS: Final = 2.0
+#: Folders that somebody asked for, and those that are known to exist.
+_OPENED: Final[Recent[RemoteFolder]] = Recent(64, seconds=2)
+_FOUND: Final[Recent[RemoteFolder]] = Recent(64, seconds=2)
 
 
 def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
@@ -34,14 +32,8 @@ def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
     """
     if settings is not None:
         return RemoteFolder(meant(address), settings, Allowance(settings.max_download))
-    known = meant(address).rstrip("/"), current()
-    when, folder = _RECENT.get(known, (0.0, None))
-    if folder is None or time.monotonic() - when > _RECENT_SECONDS:
-        if len(_RECENT) > _GROUP:
-            _RECENT.clear()
-        folder = open_folder(address, known[1])
-        _RECENT[known] = time.monotonic(), folder
-    return folder
+    known = meant(address).rstrip("/")
+    return _OPENED.get(known) or _OPENED.keep(known, open_folder(address, current()))
 
 
 def folder_at(address: str) -> RemoteFolder | None:
@@ -49,11 +41,13 @@ def folder_at(address: str) -> RemoteFolder | None:
 
     Raises UnreadableError if it can only be a folder, and cannot be listed, or if the server fails.
     """
+    if found := _FOUND.get(reveal(address)):
+        return found
     if is_file(address):
         return None
     folder = open_folder(address)
     try:
-        return folder if folder.files else None
+        return _FOUND.keep(reveal(address), folder) if folder.files else None
     except UnreadableError as error:
         parts = addresses.parse(meant(address))
         if error.of_server or parts.path.endswith("/") or not parts.path:
@@ -85,7 +79,7 @@ class RemoteFolder(Folder):
             prefix = prefix.strip("/")
             start = len(prefix) + 1 if prefix else 0
             try:
-                listed = {facts.key[start:]: facts for facts in at_once([prefix], self._store.list)[0]}
+                listed = {facts.key[start:]: facts for facts in alone(partial(self._store.list, prefix))}
                 if any(not facts.key.startswith(prefix) for facts in listed.values()):
                     raise Failed("answer")
                 listed.pop("", None)  # an empty object that stands for the folder

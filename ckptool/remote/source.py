@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from ..base.addresses import conceal, parse, reveal
 from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
-from ..base.limits import LIMITS
+from ..base.limits import ANNOUNCED, LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
-from ..files.sources import Source
-from .store import Answer, Facts, Failed, Origin, Range, Settings, Store, at_once, current, error_of
+from ..files.sources import Source, Span
+from .store import (
+    Answer,
+    Facts,
+    Failed,
+    Origin,
+    Range,
+    Recent,
+    Settings,
+    Store,
+    alone,
+    at_once,
+    current,
+    error_of,
+    together,
+)
 
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
@@ -24,10 +38,10 @@ _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 _REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
-
-
-#: The file that ``is_file`` opened last, by its address.
-_OPENED: Final[dict[str, RemoteSource]] = {}
+#: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
+#: a folder whose index tells what is where.
+_ENDS: Final = {".safetensors": 1, ".distcp": 0}
+_OPENED: Final[Recent[RemoteSource]] = Recent(1, seconds=30)
 
 
 def is_file(address: str) -> bool:
@@ -35,11 +49,10 @@ def is_file(address: str) -> bool:
 
     What was asked for is not asked for again: ``open_remote`` returns the same source.
     """
-    if reveal(address) in _OPENED:
+    if _OPENED.get(reveal(address)):
         return True
-    _OPENED.clear()
     try:
-        _OPENED[reveal(address)] = open_remote(address)
+        _OPENED.keep(reveal(address), open_remote(address))
     except UnreadableError as error:
         return error.what not in (NO_FILE, A_DIRECTORY)
     return True
@@ -50,7 +63,7 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
 
     Raises UnreadableError and RefusedError as for a local file.
     """
-    if settings is None and (opened := _OPENED.pop(reveal(address), None)):
+    if settings is None and (opened := _OPENED.take(reveal(address))):
         return opened
     settings, address = settings or current(), meant(address)
     store, key = open_store(address, settings)
@@ -126,16 +139,16 @@ class RemoteSource(Source):
     def begin(self) -> None:
         """Ask for the first bytes and, unless they hold all metadata, for the last ones at the same time."""
         self._begun = True
-        tail = not self.name.endswith(".safetensors")
+        ends = next((number for suffix, number in _ENDS.items() if self.name.endswith(suffix)), 2)
         if not (self.size or self._etag):
-            self._ask_unknown(tail and self._store.has_tail)
-        self.prefetch([(0, ENDS), (max(self.size - ENDS, 0), ENDS)][: 1 + tail])
+            self._ask_unknown(ends == 2 and self._store.has_tail)
+        self.prefetch([(0, ENDS), (max(self.size - ENDS, 0), ENDS)][:ends])
 
     def _ask_unknown(self, tail: bool) -> None:
         """Ask for the ends of an object whose size is not known."""
-        asked = [lambda: self._store.get(self._key, 0, ENDS), lambda: self._store.tail(self._key, ENDS)]
+        first, last = (lambda: self._store.get(self._key, 0, ENDS)), (lambda: self._store.tail(self._key, ENDS))
         try:
-            answers = at_once(asked[: 1 + tail], lambda ask: ask())
+            answers = together([first, last] if tail else [first])
         except Failed as failed:
             found = failed
         else:
@@ -161,7 +174,7 @@ class RemoteSource(Source):
         size = min(size, self.size - offset)
         if size <= 0:
             return b""
-        if not self._begun:
+        if not self._begun and self.missing([(offset, size)]):
             self._begun = True
             self.start()
         with self._allowance.lock:
@@ -189,9 +202,18 @@ class RemoteSource(Source):
         copier = self._store.copies()
         return Origin(copier, self._key, self._etag) if copier else None
 
+    def missing(self, ranges: Iterable[Range]) -> list[Span]:
+        with self._allowance.lock:
+            gaps = [gap for begin, end in _joined(ranges) for gap in self._blocks.split(begin, min(end, self.size))[1]]
+        return [Span(self, *gap) for gap in gaps]
+
     def allow(self, nbytes: int) -> None:
-        """Raise RefusedError if reading ``nbytes`` exceeds what a command may download. Nothing is read."""
-        self._allowance.check(nbytes, self.name)
+        """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
+        self._allowance.spend(nbytes, self.name)
+
+    def fetch(self, begin: int, size: int) -> None:
+        """Download a range that was allowed, and keep it in memory."""
+        self._keep(begin, self._do(lambda: self._store.get(self._key, begin, size, self._etag)))
 
     def close(self) -> None:
         self._closed = True
@@ -209,9 +231,9 @@ class RemoteSource(Source):
                 kept, gaps = self._blocks.split(begin, begin + size)
                 pieces += kept
                 missing += gaps
-        asked = [(at, min(_REQUEST, end - at)) for begin, end in _joined(missing) for at in range(begin, end, _REQUEST)]
+        asked = [part for begin, end in _joined(missing) for part in _requests(begin, end)]
         if asked:
-            self._allowance.spend(sum(size for _, size in asked), self.name)
+            self.allow(sum(size for _, size in asked))
             answers = self._do(lambda: self._store.many(self._key, asked, self._etag))
             for (at, _), answer in zip(asked, answers, strict=True):
                 self._keep(at, answer)
@@ -225,9 +247,9 @@ class RemoteSource(Source):
         with self._allowance.lock:
             self._blocks.add(at, answer.data)
 
-    def _do(self, ask: Callable[[], T]) -> T:
+    def _do(self, request: Callable[[], T]) -> T:
         try:
-            return at_once([ask], lambda do: do())[0]
+            return alone(request)
         except Failed as failed:
             found = failed
         raise error_of(found, self._address)
@@ -255,17 +277,10 @@ class Allowance:
         self._used: dict[tuple[Blocks, int], int] = {}  # sizes of blocks in memory, in the order of their use
         self._kept = 0
 
-    def check(self, nbytes: int, path: str) -> None:
-        """Raise RefusedError if downloading ``nbytes`` more would exceed the limit."""
-        if self.spent + nbytes > self.limit:
-            what = f"it would download {human_bytes(self.spent + nbytes)}, more than {human_bytes(self.limit)}"
-            step = advice("download the file first, or allow more with ", Setting("max_download", None))
-            raise RefusedError(what, path=path, next=step)
-
     def spend(self, nbytes: int, path: str) -> None:
-        """Count bytes before they are asked for; raises as ``check`` does."""
+        """Count bytes before they are asked for; raise RefusedError if they exceed the limit."""
         with self.lock:
-            self.check(nbytes, path)
+            _check(0, self.spent + nbytes, self.limit, path)
             self.spent += nbytes
 
     def use(self, blocks: Blocks, begin: int, size: int) -> None:
@@ -278,6 +293,37 @@ class Allowance:
     def forget(self, blocks: Blocks, begin: int) -> None:
         self._kept -= self._used.pop((blocks, begin))
         blocks.remove(begin)
+
+
+def fetch(spans: Iterable[Span]) -> None:
+    """Download spans of several objects at the same time, as far as they fit into half of the memory."""
+    requests: list[tuple[RemoteSource, int, int]] = []
+    room = LIMITS.remote_bytes // 2
+    for source, offset, wanted in spans:
+        assert isinstance(source, RemoteSource)
+        size = min(wanted, room)
+        if not size:
+            break
+        room -= size
+        source.allow(size)
+        requests += ((source, *part) for part in _requests(offset, offset + size))
+    at_once(requests, lambda request: request[0].fetch(*request[1:]))
+
+
+def announce(nbytes: int, path: str) -> None:
+    """Raise RefusedError if the command under way may not download ``nbytes`` more. Nothing is read."""
+    before = ANNOUNCED.get()
+    _check(before or 0, nbytes, current().max_download, path)
+    if before is not None:
+        ANNOUNCED.set(before + nbytes)
+
+
+def _check(before: int, nbytes: int, limit: int, path: str) -> None:
+    if before + nbytes > limit:
+        after = f" after {human_bytes(before)}" if before else ""
+        what = f"it would download {human_bytes(nbytes)}{after}, more than {human_bytes(limit)}"
+        step = advice("download the file first, or allow more with ", Setting("max_download", None))
+        raise RefusedError(what, path=path, next=step)
 
 
 class Blocks:
@@ -316,6 +362,11 @@ class Blocks:
     def clear(self) -> None:
         for begin in [*self._begins]:
             self._allowance.forget(self, begin)
+
+
+def _requests(begin: int, end: int) -> Iterator[Range]:
+    """Yield a stretch of bytes as ranges that are small enough for one request."""
+    return ((at, min(_REQUEST, end - at)) for at in range(begin, end, _REQUEST))
 
 
 def _joined(ranges: Iterable[Range]) -> list[tuple[int, int]]:

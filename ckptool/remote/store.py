@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from ..base.addresses import conceal, parse
 from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
@@ -227,6 +228,8 @@ _WRITING: Final = {
     409: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
     412: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
 }
+#: The beginnings of variables with credentials.
+_CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
 _HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
 _HOSTS |= {"az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 
@@ -270,6 +273,51 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     found = error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
     found.of_server = (kind in MESSAGES and kind != "listing") or status not in (401, 403, 404, 410)
     return found
+
+
+class Recent(Generic[T]):
+    """What was found at addresses within the last ``seconds``, with the same settings and credentials.
+
+    Finding out what an address is, and opening it, are separate calls; together they take one request. At most ``most``
+    things are kept.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._found: dict[object, tuple[float, T]] = {}
+
+    def get(self, address: str) -> T | None:
+        """Return what was found at an address, or None."""
+        when, found = self._found.get(_asked(address), (0.0, None))
+        return found if time.monotonic() - when < self._seconds else None
+
+    def keep(self, address: str, found: T) -> T:
+        """Keep what was found, and return it."""
+        if len(self._found) >= self._most:
+            self._found.clear()
+        self._found[_asked(address)] = time.monotonic(), found
+        return found
+
+    def take(self, address: str) -> T | None:
+        """Return what was found at an address, or None, and forget it."""
+        found = self.get(address)
+        self._found.pop(_asked(address), None)
+        return found
+
+
+def _asked(address: str) -> object:
+    """Return the same for two questions about an address that have the same answer."""
+    return address, current(), tuple(item for item in os.environ.items() if item[0].startswith(_CREDENTIALS))
+
+
+def alone(request: Callable[[], Result]) -> Result:
+    """Return the result of one request, which runs in a thread as in ``at_once``."""
+    return together([request])[0]
+
+
+def together(requests: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Return the results of several requests, in order; they run and fail as in ``at_once``."""
+    return at_once(requests, lambda request: request())
 
 
 def at_once(work: Sequence[T], do: Callable[[T], Result], seconds: float | None = None) -> list[Result]:

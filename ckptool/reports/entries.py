@@ -38,9 +38,12 @@ from ..checkpoint.selection import Located, lookup
 from ..checkpoint.sharding import sharding
 from ..checkpoint.tensors import Tensor
 from ..edits.sanitize.numpy_values import with_plain_numpy
+from ..files.downloads import expect_reads
+from ..files.sources import Piece
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..pickles.nodes import Global, Graph, Ref, children
 from ..values import objects
+from ..values.elements import read_for, storage_reader
 from ..values.interpretation import Reading, excessive_repeats, interpret, numbers_in
 from ..values.numeric import Number, json_number
 from ..values.python_values import ContainerValue, ScalarValue, python_value
@@ -223,7 +226,16 @@ def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
 
     Raise MalformedError if bytes are missing, RefusedError for a tensor that repeats its elements excessively.
     """
+    expect_reads(_read(checkpoint, ref), path=checkpoint.path)
     return _Writer(checkpoint).pieces(ref, path)
+
+
+def _read(checkpoint: Checkpoint, ref: Ref) -> Iterator[Piece | None]:
+    """Yield what is read for the tensors in an object."""
+    for inner in Graph(checkpoint.graph.nodes, ref, checkpoint.graph.style).reachable():
+        tensor = checkpoint.survey.reader.tensor(inner)
+        if tensor is not None and tensor.storage:
+            yield read_for(storage_reader(checkpoint, tensor.storage), tensor)
 
 
 class _Writer:

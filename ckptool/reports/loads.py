@@ -14,7 +14,8 @@ from ..base.records import TypedDict
 from ..base.steps import command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of
-from ..files.sources import FolderSource
+from ..files.downloads import expect_reads
+from ..files.sources import FolderSource, Span
 from ..formats import carried_pickles
 from ..formats.opening import in_several_files, open_checkpoint
 from ..safety.torch_lists import NEWEST
@@ -108,11 +109,12 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
             output = suggested_output(path, extension=".pth")
             step = "convert it to one: " + command("convert", path, output=output)
             raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
-        files = [source.name for source in checkpoint.sources if source.identity is not None]
+        every = (source for source in checkpoint.sources if source.identity is not None)
+        files = [source for source in every if not is_index(source.name)]
+        expect_reads((Span(file, 0, file.size) for file in files), path=path)
     loaded: dict[str, Any] = {}
     for file in files:
-        if not is_index(file):
-            loaded |= load_object(file, map_location)
+        loaded |= load_object(file.name, map_location, expected=True)
     return loaded
 
 

@@ -18,6 +18,7 @@ from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, is_contiguous, view_id
+from ..files.downloads import expect_reads
 from ..files.threads import run_in_threads
 from ..files.zips.reader import Nearby
 from ..formats.opening import CheckpointOrPath, opened
@@ -28,6 +29,7 @@ from ..values.elements import (
     elements,
     filling,
     in_storage_order,
+    read_for,
     short_elements,
     storage_axes,
     tensor_size,
@@ -251,6 +253,7 @@ def _measure_all(
 
         return measure_batch([work[at] for at in group], kind, _Work.read, rows, lambda item: item.measured(advance))
 
+    expect_reads(read_for(item.storage, item.tensor) for item in work)
     sizes = [tensor_size(item.tensor) for item in work]
     results = _in_threads(measured, [kind_of([item.rule], item.layout) for item in work], sizes, progress)
     for number, item, result in zip(unknown, work, results):
@@ -368,6 +371,7 @@ def measure_pairs(
             names[nodes] = name = reading_id(one), reading_id(other)
             pairs.setdefault(name, (one, other))
     work = list(pairs.values())
+    expect_reads(read_for(each.storage, each.tensor) for pair in work for each in pair)
     sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in work]
 
     def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[PairMeasured | MalformedError]:

@@ -14,6 +14,7 @@ from ..base.errors import (
     MalformedError,
     NotACheckpointError,
     PickleError,
+    RefusedError,
     TargetError,
     UnreadableError,
 )
@@ -29,6 +30,7 @@ from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
+from ..files.downloads import expect_reads
 from ..files.folders import folder_at
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
@@ -40,7 +42,7 @@ from ..safety.calls import has_acting_call
 from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import examine_all, verdict_of
-from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
+from ..values.elements import dtype_of, elements, in_storage_order, read_for, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Safety, broken_check, check_checkpoint, check_pickles
 from .companions import (
@@ -384,9 +386,10 @@ def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progre
     reader = checkpoint.survey.reader
     notes = []
     seen: set[ViewId] = set()
-    for entry in checkpoint.survey.tensors:
-        if entry.path not in chosen:
-            continue
+    entries = [entry for entry in checkpoint.survey.tensors if entry.path in chosen]
+    read = (part for entry in entries for part in reader.parts(entry.tensor) if _may_be_nonfinite(part))
+    expect_reads(read_for(storage_reader(checkpoint, part.storage), part) for part in read)
+    for entry in entries:
         counts = [0, 0]
         for part in reader.parts(entry.tensor):
             if _may_be_nonfinite(part) and view_id(part) not in seen:
@@ -440,22 +443,28 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     return Check(name, group, PASS, message)
 
 
-def _without_container(
-    path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
-) -> ValidateReport:
-    """Return the report on a file that is not a whole checkpoint; its pickles are still checked."""
-    safety = Safety()
+def _safety_of(path: str, torch: str) -> Safety:
+    """Return the checks of all pickles that can be found at a path, checkpoint or not."""
     try:
         folder = folder_at(path)
         if folder is not None and folder_format(folder) is not None:
             names = islice(companion_names(folder, ()), LIMITS.listed)
             files = (check_companion(folder, name, torch) for name in names)
-            safety = check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
-        else:
-            with closing(open_any(path)) as source:
-                safety = check_pickles(examine_all(find_pickles(source), torch), torch, None)
+            return check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
+        with closing(open_any(path)) as source:
+            return check_pickles(examine_all(find_pickles(source), torch), torch, None)
     except UnreadableError:
-        pass
+        return Safety()
+
+
+def _without_container(
+    path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
+) -> ValidateReport:
+    """Return the report on a file that is not a whole checkpoint; its pickles are still checked.
+
+    The pickles of a remote file that is too large to be downloaded are not searched either.
+    """
+    safety = Safety() if isinstance(error, RefusedError) else _safety_of(path, torch)
     checks = [check, *(safety.checks if safety.pickles else [])]
     locked, finite = (any(wanted) for wanted in zip(*((item.lock, item.finite) for item in policy.each)))
     wanted = {"lock": locked, "finite": finite, "load": policy.load}

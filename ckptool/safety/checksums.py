@@ -9,6 +9,7 @@ from typing import Final
 from ..base.errors import MalformedError
 from ..base.records import NamedTuple
 from ..checkpoint.container import Container, StoredRecord
+from ..files.downloads import expect_reads
 from ..files.sources import Span
 from ..files.threads import run_in_threads
 from ..files.zips.reader import checksum as checksum_of
@@ -65,6 +66,7 @@ def checksums(
             except MalformedError as error:
                 errors[number] = error.what
 
+        expect_reads(record.span for record in batch)
         run_in_threads(range(len(batch)), read, sum(record.size for record in batch))
         lost.extend((batch[number].name, errors[number]) for number in sorted(errors))
         wrong.extend(record for number, record in enumerate(batch) if sums.get(number, record.crc) != record.crc)

@@ -21,7 +21,7 @@ from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
-from ..files.sources import Computed, Span
+from ..files.sources import Computed, Piece, Span
 from ..files.zips.reader import Nearby, content_chunks
 
 #: Bytes read at a time.
@@ -319,6 +319,14 @@ def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
         yield from whole_chunks(storage.loaded(begin, tensor_size(tensor)), width)
     else:
         yield from _strided_elements(storage, tensor, width)
+
+
+def read_for(storage: StorageReader, tensor: Tensor) -> Piece | None:
+    """Return what ``elements`` reads, at most: a part of the storage or all of it; None for missing bytes."""
+    body, place = storage.body, _place(tensor)
+    if body is None or body.compressed or place is None or not isinstance(body.piece, Span):
+        return None if body is None else body.piece
+    return Span(body.piece.source, body.piece.offset + place[0], place[1])
 
 
 def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:

@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.records import NamedTuple, new_tuple
 from ...base.steps import salvage_step
+from ..downloads import expect_reads
 from ..sources import (
     FILESYSTEM_BLOCK,
     UNKNOWN_CRC,
@@ -112,6 +113,7 @@ def _do(step: Callable[[], None]) -> None:
 def rehearse(plan: Plan | FolderPlan) -> None:
     """Compute everything that writing the plan would compute, but write nothing; raises the same errors."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
+    expect_reads(piece for piece in pieces if isinstance(piece, Computed))
     with Prefetcher(pieces, _SMALL) as ahead:
         for piece in pieces:
             for _ in ahead.chunks(piece) if isinstance(piece, Computed) else ():

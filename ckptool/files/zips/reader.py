@@ -24,7 +24,7 @@ from ..threads import read_blocks
 from .versions import read_note, unfinished_end
 
 #: Bytes that a Window reads ahead.
-WINDOW: Final = 1 << 16
+_WINDOW: Final = 1 << 16
 #: Bytes that it reads at least: the end of a record, the padding, and the header after it.
 _STEP: Final = 1024
 #: Reads this close together are steps of a walk: the next one is probably as close.
@@ -35,8 +35,8 @@ class Window:
     """A source with read-ahead for many small reads close together.
 
     Walking an archive with small records reads a few dozen bytes every few hundred, each with a system call. So after
-    three reads close together, a whole window is read, and later reads within it need no system call. Among large
-    records, one read has the end of a record and the header of the next.
+    three reads close together, a whole window is read, unless it would be downloaded. Later reads within it need no
+    system call. Among large records, one read has the end of a record and the header of the next.
     """
 
     def __init__(self, source: Source) -> None:
@@ -65,7 +65,8 @@ class Window:
         # From the end of a large record to the next header is one short step, but then comes a long one.
         if size > _NEARBY:
             return self.source.read(offset, size), offset
-        data = self.source.read(offset, max(size, _STEP) if self._close < 2 else WINDOW)
+        ahead = self._close >= 2 and not self.source.missing([(offset, _WINDOW)])
+        data = self.source.read(offset, _WINDOW if ahead else max(size, _STEP))
         self._buffer = (offset, data)
         return data, offset
 
@@ -186,8 +187,7 @@ class Archive:
         self.records = records
         self.end = end
         self.oddities: list[Finding] = []
-        first = records[0].name if records else ""
-        self.root = first.partition("/")[0] if "/" in first else ""
+        self.root = next((record.name.partition("/")[0] for record in records[:1] if "/" in record.name), "")
         self.prefix = f"{self.root}/" if self.root else ""
         self.by_name: dict[str, Record] = {}
         self._payloads: dict[int, int] = {}

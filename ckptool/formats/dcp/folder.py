@@ -15,7 +15,7 @@ from itertools import chain, islice
 from math import prod
 from typing import Final
 
-from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
+from ...base.errors import CkptoolError, MalformedError, RefusedError
 from ...base.findings import INCOMPLETE, UNCHECKED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
@@ -33,12 +33,12 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
+from ...files.downloads import ahead
 from ...files.folders import Folder
 from ...files.sources import AppendPlan, FolderSource, Plan, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
-from ..foreign.identification import explain_placeholder
 from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
@@ -47,12 +47,14 @@ from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
 from ..search.graph_parts import named_and_called
 from ..search.pickle_search import bare_pickles, find_pickles
 from .checks import ItemKey, Pieces, compare_items, extra_files, is_whole, is_zstd, usable_items
+from .files import ask_for, metadata_names, open_data
 from .items import (
     KnownItems,
     OpenedItem,
     PiecesSource,
     TensorItem,
     copy_in_item,
+    edges,
     open_item,
     open_tensor,
     open_tensor_item,
@@ -138,7 +140,8 @@ class Dcp(Container):
     def _open_copies(self, number: int) -> None:
         """Compare the next ``number`` duplicate pieces by their recorded checksums."""
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
-        own = compare_items(due, self.read.values, self._copy, self._copies, self._note)
+        pairs = ahead(due, lambda pair: chain.from_iterable(map(self._edges, pair)))
+        own = compare_items(pairs, self.read.values, self._copy, self._copies, self._note)
         if own:
             names = join_limited([quoted(name) for name in own], most=3)
             self._note(RANK_VALUES, "warning", f"ranks have different values: {names}; the first rank's are taken")
@@ -176,7 +179,7 @@ class Dcp(Container):
 
     def _records(self, items: Iterable[tuple[ItemKey, Item]]) -> Iterator[StoredRecord]:
         keys = {name: key for key, name in self._names.items()}
-        for (name, offset), item in items:
+        for (name, offset), item in ahead(items, lambda entry: self._edges(entry[1])):
             try:
                 opened = self._open(item)
                 # A tensor in a single piece, stored row by row, gets the storage key.
@@ -198,7 +201,7 @@ class Dcp(Container):
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         """Return dtype, shape and path of each value. With ``checked``, also open each item to check it."""
-        for item in self._usable.values() if checked else ():
+        for item in ahead(self._usable.values(), self._edges) if checked else ():
             if self._tensor(item) is None:
                 self._open(item)
         return {
@@ -282,7 +285,7 @@ class Dcp(Container):
         problems: list[Finding] = []
         pickles: list[FoundPickle] = []
         alike: dict[object, tuple[str, Graph, int]] = {}
-        for item in items:
+        for item in ahead(items, self._edges):
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
@@ -390,6 +393,9 @@ class Dcp(Container):
             self._note(UNCHECKED, "warning", f"{what}, the empty places were not made")
         return builder.graph(root, self._protocol)
 
+    def _edges(self, item: Item) -> Iterator[Span]:
+        return edges(item, self.files)
+
     def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
             return self._last
@@ -480,44 +486,6 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
     return are_files(names) or (bool(fsdp_folders(folder, names)) and weights_of(names) is None)
 
 
-def _metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
-    """Return the metadata names: the common file, or one file per rank. Raises MalformedError if there are none."""
-    if ".metadata" in names:
-        return [".metadata"]
-    ranks = sorted((int(match[1]), name) for name in names if (match := OF_RANK.match(name)))
-    if ranks:
-        return [name for _, name in ranks]
-    if any(name.endswith(".metadata.tmp") for name in names):
-        what = "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
-        raise MalformedError(what, path=folder.path, next="wait until it is saved")
-    data = pluralize(sum(name.endswith(DATA) for name in names), "file")
-    what = f"{data} of torch.distributed.checkpoint, and no .metadata to say what they hold"
-    raise MalformedError(what, path=folder.path, next="get the folder again, with its hidden files")
-
-
-def _open_data(
-    folder: Folder, names: Sequence[str], opened: list[Source], stack: ExitStack
-) -> tuple[dict[str, Source], dict[str, CkptoolError]]:
-    """Return the open data files, and the errors of the files that cannot be opened, both by name."""
-    files: dict[str, Source] = {}
-    closed: dict[str, CkptoolError] = {}
-    for name in names:
-        try:
-            source = folder.open(name)
-        except UnreadableError as error:
-            closed[name] = error
-            continue
-        stack.callback(source.close)
-        opened.append(source)
-        # A rank with nothing to write leaves an empty file.
-        placeholder = explain_placeholder(source) if source.size else None
-        if placeholder is not None:
-            closed[name] = placeholder
-        else:
-            files[name] = source
-    return files, closed
-
-
 class _Listing(NamedTuple):
     """The metadata of a DCP folder, and the metadata pickles with something unexpected in them."""
 
@@ -528,6 +496,7 @@ class _Listing(NamedTuple):
 def _read_listing(folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack) -> _Listing:
     """Read the metadata of a folder, from one file or from one file per rank."""
     ranks, own = [], []
+    ask_for(folder, wanted)
     for name in wanted:
         listing = open_listing(folder, name, stack, name)
         opened.append(listing)
@@ -553,11 +522,13 @@ def read(folder: Folder) -> tuple[FolderSource, Dcp]:
         folder, names = latest, sorted(latest.names())
     if not are_files(names) and (folders := fsdp_folders(folder, names)):
         return _read_fsdp(folder, names, folders)
-    wanted = _metadata_names(folder, names)
+    wanted = metadata_names(folder, names)
     opened: list[Source] = []
     with opening(folder.path, "it is damaged: get the folder again") as stack:
-        files, closed = _open_data(folder, [name for name in names if name.endswith(DATA)], opened, stack)
-        read, own = _read_listing(folder, wanted, opened, stack)
+        listings: list[Source] = []
+        read, own = _read_listing(folder, wanted, listings, stack)
+        files, closed = open_data(folder, [name for name in names if name.endswith(DATA)], read.items, opened, stack)
+        opened += listings
         container = Dcp(folder, read, files, own, closed)
     places = {item.file for item in container.read.items}
     container.note_files(names, wanted, places)
@@ -582,12 +553,14 @@ def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> 
         for part in folders:
             inside = sorted(folder.inner(part).names())
             data = [f"{part}/{name}" for name in inside if name.endswith(DATA)]
-            metadata = [f"{part}/{name}" for name in _metadata_names(folder.inner(part), inside)]
-            more_files, more_closed = _open_data(folder, data, opened, stack)
-            read, odd = _read_listing(folder, metadata, opened, stack)
+            metadata = [f"{part}/{name}" for name in metadata_names(folder.inner(part), inside)]
+            listings: list[Source] = []
+            read, odd = _read_listing(folder, metadata, listings, stack)
             taken = {place[:1] for other in parts for place in other.paths.values()}
             apart = any(place[:1] in taken for place in read.paths.values())
             parts.append(placed(read, part, apart=apart))
+            more_files, more_closed = open_data(folder, data, parts[-1].items, opened, stack)
+            opened += listings
             own, wanted = [*own, *odd], [*wanted, *metadata]
             files, closed = files | more_files, closed | more_closed
         container = Dcp(folder, united(parts), files, own, closed)

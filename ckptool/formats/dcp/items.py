@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Final, TypeVar
 from weakref import ref as weakly
@@ -19,6 +20,7 @@ from ...base.records import NamedTuple
 from ...base.text import join_limited
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
+from ...files.downloads import prefetch
 from ...files.sources import (
     AssembledSource,
     BytesSource,
@@ -41,6 +43,8 @@ from .metadata import Item, is_plain_ordered_dict
 
 #: Items up to this size are read in one go: most have a few hundred bytes besides their tensor.
 _SMALL: Final = 1 << 16
+#: Bytes at both ends of a larger item, with all that opening it reads.
+_EDGE: Final = 1 << 13
 #: The most pickles that are cached, and the most bytes of each: a model has tensors of a few dozen shapes.
 _MAX_KNOWN: Final = 256
 _MAX_PICKLE: Final = 4096
@@ -50,6 +54,15 @@ _IDENTITY: Final = ".data/serialization_id"
 _MOST_OPENED: Final = 16
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
+
+
+def edges(item: Item, files: Mapping[str, Source]) -> Iterator[Span]:
+    """Yield what opening an item reads of its file: all of a small item, both ends of a large one."""
+    file = files.get(item.file)
+    if file is not None and (item.length <= _SMALL or item.transforms):
+        yield Span(file, item.at, item.length)
+    elif file is not None:
+        yield from (Span(file, at, _EDGE) for at in (item.at, item.at + item.length - _EDGE))
 
 
 class OpenedItem(NamedTuple):
@@ -312,6 +325,13 @@ class PiecesSource(AssembledSource):
     def read(self, offset: int, size: int) -> bytes:
         return self._pieces().rows.read(offset, size)
 
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
+        """Return what is missing of all items, because finding out which ones have the ranges would open them."""
+        places: dict[str, list[tuple[int, int]]] = {}
+        for item in self.items:
+            places.setdefault(os.path.basename(item.file), []).append((item.at, item.length))
+        return chain.from_iterable(file.missing(places.get(os.path.basename(file.name), ())) for file in self.files)
+
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         self._pieces().rows.read_into(offset, buffer, seen)
 
@@ -360,6 +380,7 @@ class PiecesSource(AssembledSource):
     def _open(self) -> _Pieces:
         dtype, chunks, checksums = BY_NAME[self.dtype], [], []
         files = {os.path.basename(file.name): file for file in self.files}
+        prefetch(chain.from_iterable(edges(item, files) for item in self.items))
         for number, (box, item) in enumerate(zip(self.boxes, self.items)):
             tensor = read_item(item, files[os.path.basename(item.file)], dtype, box[1], _KNOWN)
             chunks.append(Chunk(box, tensor.source, tensor.begin))

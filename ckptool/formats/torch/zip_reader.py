@@ -19,7 +19,7 @@ from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source
-from ...files.zips.reader import WINDOW, Archive, Record, end_record_oddities, fold_case, read_archive
+from ...files.zips.reader import Archive, Record, end_record_oddities, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _OWN: Final = ("data.pkl", ".data/version", *ARCHIVE_RECORDS)
 #: A record's padding must fit into an extra field of its local header.
 _MOST_ALIGNMENT: Final = 0xFFFF
+#: Bytes that are read with a small record: its header, and some after it.
+_AROUND: Final = 4096
 #: Returns the graph of a pickle that is known before decoding, as when an edit is read back, or None.
 Known: TypeAlias = Callable[[bytes], Graph | None]
 
@@ -350,7 +352,7 @@ def read_checkpoint(archive: Archive, known: Known | None = None) -> TorchZip:
         raise identification.explain_zip(archive) or _no_pickle(archive)
     # All that is read to list the tensors: data.pkl, and some records of a few bytes.
     archive.source.prefetch(
-        (item.header, item.compressed + WINDOW) for item in archive.records if "/data/" not in item.name
+        (item.header, item.compressed + _AROUND) for item in archive.records if "/data/" not in item.name
     )
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)
 

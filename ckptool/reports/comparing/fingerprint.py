@@ -36,11 +36,12 @@ from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.selection import dotted
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
+from ...files.downloads import expect_reads
 from ...files.sources import Span
 from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import CheckpointOrPath, former_arguments, opened
 from ...pickles.nodes import Ref
-from ...values.elements import elements, storage_reader, tensor_size
+from ...values.elements import elements, read_for, storage_reader, tensor_size
 from ..keys import near_patterns
 from .places import Place, Side, side_of
 from .tensors import has_values, raw_elements, tensor_attributes
@@ -175,7 +176,9 @@ class Digests:
             for part in self.side.reader.parts(place.tensor):
                 if has_values(part):
                     wanted.setdefault(view_id(part), part)
-        tensors = list(wanted.values())
+        tensors, checkpoint = list(wanted.values()), self.side.checkpoint
+        readers = (storage_reader(checkpoint, tensor.storage) for tensor in tensors)
+        expect_reads(map(read_for, readers, tensors), path=checkpoint.path)
         run_in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
     def read(self, tensor: Tensor) -> None:

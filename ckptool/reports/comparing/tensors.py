@@ -17,10 +17,20 @@ from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
 from ...checkpoint.sharding import sharding_state
 from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, is_contiguous, rebuild_calls
+from ...files.downloads import expect_reads
 from ...files.sources import FileSource, Span
 from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
-from ...values.elements import BitDifference, dtype_of, elements, reblocked, storage_reader, swapped_width, tensor_size
+from ...values.elements import (
+    BitDifference,
+    dtype_of,
+    elements,
+    read_for,
+    reblocked,
+    storage_reader,
+    swapped_width,
+    tensor_size,
+)
 from ...values.interpretation import Reading, resolved_bytes
 from .places import Side
 
@@ -208,6 +218,8 @@ class BitComparison:
     def run(self) -> list[BitDifference]:
         """Return the difference of each pair. Raise MalformedError if bytes are missing."""
         total = sum(tensor_size(left) for left, _ in self.pairs)
+        both = ((side, tensor) for pair in self.pairs for side, tensor in zip((self.a, self.b), pair))
+        expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
         run_in_threads(self.work(), self.do, total)
         return [self.differences.get(number, BitDifference()) for number in range(len(self.pairs))]
 

@@ -16,9 +16,10 @@ from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
 from ...checkpoint.tensors import Tensor, view_id
+from ...files.downloads import expect_reads
 from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import BitDifference, dtype_of, storage_reader, tensor_size
+from ...values.elements import BitDifference, dtype_of, read_for, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.batches import batches, distance_rows, kind_of_pair, measure_batch, read_pair
 from ...values.torch.distance import Compared, Distance, distance, total
@@ -383,6 +384,7 @@ class ValueComparison:
                     raise result
                 self.measured[number] = result
 
+        expect_reads(read_for(each.storage, each.tensor) for pair in pairs.values() for each in pair)
         with one_thread(torch):
             run_in_threads(batches(kinds), do, sum(tensor_size(self.pairs[number].a) for number in wanted))
 

@@ -11,11 +11,12 @@ from contextlib import closing, contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import TargetError, UnreadableError
+from ...base.errors import RefusedError, TargetError, UnreadableError
 from ...base.map_location import MapLocation
 from ...base.steps import STDIN, is_remote
 from ...base.suffixes import SAFETENSORS
 from ...files.archives import is_address, open_any
+from ...files.downloads import expect_reads
 from ...files.sources import Plan, Span
 from ...files.write.output import write_file
 
@@ -79,10 +80,11 @@ def _signals_after() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def load_object(path: str, map_location: MapLocation = None) -> Any:
+def load_object(path: str, map_location: MapLocation = None, *, expected: bool = False) -> Any:
     """Return ``torch.load(path, map_location, weights_only=True)``; never load in a less safe way.
 
-    Raise UnreadableError with the line of torch's error that names the cause.
+    ``expected`` says that the bytes of a remote file were announced before. Raise UnreadableError with the line of
+    torch's error that names the cause, RefusedError for a remote file that is too large.
     """
     import pickle
     import warnings
@@ -92,8 +94,10 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own deprecation warnings would name lines in ckptool
-            with _readable(path) as readable:
+            with _readable(path, expected) as readable:
                 return torch.load(readable, map_location=location, weights_only=True)
+    except RefusedError:
+        raise
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_cause(error)}", path=path) from error
     except Exception as error:
@@ -103,12 +107,14 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
 
 
 @contextmanager
-def _readable(path: str) -> Iterator[Any]:
+def _readable(path: str, expected: bool) -> Iterator[Any]:
     """Yield what torch can read: the path, or the bytes of a remote file, an archive member, or standard input."""
     if path != STDIN and not (is_address(path) or is_remote(path)):
         yield path
         return
     with closing(open_any(path)) as source:
+        if not expected:
+            expect_reads([Span(source, 0, source.size)])
         if is_address(path) or not path.endswith(SAFETENSORS):
             yield io.BytesIO(source.read(0, source.size))
             return

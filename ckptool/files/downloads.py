@@ -1,0 +1,68 @@
+"""Announce what is read next: a large download is refused before its first byte, a small one is a single batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Final, TypeVar
+
+from ..base import lazy
+from .sources import Computed, ExpectedChecksum, FolderPlan, Plan, Source, Span, origins, spans_read
+
+Item = TypeVar("Item")
+#: Items whose reads are announced at the same time. With 16 KiB of each they fit into memory.
+_BATCH: Final = 1000
+
+
+def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum] = (), path: str = "") -> None:
+    """Announce that the bytes of these pieces, and those for these checksums, are read next.
+
+    Bytes that several pieces read count once, and bytes of local files do not count. Raises RefusedError if a command
+    may not download the rest; ``path`` is the file or folder that the error names, by default the first file.
+    """
+    if not _any_remote():
+        return
+    # A late piece depends on the numbers of earlier pieces, and reads nothing.
+    reading = (piece for piece in pieces if not (isinstance(piece, Computed) and piece.late))
+    spans = chain(chain.from_iterable(map(spans_read, reading)), (expected.span for expected in checksums))
+    if missing := _missing(spans):
+        remote = lazy.module("remote.source")
+        remote.announce(sum(span.size for span in missing), path or missing[0].source.name)
+        remote.fetch(missing)
+
+
+def expect_plan(plan: Plan | FolderPlan, path: str) -> None:
+    """Announce that a plan is carried out in this process; raises as ``expect_reads`` does."""
+    plans = [plan] if isinstance(plan, Plan) else [each for _, each in plan.files]
+    checksums = chain.from_iterable(each.expected_checksums for each in plans)
+    expect_reads(chain.from_iterable(each.pieces for each in plans), checksums, path)
+
+
+def prefetch(spans: Iterable[Span]) -> None:
+    """Announce that spans of several files are read next; remote ones are fetched together, if memory has room."""
+    if _any_remote():
+        lazy.module("remote.source").fetch(_missing(spans))
+
+
+def ahead(items: Iterable[Item], spans: Callable[[Item], Iterable[Span]]) -> Iterator[Item]:
+    """Yield the items in order, and ``prefetch`` the spans that each one takes, many items at a time."""
+    rest = iter(items)
+    while batch := list(islice(rest, _BATCH)):
+        prefetch(chain.from_iterable(map(spans, batch)))
+        yield from batch
+
+
+def _any_remote() -> bool:
+    """Return whether any file may be remote. If not, there is no need to look at every piece of an output."""
+    return lazy.is_loaded("remote.source")
+
+
+def _missing(spans: Iterable[Span]) -> list[Span]:
+    """Return what must be downloaded to read the spans: each byte once, and neighbours together."""
+    missing = list(chain.from_iterable(map(origins, spans)))
+    for _ in range(2):  # a source that is made of others returns parts of these
+        ranges: dict[Source, list[tuple[int, int]]] = {}
+        for source, offset, size in missing:
+            ranges.setdefault(source, []).append((offset, size))
+        missing = [span for source, wanted in ranges.items() for span in source.missing(wanted)]
+    return missing
