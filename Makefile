@@ -61,7 +61,7 @@ test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, l
 
 test-remote: $(READY) ## Read and write remote files on radosgw, Azurite, fake-gcs-server and nginx, where they are installed
 	$(INSTALL) --editable '.[dev,servers]'
-	CKPTOOL_SERVERS=all $(BIN)/python -m pytest -rs tests/remote/test_servers.py
+	CKPTOOL_SERVERS=all CKPTOOL_TESTS=all $(BIN)/python -m pytest -rs tests/remote/test_servers.py
 
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
 	$(INSTALL) --editable '.[dev,browser]'

@@ -97,6 +97,7 @@ def store_of(address: str) -> tuple[Store, str]:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("call", [["keys"], ["inspect"], ["validate"], ["hash"], ["scan"]], ids=" ".join)
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_a_command_says_the_same_as_of_a_local_file(name: str, call: list[str], place: Place, local: Path) -> None:
