@@ -271,7 +271,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     elif status == 429 or status >= 500:
         what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
     found = error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
-    found.of_server = (kind in MESSAGES and kind != "listing") or status not in (401, 403, 404, 410)
+    found.of_server = kind != "listing" and (kind in MESSAGES or status not in (401, 403, 404, 410))
     return found
 
 

@@ -296,7 +296,14 @@ def fake_gcs(folder: Path) -> Iterator[Place]:
             _ask(port, "POST", f"/upload/storage/v1/b/bucket/o?uploadType=media&name={quote(key, safe='')}", data)
 
         variables = {"CKPTOOL_ENDPOINT_URL": f"http://127.0.0.1:{port}", "CKPTOOL_ANONYMOUS": "1"}
-        yield Place("gs://bucket", variables, put, no_bucket="no such file", writes=False, conditions=False)
+        yield Place(
+            "gs://bucket",
+            variables,
+            put,
+            no_bucket="Google Cloud Storage fails with status 500",
+            writes=False,
+            conditions=False,
+        )
 
 
 _NGINX = """\

@@ -193,6 +193,7 @@ def test_names_that_are_not_there(server: Server) -> None:
         said = say(name, "s3://bucket/none.pth")
         assert said.code == 3
         assert "s3://bucket/none.pth: no such file" in said.all
+        assert f"{server.url}/plain/none.pth: no such file" in say(name, f"{server.url}/plain/none.pth").all
     server.put("bucket", "texts/readme.txt", b"hello")
     said = say("keys", "s3://bucket/texts/")
     assert said.code == 3
