@@ -298,6 +298,10 @@ class Recent(Generic[T]):
         self._found[_asked(address)] = time.monotonic(), found
         return found
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._found.clear()
+
     def take(self, address: str) -> T | None:
         """Return what was found at an address, or None, and forget it."""
         found = self.get(address)

@@ -111,7 +111,8 @@ class Bench:
     def run(self, case: Case) -> Outcome:
         """Run a command as a new process would, with the objects and the faults of the server as they are."""
         source._OPENED.clear()
-        folder._RECENT.clear()
+        folder._OPENED.clear()
+        folder._FOUND.clear()
         hub._repository.cache_clear()
         self.out.unlink(missing_ok=True)
         url = self.server.url

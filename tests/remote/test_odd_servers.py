@@ -113,7 +113,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (obstores, hub):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()
-    folder._RECENT.clear()
+    folder._OPENED.clear()
+    folder._FOUND.clear()
     hub._repository.cache_clear()
 
 

@@ -83,7 +83,8 @@ def variables(server: Server, home: Path) -> dict[str, str]:
 def forget(server: Server, fault: str = "") -> None:
     """Let the next command begin as a new process does, and meet a fault at every request."""
     source._OPENED.clear()
-    folders._RECENT.clear()
+    folders._OPENED.clear()
+    folders._FOUND.clear()
     hub._repository.cache_clear()
     server.clear()
     if fault:
