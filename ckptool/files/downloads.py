@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Final, TypeVar
 
 from ..base import lazy
 from .sources import Computed, ExpectedChecksum, FolderPlan, Plan, Source, Span, origins, spans_read
 
 Item = TypeVar("Item")
-#: Items whose reads are announced at the same time. With 16 KiB of each they fit into memory.
+#: Items, and bytes, that are announced at the same time.
 _BATCH: Final = 1000
+_BATCH_SIZE: Final = 16 << 20
 
 
 def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum] = (), path: str = "") -> None:
@@ -46,10 +47,23 @@ def prefetch(spans: Iterable[Span]) -> None:
 
 def ahead(items: Iterable[Item], spans: Callable[[Item], Iterable[Span]]) -> Iterator[Item]:
     """Yield the items in order, and ``prefetch`` the spans that each one takes, many items at a time."""
-    rest = iter(items)
-    while batch := list(islice(rest, _BATCH)):
-        prefetch(chain.from_iterable(map(spans, batch)))
-        yield from batch
+    if not _any_remote():
+        yield from items
+        return
+    batch: list[Item] = []
+    wanted: list[Span] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        for span in spans(item):
+            wanted.append(span)
+            size += span.size
+        if size >= _BATCH_SIZE or len(batch) == _BATCH:
+            prefetch(wanted)
+            yield from batch
+            batch, wanted, size = [], [], 0
+    prefetch(wanted)
+    yield from batch
 
 
 def _any_remote() -> bool:

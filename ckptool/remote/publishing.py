@@ -20,7 +20,7 @@ from ..base.addresses import conceal, parse, reveal
 from ..base.errors import Again, OutputError, RefusedError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import FORCE, advice
+from ..base.steps import FORCE, advice, as_step
 from ..base.text import human_bytes
 from ..files.sources import (
     Computed,
@@ -152,6 +152,11 @@ def publish(
     cut = cut_into_parts(plan, copier)
     try:
         expect(cut.streamed)
+    except RefusedError as error:
+        if copier is None and target.address.startswith("s3://"):
+            error.step = as_step("with boto3 the server copies them: pip install 'ckptool[s3]'")
+        raise
+    try:
         writing.write(cut, copier)
     except _CannotCopy:
         cut = cut_into_parts(plan, None)
@@ -284,7 +289,6 @@ class _Writing(NamedTuple):
     def write(self, cut: Cut, copier: Copier | None) -> None:
         """Write the parts, look at everything again, and make the object visible."""
         etag = self.former.etag if self.former else ""
-        _ask_ahead(cut.streamed)
         try:
             if copier is None:
                 self._put(cut.streamed, etag)
@@ -437,14 +441,6 @@ class _Writing(NamedTuple):
             there = "an object with other bytes"
         what = f"it was written, but somebody replaced it: now there is {there}"
         raise OutputError(what, path=self.target.name, next="see what is there, then write again with another name")
-
-
-def _ask_ahead(streamed: Plan) -> None:
-    """Ask for all remote bytes at once if they are few, and for no others."""
-    spans = [piece for piece in streamed.pieces if isinstance(piece, Span) and isinstance(piece.source, RemoteSource)]
-    if sum(span.size for span in spans) <= LIMITS.remote_bytes // 2:
-        for source in {span.source for span in spans}:
-            source.prefetch([span[1:] for span in spans if span.source is source])
 
 
 class _Putting(Background):

@@ -65,6 +65,7 @@ def served(large: Path) -> Iterator[Server]:
 def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
     for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTOOL_")) and name != "CKPTOOL_TESTS"]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "")  # restored after a test that gives the option
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -407,6 +408,18 @@ def test_a_server_that_cannot_copy_gets_the_bytes(
     assert say("strip-module", SOURCE, "-o", TARGET).code == 0
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
     assert not server.uploads
+
+
+def test_streams_are_bounded(server: Server, without_boto3: None) -> None:
+    """A stream of more than a command may download is refused before its first byte."""
+    said = say("strip-module", SOURCE, "-o", TARGET, "--max-download", "10MB")
+    assert said.code == 4, said.all
+    assert "it would download 2" in said.err and "pip install 'ckptool[s3]'" in said.err
+    assert server.down < 2 * MIB and server.up == 0
+
+
+def test_copies_are_not_downloads(server: Server) -> None:
+    assert say("strip-module", SOURCE, "-o", TARGET, "--max-download", "10MB").code == 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.records import NamedTuple, new_tuple
 from ...base.steps import salvage_step
+from ..downloads import ahead as read_ahead
 from ..downloads import expect_reads
 from ..sources import (
     FILESYSTEM_BLOCK,
@@ -243,7 +244,7 @@ class _Writer:
         collected, nearby = bytearray(), Nearby()
         early = self._not_copied(pieces) if any(type(piece) is Computed for piece in pieces) else {}
         left = [check for check in self._checks if id(check) not in early]
-        for piece in pieces:
+        for piece in read_ahead(pieces, lambda piece: (piece,) if isinstance(piece, Span) else ()):
             size = size_of(piece)
             source = piece.source if isinstance(piece, Span) else None
             if isinstance(source, AssembledSource):
