@@ -293,7 +293,9 @@ def test_a_fault_at_any_request_of_a_command(
 # -- options ------------------------------------------------------------------------------------------------------
 
 
-def test_the_options_of_remote_files(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_options_of_remote_files(
+    server: Server, large: list[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     for variable in ("ENDPOINT_URL", "ANONYMOUS", "PROFILE", "MAX_DOWNLOAD"):  # restored after the test
         monkeypatch.setenv(f"CKPTOOL_{variable}", "")
@@ -306,6 +308,9 @@ def test_the_options_of_remote_files(server: Server, monkeypatch: pytest.MonkeyP
     assert said.code == 0, said.err
     server.put("bucket", "large.bin", bytes(3 * MIB))
     assert "it would download" in say("scan", "s3://bucket/large.bin", "--max-download", "1MB").all
+    server.put("bucket", "large.pth", large[0])
+    said = say("inspect", "s3://bucket/large.pth", "--load", "--max-download", "1MB")
+    assert said.code == 4 and "large.pth: it would download" in said.err
     assert say("keys", "s3://bucket/bare.pth", "--max-download", "much").code == 2
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     server.signed = False

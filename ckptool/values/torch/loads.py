@@ -11,11 +11,10 @@ from contextlib import closing, contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import RefusedError, TargetError, UnreadableError
+from ...base.errors import CkptoolError, TargetError, UnreadableError
 from ...base.map_location import MapLocation
 from ...base.steps import STDIN, is_remote
-from ...base.suffixes import SAFETENSORS
-from ...files.archives import is_address, open_any
+from ...files.archives import file_name, is_address, open_any
 from ...files.downloads import expect_reads
 from ...files.sources import Plan, Span
 from ...files.write.output import write_file
@@ -96,7 +95,7 @@ def load_object(path: str, map_location: MapLocation = None, *, expected: bool =
             warnings.simplefilter("ignore")  # torch's own deprecation warnings would name lines in ckptool
             with _readable(path, expected) as readable:
                 return torch.load(readable, map_location=location, weights_only=True)
-    except RefusedError:
+    except CkptoolError:
         raise
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_cause(error)}", path=path) from error
@@ -108,18 +107,18 @@ def load_object(path: str, map_location: MapLocation = None, *, expected: bool =
 
 @contextmanager
 def _readable(path: str, expected: bool) -> Iterator[Any]:
-    """Yield what torch can read: the path, or the bytes of a remote file, an archive member, or standard input."""
+    """Yield what torch can read: the path, a copy of a remote file, or the bytes of a member or of standard input."""
     if path != STDIN and not (is_address(path) or is_remote(path)):
         yield path
         return
     with closing(open_any(path)) as source:
         if not expected:
             expect_reads([Span(source, 0, source.size)])
-        if is_address(path) or not path.endswith(SAFETENSORS):
+        if not is_remote(path) or is_address(path):
             yield io.BytesIO(source.read(0, source.size))
             return
-        with TemporaryDirectory() as folder:  # torch.load recognises safetensors by the name of a file alone
-            name = os.path.join(folder, "model.safetensors")
+        with TemporaryDirectory() as folder:  # torch.load reads some formats from a file with a name alone
+            name = os.path.join(folder, f"model{os.path.splitext(file_name(path))[1]}")
             write_file(Plan((Span(source, 0, source.size),)), name, ())
             yield name
 
