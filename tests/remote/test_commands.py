@@ -59,12 +59,17 @@ def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S
 
 def plain(said: Said, folder: str = "") -> tuple[int, str, str]:
     """What a command said, without the address of the folder that is the working folder, and without its layout."""
-    place, texts = _squeezed(f"s3://bucket/{folder}".rstrip("/")), []
+    place, texts = f"s3://bucket/{folder}".rstrip("/"), []
     for text in (said.out, said.err):
         text = re.sub(r"; [^;\n]*, about [\d,]+ requests?$", "", text, flags=re.MULTILINE)  # what a dry run would move
-        text = _squeezed(text).replace("s3%3A", "s3:").replace(f"{place}/", "").replace(place, ".")
-        texts.append(text.replace(os.path.dirname(place), "..") if folder else text)
+        text = _without(text.replace("s3%3A", "s3:"), place, folder)
+        texts.append(_without(_squeezed(text), _squeezed(place), folder))  # also where a line ended in an address
     return said.code, *texts  # type: ignore[return-value]
+
+
+def _without(text: str, place: str, folder: str) -> str:
+    text = text.replace(f"{place}/", "").replace(place, ".")
+    return text.replace(os.path.dirname(place), "..") if folder else text
 
 
 def _squeezed(text: str) -> str:
