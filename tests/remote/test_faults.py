@@ -8,6 +8,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +18,8 @@ from typing import NamedTuple
 
 import pytest
 from command_line import Said, has_next_step, say
-from conftest import WHOLE
-from remote.server import KEY, LOST, REPLACED, SECRET, TOKEN, Server
+from conftest import ROOT, WHOLE
+from remote.server import KEY, KILLS, LOST, REPLACED, SECRET, TOKEN, Server
 
 pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
@@ -53,14 +56,21 @@ class Case(NamedTuple):
 
     In words, ``{url}`` is the server, ``{web}`` the server with user information, and ``{out}`` a local output.
     ``objects`` are (bucket, key) and may be replaced; their other bytes give another output. ``listed`` says that the
-    command lists them first, so that none of them may be another one when it is read.
+    command lists them first, so that none of them may be another one when it is read. ``published`` says that the
+    output is ``TARGET``, and ``former`` has the bytes that are there before.
     """
 
     words: tuple[str, ...]
     objects: tuple[tuple[str, str], ...]
     listed: bool = False
+    published: bool = False
+    former: bytes | None = None
 
 
+#: An output in the bucket.
+TARGET = "bucket", "out/new.pth"
+OUT = "s3://bucket/out/new.pth"
+FORMER = b"what was there before"
 SHARDS = tuple(("bucket", f"shards/model-0000{at}-of-00004.safetensors") for at in range(1, 5))
 COMMANDS = {
     "keys": Case(("keys", "s3://bucket/a.pth"), (("bucket", "a.pth"),)),
@@ -73,18 +83,29 @@ COMMANDS = {
     "diff": Case(("diff", "s3://bucket/a.pth", "s3://bucket/b.pth"), (("bucket", "a.pth"), ("bucket", "b.pth"))),
     "strip-module": Case(("strip-module", "s3://bucket/a.pth", "-o", "{out}"), (("bucket", "a.pth"),)),
 }
+#: Outputs in the bucket: in one request, in parts that the server copies, and both again in the place of an object.
+_LARGE = ("strip-module", "s3://bucket/large.pth", "-o", OUT), (("bucket", "large.pth"),)
+_SMALL = ("strip-module", "s3://bucket/a.pth", "-o", OUT), (("bucket", "a.pth"),)
+COMMANDS |= {
+    "publish": Case(*_LARGE, published=True),
+    "publish --force": Case((*_LARGE[0], "--force"), _LARGE[1], published=True, former=FORMER),
+    "publish small": Case(*_SMALL, published=True),
+    "publish small --force": Case((*_SMALL[0], "--force"), _SMALL[1], published=True, former=FORMER),
+}
+#: Faults of one answer only, for outputs in parts: an error inside a 200 to the request that makes them visible.
+COMPLETE = "complete"
 
 
-def checkpoint(start: int) -> bytes:
+def checkpoint(start: int, count: int = 24, size: int = 40_000) -> bytes:
     """Return 24 tensors of 160 kB, so far apart that their headers are requests of their own."""
     file = io.BytesIO()
-    state = {f"module.{at}": torch.full((40_000,), float(start + at)) for at in range(24)}
+    state = {f"module.{at}": torch.full((size,), float(start + at)) for at in range(count)}
     torch.save({"state_dict": state}, file)
     return file.getvalue()
 
 
 class Outcome(NamedTuple):
-    """What a command said, and the file that it wrote."""
+    """What a command said, and the file or object that it wrote."""
 
     said: Said
     written: bytes | None
@@ -96,8 +117,10 @@ class Bench:
     def __init__(self, server: Server, out: Path) -> None:
         self.server, self.out = server, out
         one, two, three = (checkpoint(start) for start in (0, 100, 200))
+        large, other = (checkpoint(start, 6, 600_000) for start in (0, 100))
         self.firsts = {("bucket", "a.pth"): one, ("bucket", "b.pth"): two, ("plain", "a.pth"): one}
         self.seconds = {("bucket", "a.pth"): three, ("bucket", "b.pth"): three, ("plain", "a.pth"): two}
+        self.firsts["bucket", "large.pth"], self.seconds["bucket", "large.pth"] = large, other
         weights = {}
         for at, place in enumerate(SHARDS):
             for objects in (self.firsts, self.seconds):
@@ -118,10 +141,21 @@ class Bench:
         url = self.server.url
         web = url.replace("//", "//user:PASSWORD@")
         said = say(*(word.format(url=url, web=web, out=self.out) for word in case.words))
-        return Outcome(said, self.out.read_bytes() if self.out.exists() else None)
+        return Outcome(
+            said, self.published() if case.published else self.out.read_bytes() if self.out.exists() else None
+        )
 
-    def reset(self, seconds: int = 0) -> None:
+    def published(self) -> bytes | None:
+        """Return the bytes of the output in the bucket, or None."""
+        assert self.server.seen is not None  # nothing is under way any more
+        return self.server.get(*TARGET) if self.server.buckets[TARGET[0]].get(TARGET[1]) else None
+
+    def reset(self, case: Case, seconds: int = 0) -> None:
         """Put all objects back; the bits of ``seconds`` choose objects that are replaced from the beginning."""
+        self.server.uploads.clear()
+        self.server.buckets.get(TARGET[0], {}).pop(TARGET[1], None)
+        if case.former is not None:
+            self.server.put(*TARGET, case.former)
         for place, data in self.firsts.items():
             self.server.put(*place, data)
         for at, (place, data) in enumerate(self.seconds.items()):
@@ -139,7 +173,7 @@ class Bench:
                 chosen += [each | bit for each in chosen]
             outcomes = []
             for seconds in reversed(chosen):
-                self.reset(seconds)
+                self.reset(case, seconds)
                 outcomes.append(self.run(case))
             assert {outcome.said.code for outcome in outcomes} <= {0, 1}, outcomes[-1].said.all
             self._clean[name] = outcomes, self.server.count()
@@ -185,16 +219,19 @@ def chosen(requests: int, name: str) -> list[tuple[int, bool]]:
     return [faults[at % len(faults)], faults[(at // 7 + 1) % len(faults)]]
 
 
+CASES = [(name, fault) for name in COMMANDS for fault in FAULTS]
+CASES += [(name, COMPLETE) for name in ("publish", "publish --force")]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_at_any_request(name: str, fault: str, bench: Bench, request: pytest.FixtureRequest) -> None:
     case = COMMANDS[name]
     right, requests = bench.clean(name)
     if fault == "stall":
         request.getfixturevalue("impatient")
     for number, persistent in chosen(requests, f"{name} {fault}"):
-        bench.reset()
+        bench.reset(case)
         numbers = range(number, MANY) if persistent else [number]
         bench.server.faults = dict.fromkeys(numbers, fault)
         bench.server.seconds = {place: bench.seconds[place] for place in case.objects}
@@ -202,17 +239,26 @@ def test_a_fault_at_any_request(name: str, fault: str, bench: Bench, request: py
         where = f"{fault} at request {number} of {requests}{' and all later ones' * persistent}: {outcome.said}"
         assert bench.server.count() < MANY
         assert not [word for word in SECRETS if word in outcome.said.all], where
+        check_uploads(bench.server, persistent, where)
         if outcome in right:
             continue
-        assert not FAULTS[fault] or persistent or fault == "stall", where
-        check_error(outcome, fault, where)
+        assert not FAULTS.get(fault) or persistent or fault == "stall", where
+        check_error(outcome, fault, where, case, [each.written for each in right])
 
 
-def check_error(outcome: Outcome, fault: str, where: str) -> None:
-    """Check that a command failed with an error that says what to do next, and wrote nothing."""
+def check_uploads(server: Server, persistent: bool, where: str) -> None:
+    """Check that no upload is left. If the server failed to the end, an attempt to remove it must have been made."""
+    if server.uploads:
+        assert persistent, where
+        last = [each.method for each in server.seen if "uploadId" in each.query or "uploads" in each.query][-1]
+        assert last in ("DELETE", "GET"), where
+
+
+def check_error(outcome: Outcome, fault: str, where: str, case: Case, right: list[bytes | None]) -> None:
+    """Check that a command failed with an error that says what to do next. Its output is not there, or whole."""
     said = outcome.said
     assert said.code in (3, 5), where  # 5: once an output was begun
-    assert outcome.written is None, where
+    assert outcome.written == case.former or (case.published and outcome.written in right), where
     assert has_next_step(said), where
     if fault in (REPLACED, "etag"):
         assert "the file changed while it was read" in said.all, where
@@ -223,3 +269,41 @@ def test_there_are_faults_enough(bench: Bench) -> None:
     counts = {name: bench.clean(name)[1] for name in COMMANDS}
     assert len(counts) >= 8
     assert 2 * len(FAULTS) * sum(counts.values()) >= 1500, counts
+
+
+# -- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+def kills(requests: int, name: str) -> list[tuple[int, str]]:
+    """Return (request, moment) for all deaths, or two of them, chosen by the name."""
+    moments = [(number, kill) for number in range(1, requests + 1) for kill in KILLS]
+    at = sha256(name.encode()).digest()[0]
+    return moments if WHOLE else [moments[at % len(moments)], moments[(at // 2 + 1) % len(moments)]]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [name for name, case in COMMANDS.items() if case.published])
+def test_a_process_killed_at_any_request(name: str, bench: Bench) -> None:
+    """The target is as before, unless the request that makes the output visible was handled: then it is whole."""
+    case = COMMANDS[name]
+    right, requests = bench.clean(name)
+    for number, kill in kills(requests, name):
+        bench.reset(case)
+        bench.server.faults = {number: kill}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ckptool", *case.words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        bench.server.victims.put(process.pid)
+        where = f"{kill} at request {number} of {requests}"
+        assert process.wait(timeout=120) == -signal.SIGKILL, where
+        requested = [each for each in bench.server.seen if each.status == 200 and each.path.endswith("/new.pth")]
+        visible = any(each.method == "POST" and "uploadId" in each.query for each in requested)
+        visible = visible or any(each.method == "PUT" and "uploadId" not in each.query for each in requested)
+        assert bench.published() == (right[-1].written if visible else case.former), where
+        if not visible:  # a later run
+            bench.server.clear()
+            again = bench.run(case)
+            assert again.said.code == 0 and again.written == right[-1].written, where
