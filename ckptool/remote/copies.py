@@ -88,7 +88,10 @@ class S3Copier:
         return {one["UploadId"]: (now - one["Initiated"]).total_seconds() for one in uploads}
 
     def begin(self, key: str) -> str:
-        return str(self._ask("create_multipart_upload", Key=key)["UploadId"])
+        found = self._ask("create_multipart_upload", Key=key)
+        if found["ResponseMetadata"].get("RetryAttempts"):  # an upload may be left whose answer was lost
+            raise Failed("reset")
+        return str(found["UploadId"])
 
     def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
         found = self._ask("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data)

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from ..base.addresses import Address
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .obstores import Http, check_server, http_store, retried
+from .obstores import Http, check_server, http_store, may_pass, retried
 from .store import Facts, Failed, Settings, Store
 
 _SITE: Final = "https://huggingface.co"
@@ -33,7 +33,6 @@ _WORDS: Final = (
     ("reset", regex("ReadError|WriteError|CloseError|RemoteProtocolError|LocalProtocolError")),
     ("answer", regex("")),
 )
-_PASSING: Final = ("timeout", "reset")
 
 
 def page_shows(parts: Address) -> str:
@@ -68,7 +67,7 @@ def open_store(path: str, settings: Settings) -> tuple[Store, str]:
 
 @lru_cache(maxsize=8)
 def _repository(site: str, kind: str, name: str, revision: str, token: str, _minute: int) -> Store:
-    found = retried(lambda: _listed(site, kind, name, revision, token), _may_pass)
+    found = retried(lambda: _listed(site, kind, name, revision, token), may_pass)
     return _Repository(site, kind, name, token, *found)
 
 
@@ -98,10 +97,6 @@ def _listed(site: str, kind: str, name: str, revision: str, token: str) -> tuple
     except Exception as error:  # errors of httpx, and of parsing whatever was answered
         failed = Failed(next(kind for kind, words in _WORDS if words.search(f"{type(error).__name__}: {error}")))
     raise failed
-
-
-def _may_pass(failed: Failed) -> bool:
-    return failed.kind in _PASSING or failed.status == 429 or failed.status >= 500
 
 
 def _is_file(item: tuple[object, object]) -> bool:

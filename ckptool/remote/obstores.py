@@ -264,6 +264,11 @@ def retried(do: Callable[[], T], passes: Callable[[Failed], bool]) -> T:
     return do()
 
 
+def may_pass(failed: Failed) -> bool:
+    """Return whether a request may succeed when it is sent again."""
+    return failed.kind in ("timeout", "reset", "body") or failed.status == 429 or failed.status >= 500
+
+
 def _body(found: Any, size: int) -> bytes:
     """Return the bytes of an answer. A body of more than ``size`` bytes is not read to its end: it may have none."""
     parts: list[bytes] = []

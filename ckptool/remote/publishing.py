@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,6 +37,7 @@ from ..files.sources import (
 from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, stream_pieces
 from ..files.write.planned import Check, PlanSource
+from .obstores import may_pass, retried
 from .source import RemoteSource, open_store
 from .store import Copier, Facts, Failed, current, error_of
 
@@ -326,13 +327,7 @@ class _Writing(NamedTuple):
             if seconds > _DAY:
                 with suppress(Failed):
                     copier.abort(key, upload)
-        try:
-            upload = copier.begin(key)
-        except Failed:
-            with suppress(Failed):  # the server may have begun one, and its answer was lost
-                for upload in copier.unfinished(key).keys() - known.keys():
-                    copier.abort(key, upload)
-            raise
+        upload = retried(partial(self._begin, copier, known), may_pass)
         try:
             etags = self._send(cut, copier, upload)
             self._check_again()
@@ -347,6 +342,17 @@ class _Writing(NamedTuple):
                 copier.abort(key, upload)
             raise
         return expected
+
+    def _begin(self, copier: Copier, known: Mapping[str, float]) -> str:
+        """Begin an upload and return its id; ``known`` are unfinished uploads of others."""
+        key = self.target.key
+        try:
+            return copier.begin(key)
+        except Failed:
+            with suppress(Failed):  # the server may have begun one, and its answer was lost
+                for upload in copier.unfinished(key).keys() - known.keys():
+                    copier.abort(key, upload)
+            raise
 
     def _send(self, cut: Cut, copier: Copier, upload: str) -> list[str]:
         """Send all parts, or let the server copy them; return their ETags."""

@@ -188,6 +188,7 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "listing": ("{host} cannot list files", "name one file"),
     "endless": ("the list of its files has no end", "name one file"),
     "answer": ("{host} does not answer as it should", "check the address and the endpoint, or download it first"),
+    "parts": ("{host} does not have all parts of the upload", "try again"),
     "server": ("the address or the endpoint does not name a server", "write it as https://HOST or https://HOST:PORT"),
     "redirect": ("{host} redirects to an address that cannot be reached, or in a circle", "check the address"),
     "key": ("one of its names has an empty part, a dot or two as a part, or a control character", "download it first"),
@@ -221,6 +222,7 @@ _CODES: Final = {
     "InvalidAccessKeyId": "keys",
     "SignatureDoesNotMatch": "keys",
     "AuthenticationFailed": "keys",
+    "InvalidPart": "parts",
 }
 #: The errors of failed uploads by their status.
 _WRITING: Final = {

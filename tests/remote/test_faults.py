@@ -137,6 +137,7 @@ class Bench:
         folder._OPENED.clear()
         folder._FOUND.clear()
         hub._repository.cache_clear()
+        obstores._copier.cache_clear()
         self.out.unlink(missing_ok=True)
         url = self.server.url
         web = url.replace("//", "//user:PASSWORD@")
@@ -211,12 +212,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def chosen(requests: int, name: str) -> list[tuple[int, bool]]:
-    """Return (request, persistent) for the faults of a test: all, or two of them, chosen by its name."""
+    """Return (request, persistent) for the faults of a test: all, or one of them, chosen by its name."""
     faults = [(number, persistent) for number in range(1, requests + 1) for persistent in (False, True)]
     if WHOLE:
         return faults
     at = int.from_bytes(sha256(name.encode()).digest()[:4], "big")
-    return [faults[at % len(faults)], faults[(at // 7 + 1) % len(faults)]]
+    return [faults[at % len(faults)]]
 
 
 CASES = [(name, fault) for name in COMMANDS for fault in FAULTS]
@@ -260,7 +261,7 @@ def check_error(outcome: Outcome, fault: str, where: str, case: Case, right: lis
     assert said.code in (3, 5), where  # 5: once an output was begun
     assert outcome.written == case.former or (case.published and outcome.written in right), where
     assert has_next_step(said), where
-    if fault in (REPLACED, "etag"):
+    if fault == REPLACED or (fault == "etag" and not case.published):
         assert "the file changed while it was read" in said.all, where
 
 
@@ -275,10 +276,10 @@ def test_there_are_faults_enough(bench: Bench) -> None:
 
 
 def kills(requests: int, name: str) -> list[tuple[int, str]]:
-    """Return (request, moment) for all deaths, or two of them, chosen by the name."""
+    """Return (request, moment) for all deaths, or one of them, chosen by the name."""
     moments = [(number, kill) for number in range(1, requests + 1) for kill in KILLS]
     at = sha256(name.encode()).digest()[0]
-    return moments if WHOLE else [moments[at % len(moments)], moments[(at // 2 + 1) % len(moments)]]
+    return moments if WHOLE else [moments[at % len(moments)]]
 
 
 @pytest.mark.sampled
