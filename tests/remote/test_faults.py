@@ -224,7 +224,7 @@ CASES = [(name, fault) for name in COMMANDS for fault in FAULTS]
 CASES += [(name, COMPLETE) for name in ("publish", "publish --force")]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_at_any_request(name: str, fault: str, bench: Bench, request: pytest.FixtureRequest) -> None:
     case = COMMANDS[name]
@@ -282,7 +282,7 @@ def kills(requests: int, name: str) -> list[tuple[int, str]]:
     return moments if WHOLE else [moments[at % len(moments)]]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", [name for name, case in COMMANDS.items() if case.published])
 def test_a_process_killed_at_any_request(name: str, bench: Bench) -> None:
     """The target is as before, unless the request that makes the output visible was handled: then it is whole."""
