@@ -7,6 +7,7 @@ unknown to it. This module sets limits, finds credentials where people have them
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -17,7 +18,7 @@ from typing import Any, Final, TypeVar
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once
+from .store import Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once, kind_of
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
@@ -121,7 +122,15 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
         check_server(endpoint)
         more |= {"endpoint": endpoint} if endpoint else {}
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
-        return ObStore(_library().S3Store(host, **more, **_client(endpoint)), copies=partial(_copier, host, reached))
+
+        def in_region(**region: str) -> Any:
+            return _library().S3Store(host, **more | region, **_client(endpoint))
+
+        return ObStore(
+            in_region(),
+            copies=partial(_copier, host, reached),
+            elsewhere=lambda: in_region(region=_region(host, endpoint)),
+        )
     check_server(endpoint)
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
@@ -130,6 +139,25 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     more |= {"account_name": account.partition(".")[0]} if account else {}
     more |= {"endpoint": endpoint} if endpoint else {}
     return ObStore(_library().AzureStore(container, **more, **_client(endpoint)), has_tail=False)
+
+
+def _region(bucket: str, endpoint: str) -> str:
+    """Return the region of a bucket, which S3 tells everybody in a header that obstore hides; raises Failed."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    request = Request(f"{endpoint.rstrip('/') or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")
+    region: str | None = None
+    try:
+        with urlopen(request, timeout=LIMITS.connect_seconds) as answer:
+            region = answer.headers.get("x-amz-bucket-region")
+    except HTTPError as error:
+        region = error.headers.get("x-amz-bucket-region")
+    except OSError:
+        pass
+    if not region:
+        raise Failed("region")
+    return region
 
 
 @lru_cache(maxsize=8)
@@ -283,7 +311,7 @@ class ObStore:
     """A bucket or container.
 
     ``by_etag`` says whether an object can be replaced on the condition that it has an ETag. ``copies`` returns what
-    copies on the server.
+    copies on the server, ``elsewhere`` the store of the same bucket in the region where it really is.
     """
 
     writes = True
@@ -295,10 +323,12 @@ class ObStore:
         has_tail: bool = True,
         by_etag: bool = True,
         copies: Callable[[], Copier | None] | None = None,
+        elsewhere: Callable[[], Any] | None = None,
     ) -> None:
         self._store = store
         self.has_tail = has_tail
         self._by_etag, self._copies = by_etag, copies
+        self._elsewhere, self._moving = elsewhere, threading.Lock()
 
     def facts(self, meta: Any) -> Facts:
         """Return the facts of an object. Without an ETag, the time of its last change takes its place.
@@ -384,6 +414,25 @@ class ObStore:
         return self._copies() if self._copies else None
 
     def _try(self, do: Callable[[], T]) -> T:
+        """Return the result of a request that reads; ask again in the region where the bucket really is."""
+        store = self._store
+        try:
+            return self._patiently(do)
+        except Failed as failed:
+            # An answer to HEAD has no code.
+            if not (kind_of(failed) == "region" or (failed.status, failed.code) == (400, "")) or not self._moved(store):
+                raise
+        return self._patiently(do)
+
+    def _moved(self, store: Any) -> bool:
+        """Return whether the bucket is reached in another region than by ``store``, with which a request failed."""
+        with self._moving:
+            if self._store is store and self._elsewhere:
+                elsewhere, self._elsewhere = self._elsewhere, None
+                self._store = elsewhere()
+        return self._store is not store
+
+    def _patiently(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
         return retried(lambda: _ask(do), lambda failed: failed.kind in ("length", "body"))
 

@@ -236,13 +236,18 @@ _HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
 _HOSTS |= {"az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 
 
+def kind_of(failed: Failed) -> str:
+    """Return the kind of a failure, also by the server's code; "" if its status says more."""
+    return _CODES.get(failed.code, failed.kind)
+
+
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
     """Return the error for a failed request about the object at an address."""
     parts, status = parse(address), failed.status
     web = parts.scheme in ("http", "https")
     host = parts.host if web else _HOSTS.get(parts.scheme, f"{parts.scheme}://{parts.host}")
     bucket = parts.host.partition("@")[0]
-    kind = _CODES.get(failed.code, failed.kind)
+    kind = kind_of(failed)
     if web:  # the codes of a signed address say nothing about credentials of the user
         kind = "address" if kind == "expired" else "redirect" if failed.kind == "region" else failed.kind
     error: type[CkptoolError] = RefusedError if kind == "writing" else OutputError if writing else UnreadableError

@@ -327,7 +327,7 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
         ("ckptool/files/codec.py", "urllib"),  # and back
         ("ckptool/remote/hub.py", "urllib"),  # the same for a revision
-        ("ckptool/remote/obstores.py", "urllib"),  # the same for a user name
+        ("ckptool/remote/obstores.py", "urllib"),  # the same for a user name; asks for the region of a bucket
         ("ckptool/values/torch/loads.py", "tempfile"),  # a copy of a remote file
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs

@@ -103,6 +103,7 @@ class Server:
         self.delay, self.bandwidth, self.page, self.signed = delay, bandwidth, page, signed
         self.buckets: dict[str, dict[str, list[Object]]] = {}
         self.versioned: set[str] = set()
+        self.regions: dict[str, tuple[str, int, str]] = {}  # by bucket: its region, and the error for other regions
         self.uploads: dict[str, Upload] = {}
         self.blocks: dict[tuple[str, str], dict[str, bytes]] = {}  # of Azure, for objects that are not made yet
         self.expired: set[str] = set()  # session tokens
@@ -257,8 +258,8 @@ class _Handler(BaseHTTPRequestHandler):
                     headers["Retry-After"] = "0"
                 if self.raw.startswith("/hub/"):
                     headers["X-Error-Code"] = failure.code
-                if failure.code == "PermanentRedirect":
-                    headers["x-amz-bucket-region"] = "eu-west-1"
+                if elsewhere := server.regions.get(self.raw.split("/")[1]):
+                    headers["x-amz-bucket-region"] = elsewhere[0]
             if self.fault == "kill later":
                 server.kill()
             if self.fault in ("lost", "kill later"):
@@ -318,6 +319,9 @@ class _Handler(BaseHTTPRequestHandler):
         if bucket == "plain":
             found = self.server_of.object(bucket, key)
             return self._read(found, self.server_of.ranges)
+        region, *error = self.server_of.regions.get(bucket, ("", 0, ""))
+        if region and f"/{region}/" not in self.headers.get("authorization", ""):
+            raise Failure(*error)
         if self.server_of.signed:
             check_signature(self.command, self.raw, self.query, self.headers, self.body, self.server_of.expired)
         with self.server_of.lock:

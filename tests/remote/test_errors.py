@@ -136,6 +136,26 @@ def test_wrong_credentials(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     assert open_remote("s3://bucket/a", Settings(server.url, anonymous=True)).size == 1000
 
 
+@pytest.mark.parametrize("error", [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")])
+def test_a_bucket_in_another_region(error: tuple[int, str], server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 tells everybody the region of a bucket, and the same requests are sent again to that region."""
+    server.put("far-away", "a", bytes(1_000_000))
+    server.regions["far-away"] = "ap-south-1", *error
+    for region in ("us-west-2", "eu-west-1"):
+        monkeypatch.setenv("AWS_REGION", region)
+        server.clear()
+        found = open_remote("s3://far-away/a", Settings(server.url))
+        assert found.read(500_000, 10) == bytes(10)
+        assert open_folder("s3://far-away/", Settings(server.url)).names() == {"a"}
+        found.check_unchanged()
+        assert server.count("HEAD") == 2
+        assert server.count() == 2 + 1 + 2 + 1 + 1 + 1  # two ends, the region, both again, a range, a listing, a look
+    server.regions["far-away"] = "", *error  # it does not say where
+    server.faults = dict.fromkeys(range(server.number + 1, server.number + 9), "region")
+    monkeypatch.setenv("AWS_REGION", "eu-west-3")
+    assert failure("s3://far-away/a", Settings(server.url)).what == "the bucket far-away is in another region"
+
+
 def test_a_folder_has_the_same_errors(server: Server) -> None:
     for address, what in {
         "s3://none/a": "there is no bucket none",
