@@ -18,12 +18,13 @@ from .records import NamedTuple
 _ADDRESS: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://.*\Z")
 #: Schemes whose text before ``@`` is a container or a repository, not user information.
 _AT_IS_PLAIN: Final = frozenset(("abfs", "abfss", "hf", "wasb", "wasbs"))
-#: Schemes whose query string needs no ``=``. In other addresses ``?`` may belong to a key or a pattern.
+#: Schemes whose query string may have any names. In other addresses ``?`` belongs to a key or a pattern, except before
+#: a version or a secret.
 _HTTP: Final = frozenset(("http", "https"))
 #: User information, up to ``@``. AWS keys have slashes: a colon that begins no port leads up to the first ``@``.
 _USER: Final = regex(r"[^/?#@]*:(?!\d*(?:[/?#]|\Z))[^?#@]*@|[^/?#]*@")
 _QUERY: Final = regex(r"(?s)[?#].*\Z")
-_QUERY_OF_VALUES: Final = regex(r"(?s)\?[^?]*=.*\Z")
+_QUERY_OF_VALUES: Final = regex(r"(?si)\?(?=[^?]*(version|generation|x-|sig|token|key|secret|cred|pass))[^?]*=.*\Z")
 _MEMBER: Final = "!"
 
 

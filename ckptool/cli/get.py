@@ -13,6 +13,7 @@ from ..base.steps import as_step, command
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
+from ..files.archives import refuse_address
 from ..files.downloads import expect_plan
 from ..files.write.output import check_output, write_file
 from ..formats.claims import claims_of
@@ -56,6 +57,8 @@ def get(path: str, key: str, output: str | None, force: bool, style: str) -> int
         raise click.UsageError("--format and -o exclude each other.")
     if force and output is None:
         raise click.UsageError("--force is for -o.")
+    if output is not None:
+        refuse_address(output)
     with ckptool.open(path) as opened:
         say_problems(opened)
         checkpoint, place = find_value(opened, key)

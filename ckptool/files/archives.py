@@ -14,10 +14,10 @@ from collections.abc import Container, Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ..base import lazy
-from ..base.errors import MalformedError, RefusedError, UnreadableError, refuse_file_uri, refuse_remote_output
+from ..base.errors import NO_FILE, MalformedError, RefusedError, UnreadableError, refuse_file_uri, refuse_remote_output
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import STDIN, as_step, command, concealed, is_remote
@@ -191,7 +191,13 @@ def open_any(path: FilePath) -> Source:
     file: Source
     if is_remote(name):
         refuse_file_uri(name)
-        file = lazy.module("remote.source").open_remote(outer or name)
+        remote = lazy.module("remote.source")
+        try:
+            file = remote.open_remote(outer or name)
+        except UnreadableError as error:
+            if not outer or error.what != NO_FILE or not remote.is_file(name):
+                raise
+            return cast(Source, remote.open_remote(name))  # its own name has the separator
     else:
         file = open_source(outer or name)
     if not outer:

@@ -154,7 +154,9 @@ def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | Sk
             yield from [path] if folder_format(path) else _all_in(path)
         else:
             matches = _matching(path)
-            yield from find_all(matches) if matches else [UnreadableError("no file matches this pattern", path=path)]
+            yield from matches if path in matches else find_all(matches)
+            if not matches:
+                yield UnreadableError("no file matches this pattern", path=path)
 
 
 def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
@@ -196,6 +198,8 @@ def _matching(pattern: str) -> list[str]:
     paths = [place.join(name) for place, folders, files in every for name in (*folders, *files)]
     if closed:
         raise closed[0]
+    if pattern in paths:  # a name with such characters
+        return [pattern]
     matches = [path for path in paths if _fits(path[len(start) :].split("/"), parts)]
     return sorted([*matches, start] if _fits((), parts) else matches)
 
@@ -225,7 +229,7 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
             raise UnreadableError(what, path=path, next="name the folder to search all of it")
         for match in matches:
-            yield from _expand(match)
+            yield from [Candidate(match, True)] if match == path else _expand(match)
     else:
         yield Candidate(path, True)
 

@@ -83,7 +83,7 @@ class RemoteFolder(Folder):
                 if any(not facts.key.startswith(prefix) for facts in listed.values()):
                     raise Failed("answer")
                 listed.pop("", None)  # an empty object that stands for the folder
-                if any(map(_ODD.search, listed)):
+                if any(_ODD.search(path) or addresses.parse(f"s3://b/{path}").query for path in listed):
                     raise Failed("key")
             except Failed as failed:
                 found = failed

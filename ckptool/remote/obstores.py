@@ -314,8 +314,6 @@ class ObStore:
     copies on the server, ``elsewhere`` the store of the same bucket in the region where it really is.
     """
 
-    writes = True
-
     def __init__(
         self,
         store: Any,
@@ -439,8 +437,6 @@ class ObStore:
 
 class Http(ObStore):
     """One file on a web server: its key is ""."""
-
-    writes = False
 
     def head(self, key: str) -> Facts:
         """Return the facts of a file from a request for its first byte: signed addresses are signed for GET alone."""

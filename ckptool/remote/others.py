@@ -58,7 +58,7 @@ def _ask(do: Callable[[], T]) -> T:
 class _System:
     """The files of a file system of fsspec whose paths begin with ``base``."""
 
-    has_tail = writes = False
+    has_tail = False
 
     def __init__(self, system: Any, base: str) -> None:
         self._system, self._base = system, base

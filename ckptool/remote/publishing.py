@@ -41,6 +41,8 @@ from .obstores import may_pass, retried
 from .source import RemoteSource, open_store
 from .store import Copier, Facts, Failed, current, error_of
 
+#: Where objects can be written.
+_SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
 #: Bytes of a part of an upload, except the last one; of the parts that stream; and the most parts. From the S3 API.
 _MIN_PART: Final = 5 << 20
 _MAX_PART: Final = 5 << 30
@@ -96,9 +98,9 @@ class Target:
     def __init__(self, text: str, sources: Sequence[Source] = ()) -> None:
         self.address, self.name = reveal(text), conceal(text)
         settings = current()
-        self.store, self.key = open_store(self.address, settings, writing=True)
-        if not self.store.writes:
+        if parse(self.address).scheme not in _SCHEMES:
             raise self.error(Failed("writing"))
+        self.store, self.key = open_store(self.address, settings, writing=True)
         if not self.key or self.key.endswith("/"):
             raise OutputError("it is a folder, not a file", path=self.name, next="name a file in it")
         if "{hash" in parse(self.address).path:

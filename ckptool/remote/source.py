@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from ..base.addresses import conceal, parse, reveal
@@ -49,6 +50,8 @@ def is_file(address: str) -> bool:
 
     What was asked for is not asked for again: ``open_remote`` returns the same source.
     """
+    if reveal(address).endswith("/"):
+        return False
     if _OPENED.get(reveal(address)):
         return True
     try:
@@ -69,10 +72,20 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     store, key = open_store(address, settings)
     path = parse(address).path if parse(address).scheme.startswith("http") else key
     if path.endswith("/") or not path:
+        if address.endswith("/") and not _is_listed(store, key):
+            raise UnreadableError("no such folder, or there is nothing in it", path=conceal(address))
         raise UnreadableError(A_DIRECTORY, path=conceal(address), next="name a checkpoint file in it")
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source
+
+
+def _is_listed(store: Store, key: str) -> bool:
+    """Return whether there are files in a folder, or the server does not tell."""
+    try:
+        return any(alone(partial(store.list, key)))
+    except Failed:
+        return True
 
 
 def meant(text: str) -> str:

@@ -71,9 +71,8 @@ class Answer(NamedTuple):
 class Store(Protocol):
     """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``."""
 
-    #: Whether the last bytes can be asked for without knowing the size, and whether objects can be written.
+    #: Whether the last bytes can be asked for without knowing the size.
     has_tail: bool
-    writes: bool
 
     def head(self, key: str) -> Facts:
         """Return the facts of an object."""
@@ -191,7 +190,10 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "parts": ("{host} does not have all parts of the upload", "try again"),
     "server": ("the address or the endpoint does not name a server", "write it as https://HOST or https://HOST:PORT"),
     "redirect": ("{host} redirects to an address that cannot be reached, or in a circle", "check the address"),
-    "key": ("one of its names has an empty part, a dot or two as a part, or a control character", "download it first"),
+    "key": (
+        "one of its names has an empty part, a dot or two as a part, a control character, or looks like a query",
+        "download it first",
+    ),
     "query": ("parameters behind a question mark are not supported", "name the object alone"),
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
@@ -254,7 +256,8 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     plain = f"{{host}} answers with status {status}", "check the address"
     what, step = MESSAGES.get(kind or ("" if status else "unknown"), plain)
     if kind == "none" and parts.scheme == "s3":
-        step = advice("sign in, choose a ", Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
+        keys = "set AWS_ACCESS_KEY_ID and its secret, choose a "
+        step = advice(keys, Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
     elif kind in MESSAGES or not status:
         pass
     elif status in (401, 403) and parts.scheme == "hf":

@@ -193,6 +193,30 @@ def test_what_a_remote_file_cannot(server: Server) -> None:
         assert said.code in (3, 4) and "remote file" in said.err
 
 
+@pytest.mark.parametrize("name", ["a*b.pth", "a[1].pth", "a!b.pth", "a?v=2.pth", "a b+%20.pth", "ä{x}.pth"])
+def test_names_with_odd_characters(name: str, server: Server, tmp_path: Path) -> None:
+    data = (FIXTURES / "hostile_system.pth").read_bytes()
+    (tmp_path / name).write_bytes(data)
+    bucket = f"odd{len(server.buckets)}"
+    server.put(bucket, f"run/{name}", data)
+    server.put(bucket, "run/ok.pth", (FIXTURES / "bare.pth").read_bytes())
+    for call in (["keys"], ["scan"], ["hash"]):
+        remote, local = say(*call, f"s3://{bucket}/run/{name}"), say(*call, tmp_path / name)
+        assert remote.code == local.code, remote.all
+        assert local.out.replace(str(tmp_path), f"s3://{bucket}/run") in remote.out
+    for call in (["validate"], ["scan"]):
+        said = say(*call, f"s3://{bucket}/run/")
+        assert said.code == 1 and name in said.out, said.all
+
+
+def test_a_name_that_looks_like_a_query_is_not_skipped(server: Server) -> None:
+    server.put("looks", "ok.pth", (FIXTURES / "bare.pth").read_bytes())
+    server.put("looks", "evil?token=2.pth", (FIXTURES / "hostile_system.pth").read_bytes())
+    for call in (["validate"], ["scan"], ["inspect"]):
+        said = say(*call, "s3://looks/")
+        assert said.code == 3 and "looks like a query" in said.all
+
+
 def test_names_that_are_not_there(server: Server) -> None:
     for name in ("keys", "validate", "scan", "hash"):
         said = say(name, "s3://bucket/none.pth")

@@ -108,10 +108,10 @@ def test_names_that_are_not_there(server: Server) -> None:
     assert failure("s3://none/a", settings).what == "there is no bucket none"
     assert failure(f"{server.url}/plain/none").what == "no such file"
     assert failure("s3://bucket", settings).what == "it is a directory, not a file"
-    assert failure("s3://bucket/a/", settings).what == "it is a directory, not a file"
+    assert failure("s3://bucket/a/", settings).what == "no such folder, or there is nothing in it"
     assert (
         failure("s3://bucket/a//b", settings).what
-        == "one of its names has an empty part, a dot or two as a part, or a control character"
+        == "one of its names has an empty part, a dot or two as a part, a control character, or looks like a query"
     )
     assert failure("s3://bucket/old?versionId=7", settings).what.startswith("parameters behind a question mark")
     assert failure("s3:///a", settings).what == "the address names no bucket or host"
@@ -211,7 +211,9 @@ def test_no_credentials_at_all(server: Server, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         error = failure("s3://bucket/a", Settings(server.url))
         assert error.what == "there are no credentials for S3"
-        assert error.next == "sign in, choose a profile, or read a public bucket with anonymous=True"
+        assert error.next == (
+            "set AWS_ACCESS_KEY_ID and its secret, choose a profile, or read a public bucket with anonymous=True"
+        )
         monkeypatch.delenv("AWS_METADATA_ENDPOINT", raising=False)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     assert server.count() == 0
