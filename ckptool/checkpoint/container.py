@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -242,8 +242,12 @@ class Container:
         """Yield all stored records in the order of the file; raise MalformedError if a record cannot be found."""
         raise NotImplementedError
 
-    def outer_records(self) -> Iterable[StoredRecord]:
-        """Yield the records, except the ones whose checksums a storage's ``AssembledSource`` knows."""
+    def outer_records(self, touched: Callable[[Span], bool] | None = None) -> Iterable[StoredRecord]:
+        """Yield the records, except the ones whose checksums a storage's ``AssembledSource`` knows.
+
+        ``touched`` returns whether any bytes of a span matter. Records elsewhere may be left out: to find each takes
+        a read.
+        """
         return self.records()
 
     def manifest(self, *, checked: bool = False) -> Manifest:

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
 from ..base.records import new_tuple
 from ..checkpoint.checkpoint import Checkpoint
@@ -28,6 +29,9 @@ from ..files.sources import (
     spans_read,
 )
 from .outputs import OutputFormat
+
+#: The most ranges for which records are looked up one by one.
+_FEW: Final = 16
 
 
 def claims_of(
@@ -72,6 +76,8 @@ class _Reads:
                             self.assembled[id(source)] = source
                         elif size:
                             spans.setdefault(id(source), set()).add((offset, offset + size))
+        #: Whether so little is read that few records are touched.
+        self.few = sum(map(len, (*copied.values(), *others.values()))) <= _FEW
         self._copied = {source: _Ranges(ranges) for source, ranges in copied.items()}
         self.others = {source: _Ranges(ranges) for source, ranges in others.items()}
 
@@ -81,6 +87,14 @@ class _Reads:
             return True
         ranges = self._copied.get(id(source))
         return ranges is not None and ranges.meet(begin, end) and not ranges.contain(begin, end)
+
+    def touch(self, span: Span) -> bool:
+        """Return whether any of these bytes are read."""
+        return any(
+            (ranges := kind.get(id(source))) is not None and ranges.meet(begin, begin + size)
+            for source, begin, size in origins(span)
+            for kind in (self.others, self._copied)
+        )
 
 
 class _Ranges:
@@ -113,7 +127,8 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
             continue
         seen.add(id(each.container))
         names = _StorageNames(each)
-        for record in each.container.records() if whole else each.container.outer_records():
+        container = each.container
+        for record in container.records() if whole else container.outer_records(reads.touch if reads.few else None):
             if not record.crc:
                 continue
             for source, at, size in origins(record.span):

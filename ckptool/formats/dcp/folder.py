@@ -174,7 +174,7 @@ class Dcp(Container):
         """Yield the records of every item. An item that is not an archive yields nothing: ``audit`` reports it."""
         return self._records(self._usable.items())
 
-    def outer_records(self) -> Iterator[StoredRecord]:
+    def outer_records(self, touched: object = None) -> Iterator[StoredRecord]:
         return self._records((key, item) for key, item in self._usable.items() if item.offset is None)
 
     def _records(self, items: Iterable[tuple[ItemKey, Item]]) -> Iterator[StoredRecord]:

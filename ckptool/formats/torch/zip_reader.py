@@ -18,7 +18,7 @@ from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
 from ...checkpoint.tensors import TensorReader
-from ...files.sources import AppendPlan, BytesSource, Plan, Source
+from ...files.sources import AppendPlan, BytesSource, Plan, Source, Span
 from ...files.zips.reader import Archive, Record, end_record_oddities, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
@@ -60,7 +60,7 @@ class TorchZip(Container):
             raise
         self.graph = decoded.graph
         self.end = decoded.end
-        self._stored = 0  # how many storages were asked for
+        self._wanted: set[str] = set()  # the first two storages that were asked for
         self._audited: Audit | None = None
         self.problems: list[Finding] = []
         self.byteorder = "little"
@@ -95,9 +95,10 @@ class TorchZip(Container):
 
     def stored(self, key: str) -> StorageLocation:
         record = self.storage_record(key)
-        self._stored += 1
-        if self._stored == 2:  # whoever asks for two storages asks for more
-            self._ask_ahead()
+        if len(self._wanted) < 2:
+            self._wanted.add(key)
+            if len(self._wanted) == 2:  # whoever asks for two storages asks for more
+                self._ask_ahead()
         return StorageLocation(None, 0) if record is None else stored_in(self.archive, record)
 
     def _ask_ahead(self) -> None:
@@ -106,8 +107,12 @@ class TorchZip(Container):
         prefetch_headers(self.archive)
 
     def records(self) -> Iterator[StoredRecord]:
-        self._ask_ahead()
-        return stored_records(self.archive, self._keys())
+        return self.outer_records()
+
+    def outer_records(self, touched: Callable[[Span], bool] | None = None) -> Iterator[StoredRecord]:
+        if touched is None:
+            self._ask_ahead()
+        return stored_records(self.archive, self._keys(), touched)
 
     @property
     def _data(self) -> str:
@@ -264,11 +269,19 @@ def stored_in(archive: Archive, record: Record) -> StorageLocation:
     return new_tuple(StorageLocation, (archive.payload(record), record.size, record.method != 0, crc))
 
 
-def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:
-    """Yield the records in file order; ``keys`` has the storage keys by directory entry."""
+def stored_records(
+    archive: Archive, keys: Mapping[int, str], touched: Callable[[Span], bool] | None = None
+) -> Iterator[StoredRecord]:
+    """Yield the records in file order, those that are ``touched``; ``keys`` has the storage keys by directory entry."""
     # Made from plain tuples, because there are ten thousands of records.
     new = tuple.__new__
-    for record in sorted(archive.records, key=attrgetter("header")):
+    records = sorted(archive.records, key=attrgetter("header"))
+    if touched is not None:
+        begins = [record.header for record in records]
+        ends = [*begins[1:], archive.source.size]
+        extents = [Span(archive.source, begin, end - begin) for begin, end in zip(begins, ends)]
+        records = [record for record, extent in zip(records, extents) if touched(extent)]
+    for record in records:
         name, _, method, crc, _, size, _, entry, _ = record
         known = crc if size or crc or method else None
         values = name, archive.payload(record), size, known, method != 0, keys.get(entry, ""), ()
