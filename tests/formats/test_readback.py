@@ -25,7 +25,7 @@ from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files import sources
 from ckptool.files.sources import BytesSource, Plan
-from ckptool.files.write import in_place, output
+from ckptool.files.write import in_place, output, planned
 from ckptool.files.zips.writer import RecordContent, plan_archive
 from ckptool.formats import repickled
 from ckptool.formats.dcp import writer as dcp_writer
@@ -219,7 +219,7 @@ def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, mon
 
 
 def test_a_disk_that_fails_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail(monkeypatch, output, "_is_there")
+    _fail(monkeypatch, planned, "_is_there")
     with pytest.raises(OutputError, match="Input/output error"):
         output.write_file(Plan((b"abc",)), str(tmp_path / "out"), ())
     assert os.listdir(tmp_path) == []
