@@ -9,11 +9,13 @@ from heapq import nlargest
 from itertools import islice, repeat
 from typing import Final
 
+from .errors import Again, UnreadableError
 from .globs import REGEX, Glob
 from .lazy import regex
 from .limits import LIMITS
 from .patterns import escaped, glob_parts
 from .prefixes import common_length
+from .steps import command
 from .suffixes import WEIGHTS
 
 #: The most names to compare letter by letter; of more, those with the longest common beginning or end are compared.
@@ -111,6 +113,12 @@ def file_near(name: str) -> str:
         return ""
     near = nearest_file(wanted, names)
     return os.path.join(folder, near) if near else ""
+
+
+def missing_file(reason: str, name: str, near: str) -> UnreadableError:
+    """Return the error for a missing file that may be meant for the file ``near``."""
+    what, step = f"{reason}; is it {near!r}?", command("inspect", near)
+    return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:

@@ -195,9 +195,14 @@ def open_any(path: FilePath) -> Source:
         try:
             file = remote.open_remote(outer or name)
         except UnreadableError as error:
-            if not outer or error.what != NO_FILE or not remote.is_file(name):
+            if error.what != NO_FILE:
                 raise
-            return cast(Source, remote.open_remote(name))  # its own name has the separator
+            if outer and remote.is_file(name):
+                return cast(Source, remote.open_remote(name))  # its own name has the separator
+            from ..base.nearest import missing_file  # only for missing files
+
+            near = lazy.module("remote.folder").near(outer or name)
+            raise (missing_file(NO_FILE, outer or name, near) if near else error) from None
     else:
         file = open_source(outer or name)
     if not outer:

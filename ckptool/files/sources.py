@@ -14,7 +14,6 @@ from typing import Any, Final, TypeAlias
 from ..base.dtypes import Dtype
 from ..base.errors import Again, ChangedError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import command
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -339,14 +338,13 @@ def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     reason, hint = open_error(error, name)
     if not isinstance(error, FileNotFoundError) or hint:
         return UnreadableError(reason, path=name, next=hint)
-    from ..base.nearest import file_near, files_of  # only for missing files
+    from ..base.nearest import file_near, files_of, missing_file  # only for missing files
 
     if found := files_of(name):
         quotes = "the shell expands a pattern without quotes"
         return UnreadableError(reason, path=name, next=quotes, again=Again((), f"{quotes}: ", ((name, found),)))
     if near := file_near(name):
-        what, step = f"{reason}; is it {near!r}?", command("inspect", near)
-        return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
+        return missing_file(reason, name, near)
     return UnreadableError(reason, path=name, next=hint)
 
 

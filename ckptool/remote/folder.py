@@ -55,6 +55,20 @@ def folder_at(address: str) -> RemoteFolder | None:
         return None
 
 
+def near(address: str) -> str:
+    """Return the address of the file beside a missing one that has a similar name, or ""."""
+    from ..base.nearest import nearest_file  # only for missing files
+
+    folder = open_folder(addresses.parent(reveal(address)))
+    if not addresses.parse(folder.path).path:
+        return ""  # the listing of a whole bucket may be long
+    try:
+        name = nearest_file(addresses.name(address), sorted(folder.names()))
+    except UnreadableError:
+        return ""
+    return folder.join(name) if name else ""
+
+
 class RemoteFolder(Folder):
     """The files below an address, as they were when it was listed; reading one that was replaced fails.
 

@@ -73,7 +73,9 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     path = parse(address).path if parse(address).scheme.startswith("http") else key
     if path.endswith("/") or not path:
         if address.endswith("/") and not _is_listed(store, key):
-            raise UnreadableError("no such folder, or there is nothing in it", path=conceal(address))
+            raise UnreadableError(
+                "no such folder, or there is nothing in it", path=conceal(address), next="check the name"
+            )
         raise UnreadableError(A_DIRECTORY, path=conceal(address), next="name a checkpoint file in it")
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
