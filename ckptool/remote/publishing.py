@@ -6,7 +6,6 @@ servers ignore conditions, so afterwards the object is looked at once more.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from threading import Lock
 from typing import Final
 
 from ..base.addresses import conceal, parse, reveal
-from ..base.errors import Again, OutputError, RefusedError
+from ..base.errors import Again, CkptoolError, OutputError, RefusedError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import FORCE, advice, as_step
@@ -295,13 +294,12 @@ class _Writing(NamedTuple):
         try:
             if copier is None:
                 self._put(cut.streamed, etag)
-                expected = ""
             else:
-                expected = self._upload(cut, copier, etag)
+                self._upload(cut, copier, etag)
         except Failed as failed:
             found = failed
         else:
-            self._check_written(expected)
+            self._check_written()
             return
         raise self.target.error(found)
 
@@ -314,15 +312,15 @@ class _Writing(NamedTuple):
             try:
                 putting.finish()
             except Failed:
-                if not self._is_there(""):
+                if not self._is_there():
                     raise
 
     def _counted(self, put: Callable[[Buffer], None], data: Buffer) -> None:
         put(data)
         self.progress(len(data))
 
-    def _upload(self, cut: Cut, copier: Copier, etag: str) -> str:
-        """Write the object in parts; return the ETag that it should have, "" if unknown."""
+    def _upload(self, cut: Cut, copier: Copier, etag: str) -> None:
+        """Write the object in parts."""
         key = self.target.key
         known = copier.unfinished(key)
         for upload, seconds in known.items():
@@ -333,17 +331,15 @@ class _Writing(NamedTuple):
         try:
             etags = self._send(cut, copier, upload)
             self._check_again()
-            expected = _etag_of(etags)
             try:
                 copier.complete(key, upload, etags, etag)
             except Failed:
-                if not self._is_there(expected):
+                if not self._is_there():
                     raise
         except BaseException:
             with suppress(Failed):
                 copier.abort(key, upload)
             raise
-        return expected
 
     def _begin(self, copier: Copier, known: Mapping[str, float]) -> str:
         """Begin an upload and return its id; ``known`` are unfinished uploads of others."""
@@ -416,37 +412,33 @@ class _Writing(NamedTuple):
         if self.target.facts() != self.former:
             raise self.target.error(Failed("", 412))
 
-    def _is_there(self, etag: str) -> bool:
-        """Return whether the object is there, although the request for it failed: an answer was lost.
-
-        Without an expected ETag, its size and its ends are compared.
-        """
-        with suppress(Exception):
+    def _is_there(self) -> bool:
+        """Return whether the object is there, although the request for it failed: an answer was lost."""
+        with suppress(CkptoolError, Failed):
             found = self.target.facts()
-            if found is None or found == self.former or found.size != self.plan.size:
-                return False
-            return found.etag.strip('"') == etag if etag else self._has_ends(found)
+            return found is not None and found != self.former and self._is_planned(found)
         return False
 
-    def _has_ends(self, found: Facts) -> bool:
+    def _is_planned(self, found: Facts) -> bool:
+        """Return whether an object has the planned size, and the planned bytes at both ends."""
+        if found.size != self.plan.size:
+            return False
         planned = PlanSource(self.plan, self.target.name)
         size = min(_COMPARED, found.size)
         ranges = [(0, size), (found.size - size, size)] if found.size > size else [(0, size)] if size else []
         answers = self.target.store.many(self.target.key, ranges, found.etag)
         return all(answer.data == planned.read(*place) for answer, place in zip(answers, ranges))
 
-    def _check_written(self, etag: str) -> None:
+    def _check_written(self) -> None:
         """Raise OutputError if another object is there than the one that was written."""
         found = self.target.facts()
+        try:
+            if found is not None and self._is_planned(found):
+                return
+        except Failed as failed:
+            if failed.status != 412:
+                raise self.target.error(failed) from None
         there = "nothing" if found is None else f"an object of {found.size:,} bytes"
-        if found is not None and found.size == self.plan.size:
-            try:
-                if self._has_ends(found):
-                    return
-            except Failed as failed:
-                if failed.status != 412:
-                    raise self.target.error(failed) from None
-            there = "an object with other bytes"
         what = f"it was written, but somebody replaced it: now there is {there}"
         raise OutputError(what, path=self.target.name, next="see what is there, then write again with another name")
 
@@ -485,13 +477,3 @@ class _Putting(Background):
                     return
                 yield data
         raise Failed("unknown")  # nobody sees it: the caller failed
-
-
-def _etag_of(etags: Sequence[str]) -> str:
-    """Return the ETag of an object in parts, without quotes, if the ETags of the parts are MD5 checksums; else ""."""
-    parts = [etag.strip('"') for etag in etags]
-    try:
-        joined = bytes.fromhex("".join(parts)) if all(len(part) == 32 for part in parts) else b""
-    except ValueError:
-        return ""
-    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}" if joined else ""
