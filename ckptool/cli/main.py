@@ -100,6 +100,7 @@ Examples:
   ckptool inspect model.pth
   ckptool strip-module model.pth -o plain.pth
   ckptool remap model.pth --to cpu -o model.cpu.pth
+  ckptool keys s3://bucket/run/step1000.pth
   ckptool help remap
 
 \b

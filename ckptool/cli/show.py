@@ -60,6 +60,7 @@ Examples:
   ckptool inspect model.pth --map-location cuda:1=cuda:0
   ckptool inspect runs/
   ckptool inspect runs/ --format jsonl --jobs 4
+  ckptool inspect hf://org/model
 """
 
 
@@ -207,6 +208,7 @@ Examples:
   ckptool keys model.pth --names --include '*.weight'
   ckptool keys model.pth --all --sort bytes
   ckptool keys model.pth --format json
+  ckptool keys s3://bucket/run/step1000.pth
   ckptool keys runs/ --format csv > keys.csv
 """
 
