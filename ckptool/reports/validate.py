@@ -111,9 +111,10 @@ class GlobalReport(TypedDict):
 class ValidateReport(TypedDict):
     """The report of ``validate``, schema ``ckptool.validate/1``.
 
-    A file may be damaged, run code, both or neither. ``bytes`` and ``format`` are None if the file cannot be opened.
-    ``status`` is valid, invalid, unreadable, or "skipped" for a file in a folder that is not a checkpoint.
-    ``safety`` is None if nothing was examined.
+    A file may be damaged, run code, both or neither. A missing or unreadable file, or an intact one of another kind, is
+    not damaged; an empty one is. ``bytes`` and ``format`` are None if the file cannot be opened. ``status`` is valid,
+    invalid, unreadable, or "skipped" for a file in a folder that is not a checkpoint. ``safety`` is None if nothing was
+    examined.
     """
 
     schema: Literal["ckptool.validate/1"]
@@ -190,6 +191,7 @@ def validation_report(
         if isinstance(error, NotACheckpointError):
             file_format = error.kind
         report = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
+        report["damaged"] = file_format in ("empty", "zeros")
     report["bytes"], report["format"] = size, file_format
     return report
 
@@ -208,6 +210,7 @@ def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path that leads to no file: an empty folder, or a glob without a match."""
     report = _report(path, [_unreadable(error)], Safety(), Policy(), NEWEST, UNREADABLE)
+    report["damaged"] = False
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
 

@@ -491,3 +491,17 @@ def test_what_torch_refuses_is_a_failure_whatever_it_says(here: Path, validate: 
     code, out = validate(path, "--load", "--format", "json")
     assert json.loads(out)["checks"][-1]["status"] == "fail"
     assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [("none.pth", False), ("lfs_pointer.pth", False), ("array.npy", False), ("empty.pth", True), ("zeros.pth", True)],
+)
+def test_what_is_damaged(name: str, damaged: bool, validate: Validate, here: Path) -> None:
+    """A missing file and an intact one of another kind are unreadable, but not damaged."""
+    if name != "none.pth":
+        put(here / name, name)
+    code, out = validate(name, "--json")
+    assert code == 3 and json.loads(out)["damaged"] is damaged
+    code, out = validate("folder", "--json")
+    assert code == 3 and json.loads(out)["damaged"] is False
