@@ -154,7 +154,7 @@ def test_a_folder_is_refused_as_a_whole(call: list[str], dcp: str, server: Serve
 @pytest.mark.parametrize(
     ("call", "requests", "round_trips"),
     [
-        (["keys"], 5, 4),
+        (["keys"], 5, 3),
         (["validate", "--quick"], 40, 9),
         (["scan"], 40, 9),
         (["hash"], 30, 6),

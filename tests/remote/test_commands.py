@@ -365,14 +365,20 @@ def test_requests_of_commands(server: Server) -> None:
         assert say(*words, "s3://bucket/bare.pth").code == 0
         assert server.count() <= most
     server.clear()
-    assert say("keys", "s3://bucket/dcp4/").code == 0
+    server.delay = 0.05
+    try:
+        assert say("keys", "s3://bucket/dcp4/").code == 0
+    finally:
+        server.delay = 0
     assert server.count() <= 6
+    assert server.round_trips == 2  # the listing; .metadata and the first bytes of four files, which have the objects
 
 
 @pytest.mark.parametrize(
     ("kind", "call", "requests", "round_trips"),
     [
         ("zip", ["keys"], 2, 1),
+        ("zip", ["get"], 3, 2),
         ("zip", ["validate", "--quick"], 26, 3),
         ("zip", ["strip-module", "--dry-run"], 26, 2),
         ("legacy", ["keys"], 26, 2),
@@ -389,7 +395,11 @@ def test_readers_ask_ahead(
     state = {f"module.layers.{at}.weight": torch.zeros(size) for at in range(count)}
     torch.save(state, tmp_path / "model.pth", _use_new_zipfile_serialization=kind != "legacy")
     server.put("asked", "model.pth", (tmp_path / "model.pth").read_bytes())
-    words = [*call, "s3://asked/model.pth", *(["-o", tmp_path / "out.pth"] if call[0] == "strip-module" else [])]
+    more = {
+        "strip-module": ["-o", tmp_path / "out.pth"],
+        "get": ["module.layers.12.weight"],
+    }
+    words = [*call, "s3://asked/model.pth", *more.get(call[0], ())]
     server.delay = 0.05
     try:
         for _ in range(5):  # on a busy machine, a request of a batch may begin when another one has ended

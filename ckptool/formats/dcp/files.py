@@ -18,8 +18,9 @@ from ..names.dcp import DATA, OF_RANK
 from .items import edges
 from .metadata import Item
 
-#: The first bytes of a data file, by which a placeholder is recognised.
-_HEAD: Final = 1024
+#: The first bytes of a data file, by which a placeholder is recognised. Objects come first, too: see
+#: ``_write_files_from_queue`` in torch/distributed/checkpoint/filesystem.py.
+_HEAD: Final = 16 << 10
 
 
 def metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
@@ -37,12 +38,12 @@ def metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
     raise MalformedError(what, path=folder.path, next="get the folder again, with its hidden files")
 
 
-def ask_for(folder: Folder, names: Iterable[str], most: int | None = None, items: Iterable[Item] = ()) -> None:
-    """Announce what is read next: the first ``most`` bytes of some files, or all, and items of these files."""
+def ask_for(folder: Folder, metadata: Sequence[str], data: Sequence[str], items: Iterable[Item] = ()) -> None:
+    """Announce what is read next: metadata files, the first bytes of data files, and items in these."""
     if is_remote(folder.path):  # there it takes no request to open a file
-        files = {name: folder.open(name) for name in names}
-        heads = (Span(file, 0, file.size if most is None else most) for file in files.values())
-        prefetch(chain(heads, *(edges(item, files) for item in items)))
+        files = {name: folder.open(name) for name in (*metadata, *data)}
+        begins = (Span(file, 0, file.size if name in metadata else _HEAD) for name, file in files.items())
+        prefetch(chain(begins, *(edges(item, files) for item in items)))
 
 
 def open_data(
@@ -51,7 +52,7 @@ def open_data(
     """Return the open data files, and the errors of the files that cannot be opened, both by name."""
     files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
-    ask_for(folder, names, _HEAD, (item for item in items if item.offset is None))
+    ask_for(folder, (), names, (item for item in items if item.offset is None))
     for name in names:
         try:
             source = folder.open(name)

@@ -34,6 +34,8 @@ _OWN: Final = ("data.pkl", ".data/version", *ARCHIVE_RECORDS)
 _MOST_ALIGNMENT: Final = 0xFFFF
 #: Bytes that are read with a small record: its header, and some after it.
 _AROUND: Final = 4096
+#: Bytes of a storage that are read together with its header, which comes before them.
+_AT_ONCE: Final = 256 << 10
 #: Returns the graph of a pickle that is known before decoding, as when an edit is read back, or None.
 Known: TypeAlias = Callable[[bytes], Graph | None]
 
@@ -99,6 +101,8 @@ class TorchZip(Container):
             self._wanted.add(key)
             if len(self._wanted) == 2:  # whoever asks for two storages asks for more
                 self._ask_ahead()
+            elif record is not None and record.compressed <= _AT_ONCE:  # the bytes are read next
+                self.archive.source.prefetch([(record.header, record.compressed + _AROUND)])
         return StorageLocation(None, 0) if record is None else stored_in(self.archive, record)
 
     def _ask_ahead(self) -> None:
