@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -15,6 +14,7 @@ import ckptool
 
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
+from ..base.steps import is_remote
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS, role
 from .help import GroupedCommand
@@ -29,7 +29,7 @@ from .options import (
     quiet_options,
     sort_option,
 )
-from .progress import note, progress_bar
+from .progress import note, progress_bar, work_size
 from .render import clean, emit_json, emit_lines, failure, flush, retyped, say_error, say_problems, step_lines, table
 from .terminal import arrow, judged, painted, wrapped
 
@@ -112,13 +112,13 @@ def diff(
     from ..reports.comparing.diff import diff_report
 
     words = [*ignore, "values"] if no_values else ignore
-    size = os.path.getsize(a) if os.path.isfile(a) else 0
     shown: list[str] = []
     try:
         with ckptool.open(a) as left, ckptool.open(b) as right, ExitStack() as bars:
             for checkpoint in (left, right):
                 say_problems(checkpoint)
             wanted = not (quiet or no_progress)
+            size = sum(each.source.size for each in (left, right) if is_remote(each.path)) or work_size(a)
 
             def show_verdict(report: DiffReport) -> None:
                 """Print all lines that need no distances, because importing torch takes longer than comparing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,9 @@ from .options import (
     progress_option,
     quiet_options,
 )
-from .progress import BarUpdate, progress_bar
+from .progress import progress_bar, work_size
 from .render import clean, emit, problem_lines, say
+from .terminal import watched
 
 if TYPE_CHECKING:
     from ..files.write.output import Written
@@ -94,7 +94,9 @@ def lock(
             options={"content": content},
         )
     (path,) = inputs.paths
-    with _bar(path, content and not (quiet or no_progress)) as progress:
+    with progress_bar(
+        work_size(path) if content and watched() else 0, "hashing", not (quiet or no_progress)
+    ) as progress:
         if output is None or output == "-":
             _emit_lock(ckptool.lock(path, content=content, progress=progress), output, quiet)
             return 0
@@ -211,7 +213,7 @@ def _hashed(
 ) -> Answer:
     from ..reports.comparing.fingerprint import hash_report
 
-    with ckptool.open(path) as checkpoint, _bar(path, own_bar) as progress:
+    with ckptool.open(path) as checkpoint, progress_bar(checkpoint.source.size, "hashing", own_bar) as progress:
         report = hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)
         problems = checkpoint.container.problems
         sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
@@ -227,9 +229,3 @@ def _hashed(
 def _each(item: TensorHash) -> str:
     digest = item["hash"] + "  " if item["hash"] else ""
     return f"{digest}{item['dtype']} {shape_text(item['shape'])}  {label(item['path'])}"
-
-
-def _bar(path: str, wanted: bool) -> AbstractContextManager[BarUpdate]:
-    """Return a progress bar for hashing a file."""
-    size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
-    return progress_bar(size, "hashing")

@@ -12,6 +12,8 @@ from typing import Any, Final, TypeAlias
 
 import click
 
+from ..base import lazy
+from ..base.steps import is_folder, is_remote
 from ..base.text import cut, human_bytes
 from .render import clean, tell_part
 from .terminal import watched
@@ -30,7 +32,24 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
     """Show a progress bar on stderr once the work has taken a second. Yield a function to call with the work done.
 
     Yield None if no bar is wanted, there is no work, or stderr is not a terminal. A negative ``total`` is unknown.
+    If a remote file is open, bytes count as soon as they arrive: many are downloaded before the first is worked on.
     """
+    with _bar(total, label, wanted, unit) as update:
+        if update is None or unit != "bytes" or not lazy.is_loaded("remote.store"):
+            yield update
+            return
+        before, worked = _bytes_arrived(), 0
+
+        def work(step: int) -> None:
+            nonlocal worked
+            worked += step
+
+        with _watching(lambda: max(worked, _bytes_arrived() - before), update, total):
+            yield work
+
+
+@contextmanager
+def _bar(total: int, label: str, wanted: bool, unit: str) -> Iterator[BarUpdate]:
     if not wanted or not total or not watched():
         yield None
         return
@@ -52,13 +71,21 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
                 bar, step = stack.enter_context(shown), done
                 bar.start = bar.last_eta = time() - taken  # estimate the time left from the true beginning
             if unit == "bytes":
-                rate = f"{human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(done / taken))}/s"
+                of = f" of {human_bytes(total)}" if total > 0 else ""
+                rate = f"{human_bytes(done)}{of}, {human_bytes(int(done / taken))}/s"
             else:
                 of = f" of {total:,}" if total > 0 else ""
                 rate = f"{done:,}{of} {unit}, {done / taken:,.0f}/s"
             bar.update(step, rate)
 
         yield update
+
+
+def work_size(path: str) -> int:
+    """Return the bytes of a file for its progress bar: 0 for a missing file, a negative number for a remote folder."""
+    if is_remote(path):
+        return -1 if is_folder(path) else int(lazy.module("remote.source").size_at(path))
+    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 @contextmanager
@@ -81,42 +108,61 @@ def note(text: str, wanted: bool = True) -> Iterator[None]:
 @contextmanager
 def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
     """Show how many of ``total`` bytes this process has read, for a reader without callbacks. Works only on Linux."""
-    with progress_bar(total, label, wanted and _bytes_read() is not None) as update:
+    with _bar(total, label, wanted and _bytes_read() is not None, "bytes") as update:
         if update is None:
             yield
             return
-        from threading import Event, Thread  # only inspect --load needs them
-
-        ended = Event()
         before = _bytes_read() or 0
-
-        def watch() -> None:
-            shown = 0
-            while not ended.wait(_INTERVAL):
-                done = min((_bytes_read() or 0) - before, total - 1)
-                if done > shown:
-                    update(done - shown)
-                    shown = done
-
-        thread = Thread(target=watch, daemon=True)
-        thread.start()
-        try:
+        with _watching(lambda: (_bytes_read() or 0) - before, update, total):
             yield
-        finally:
-            ended.set()
-            thread.join()
+
+
+@contextmanager
+def _watching(count: Callable[[], int], update: Callable[[int], None], total: int) -> Iterator[None]:
+    """Move a bar to ``count()`` from time to time. It reaches ``total`` only at the end; below 0 it is unknown."""
+    from threading import Event, Thread  # most commands need none
+
+    ended = Event()
+    shown = 0
+
+    def show(most: int) -> None:
+        nonlocal shown
+        done = min(count(), most) if total > 0 else count()
+        if done > shown:
+            update(done - shown)
+            shown = done
+
+    def watch() -> None:
+        while not ended.wait(_INTERVAL):
+            show(total - 1)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+        ended.set()
+        thread.join()
+        show(total)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _bytes_read() -> int | None:
-    """Return the bytes that this process has read, or None if unknown.
+    """Return the bytes that this process has read, remote ones included, or None if unknown.
 
     https://man7.org/linux/man-pages/man5/proc_pid_io.5.html
     """
     try:
         with open("/proc/self/io", encoding="ascii") as lines:
-            return int(lines.readline().removeprefix("rchar:"))
+            return int(lines.readline().removeprefix("rchar:")) + _bytes_arrived()
     except (OSError, ValueError):
         return None
+
+
+def _bytes_arrived() -> int:
+    """Return the bytes of remote files that have arrived in this process."""
+    return lazy.module("remote.store").ARRIVED.nbytes if lazy.is_loaded("remote.store") else 0
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
 from ..base.records import NamedTuple
-from ..base.steps import Line, is_folder
+from ..base.steps import Line, is_folder, is_remote
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (
@@ -57,7 +57,7 @@ from .options import (
     strict_option,
 )
 from .policies import PolicySet, policy_set
-from .progress import BarUpdate, progress_bar
+from .progress import BarUpdate, progress_bar, work_size
 from .render import clean, emit, say_error
 from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, is_notable, junit, sarif, short_lines, table_lines
@@ -191,8 +191,10 @@ def validate(
             # The bar moves while a file is read.
             known = list(islice(files, COUNTED))
             files = chain(known, files)
-            if len(known) < COUNTED:
-                work = partial(work, progress=stack.enter_context(progress_bar(sum(map(_size, known)), label)))
+            # The sizes of many remote files are not asked for: then the bar counts files.
+            paths = [file for file in known if isinstance(file, str)]
+            if len(known) == 1 or (len(known) < COUNTED and not any(map(is_remote, paths))):
+                work = partial(work, progress=stack.enter_context(progress_bar(sum(map(work_size, paths)), label)))
                 label = ""
         return run(
             FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how), aborts=True),
@@ -279,7 +281,7 @@ def _validated(
         scan = scan_file(path, policy.torch or NEWEST)
         if scan["verdict"] != UNSAFE:
             return _answer(passed_over_report(scan, policy), how)
-    with progress_bar(_size(path), os.path.basename(path), own_bar) as own:
+    with progress_bar(work_size(path) if own_bar else 0, os.path.basename(path), own_bar) as own:
         return _answer(validation_report(path, policy, quick=quick, progress=own or progress), how)
 
 
@@ -324,10 +326,6 @@ def _kind(report: ValidateReport) -> str:
     if check["status"] != "pass":
         return "unread file"
     return "other file" if report["safety"] is not None else check["message"]
-
-
-def _size(path: FileItem) -> int:
-    return os.stat(path).st_size if isinstance(path, str) and os.path.isfile(path) else 0
 
 
 def _end(inputs: Inputs, how: _How, summary: str, totals: Totals) -> int:

@@ -18,13 +18,15 @@ from typing import Any, Final, TypeVar
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once, kind_of
+from .store import ARRIVED, Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once, kind_of
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
 #: Bytes of one part of an upload.
 _PART: Final = 8 << 20
 _PARTS_AT_ONCE: Final = 3
+#: Bytes of an answer that are counted at a time.
+_CHUNK: Final = 1 << 18
 #: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
 _REQUEST_SECONDS: Final = 300
 _METADATA_SECONDS: Final = 1
@@ -300,8 +302,9 @@ def may_pass(failed: Failed) -> bool:
 def _body(found: Any, size: int) -> bytes:
     """Return the bytes of an answer. A body of more than ``size`` bytes is not read to its end: it may have none."""
     parts: list[bytes] = []
-    for part in found.stream(min_chunk_size=max(size, 1)):
+    for part in found.stream(min_chunk_size=max(min(size, _CHUNK), 1)):
         parts.append(bytes(part))
+        ARRIVED.add(len(parts[-1]))
         if sum(map(len, parts)) > size:
             raise Failed("length")
     return b"".join(parts)

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.limits import LIMITS
-from .store import Answer, Facts, Failed, Range, Store
+from .store import ARRIVED, Answer, Facts, Failed, Range, Store
 
 T = TypeVar("T")
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
@@ -87,6 +87,7 @@ class _System:
             raise Failed("", 412)
         if any(len(data) != end - begin for data, begin, end in zip(found, begins, ends)):
             raise Failed("length")
+        ARRIVED.add(sum(map(len, found)))
         return [Answer(bytes(data), before) for data in found]
 
     def list(self, prefix: str) -> Sequence[Facts]:

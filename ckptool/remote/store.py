@@ -285,6 +285,23 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     return found
 
 
+class Arrived:
+    """Counts the bytes of answers, also of those that are under way, for progress bars."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, from any thread."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
+#: What has arrived in this process.
+ARRIVED: Final = Arrived()
+
+
 class Recent(Generic[T]):
     """What was found at addresses within the last ``seconds``, with the same settings and credentials.
 

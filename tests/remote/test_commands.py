@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +19,10 @@ from command_line import Said, say
 from conftest import FIXTURES, ROOT, WHOLE
 from remote.server import FAULTS, KEY, MIB, SECRET, Server
 
+from ckptool.cli import progress
 from ckptool.formats import folder_format
 from ckptool.remote import obstores
+from ckptool.remote.store import ARRIVED
 
 pytest.importorskip("obstore")
 
@@ -412,3 +416,78 @@ def test_readers_ask_ahead(
     assert said.code == 0, said.err
     assert server.count() <= requests
     assert server.round_trips <= round_trips
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress bars are wanted, and appear at once."""
+    monkeypatch.setattr("click._termui_impl.isatty", lambda _stream: True)
+    monkeypatch.setattr(progress, "watched", lambda: True)
+    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    for command in ("validate", "locks", "stats"):
+        monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
+
+
+def test_a_bar_counts_what_arrives(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes count once, when they arrive or when they are worked on, whatever is first."""
+    said = ""
+
+    def wait_for(text: str) -> None:
+        nonlocal said
+        until = time.monotonic() + 20
+        while text not in said and time.monotonic() < until:
+            time.sleep(0.001)
+            said += capsys.readouterr().err
+        assert text in said
+
+    with progress.progress_bar(8000, "reading") as step:
+        assert step is not None
+        ARRIVED.add(2000)
+        wait_for("2.00 kB of 8.00 kB")
+        step(1000)
+        ARRIVED.add(1000)
+        wait_for("3.00 kB of 8.00 kB")
+        step(6000)
+        wait_for("7.00 kB of 8.00 kB")
+        step(1000)
+    assert "8.00 kB of 8.00 kB" in said + capsys.readouterr().err
+    with progress.progress_bar(-1, "reading") as step:
+        ARRIVED.add(2000)
+        wait_for("2.00 kB, ")
+
+
+@pytest.mark.parametrize(
+    "call", [["validate"], ["validate", "--json"], ["hash"], ["lock", "--content"], ["stats"], ["diff"]], ids=" ".join
+)
+def test_commands_show_what_arrives(call: list[str], impatient: None, large: list[bytes], server: Server) -> None:
+    server.put("bucket", "one.pth", large[0])
+    server.put("bucket", "two.pth", large[1])
+    server.delay = 0.02
+    try:
+        for _ in range(5):  # on a busy machine, all may arrive before the bar is looked at
+            said = say(*call, "s3://bucket/one.pth", *(["s3://bucket/two.pth"] if call == ["diff"] else []))
+            if "of 2.8" in said.err or "of 5." in said.err:
+                return
+    finally:
+        server.delay = 0
+    raise AssertionError(said.all)
+
+
+def test_a_folder_shows_what_arrives(impatient: None, server: Server) -> None:
+    """Its size is not known before it is opened."""
+    torch, save = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").save
+    names = [f"model-0000{at}-of-00002.safetensors" for at in (1, 2)]
+    for name in names:
+        server.put("shards", f"model/{name}", save({name: torch.ones(600_000)}))
+    index = {"metadata": {}, "weight_map": {name: name for name in names}}
+    server.put("shards", "model/model.safetensors.index.json", json.dumps(index).encode())
+    server.delay = 0.02
+    try:
+        said = [say("lock", "--content", "s3://shards/model").err for _ in range(5)]
+    finally:
+        server.delay = 0
+    assert any(re.search(r"hashing .* [\d.]+ MB, [\d.]+ .?B/s", err) for err in said), said
