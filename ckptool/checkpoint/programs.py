@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from ..base.records import NamedTuple, TypedDict
-from ..base.steps import NextStep, command, suggested_output
+from ..base.steps import NextStep, as_step, command, suggested_output
+from ..base.text import join_limited
 from .checkpoint import Checkpoint
 from .container import ARCHIVE_RECORDS, Container
 from .survey import DeviceName
@@ -91,7 +92,7 @@ class Program(Container):
     in its pickles that start with one of ``own_names`` are not Python names. ``beside`` lists as text the contents
     other than the weights; ``described`` lists them for JSON. ``named_devices`` are devices named where edits do not
     reach. ``attribute_devices`` are devices of the program's objects outside of the state dict, with references into
-    the graph.
+    the graph. ``unnamed`` lists as text the contents with tensors that the state dict lacks.
     """
 
     kind: str
@@ -100,9 +101,20 @@ class Program(Container):
     maps: bool = True
     own_names: tuple[str, ...] = ()
     beside: Sequence[str]
+    unnamed: Sequence[str] = ()
     described: ProgramReport
     named_devices: Sequence[NamedDevice]
     attribute_devices: Sequence[DeviceName] = ()
+
+    @property
+    def lacking(self) -> str:
+        """What a state dict would lack."""
+        return f"a state dict would lack {join_limited(self.unnamed, most=3)}"
+
+    @property
+    def keeping(self) -> str:
+        """The advice where a state dict would lack tensors."""
+        return f"keep the program, which {self.loader} reads"
 
 
 def program_of(checkpoint: Checkpoint) -> Program | None:
@@ -129,8 +141,13 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that extracts the weights of a program, moved to the CPU if its device tags can be edited."""
+    """Return the command that extracts the weights of a program, moved to the CPU if its device tags can be edited.
+
+    If the state dict lacks tensors of the program, return the advice to keep the program instead.
+    """
     path, program = checkpoint.path, program_of(checkpoint)
+    if program is not None and program.unnamed:
+        return as_step(f"{program.lacking}: {program.keeping}")
     output = suggested_output(path, "weights", ".pth")
     tags = {storage.location for storage in checkpoint.survey.reader.storages.values()}
     if program is not None and "remap" in program.edits and tags - {"cpu", "meta"}:

@@ -214,6 +214,8 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
         flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
+        if program is not None and program.unnamed and not {"entries", "all"} & {*request.allow_loss}:
+            raise RefusedError(program.lacking, path=checkpoint.path, next=program.keeping) from error
         if not error.again and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
             plain_name = suggested_output(checkpoint.path, "plain")
             error.step = as_step("make plain tensors of the arrays first: ")

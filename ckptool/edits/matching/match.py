@@ -290,14 +290,15 @@ def _copies(checkpoint: Checkpoint, best: Attempt) -> Steps:
 def _from_program(checkpoint: Checkpoint, target: MatchTarget, steps: Steps, fits: bool) -> tuple[str, str]:
     """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
     step = convert_step(checkpoint)
-    output = step.commands[0].output
-    words = [step.line]
+    what = "it is a program, which torch.load does not give as a state dict: "
+    if not step.commands:
+        return what + step.advice, ""
+    output, words = step.commands[0].output, [step.line]
     if steps:
         words.append(str(edit_command(output, steps, suggested_output(output, "fits"), None)))
     elif not fits and target.kind in ("checkpoint", "lock"):
         words.append(str(command("match", output, target.source)))
-    what = "it is a program, which torch.load does not give as a state dict: take its weights out first"
-    return what, " && ".join(words)
+    return f"{what}take its weights out first", " && ".join(words)
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:

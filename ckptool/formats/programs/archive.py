@@ -14,6 +14,7 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import AttributeDevice, CodeDevice, NamedDevice, Program, ProgramDevices, ProgramFacts
+from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
@@ -183,6 +184,18 @@ def devices_in_sources(archive: Archive, names: Iterable[str]) -> list[NamedDevi
             continue  # the checksum check reports it
         devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
     return devices
+
+
+def without_numbers(reader: TensorReader) -> set[str]:
+    """Return the keys of the nonempty storages, without the numbers of the code.
+
+    A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
+    """
+    return {
+        storage.key
+        for storage in reader.storages.values()
+        if storage.numel > 1 or (storage.numel and storage.dtype.name not in ("float64", "int64", "bool"))
+    }
 
 
 def nested_file(archive: Archive, record: Record) -> TorchZip:

@@ -19,7 +19,7 @@ from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..torch.zip_reader import version_problem
-from .archive import ProgramArchive, append_graph, devices_in_sources, name_parts
+from .archive import ProgramArchive, append_graph, devices_in_sources, name_parts, without_numbers
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 _STORAGE: Final = ".data/"
@@ -45,6 +45,7 @@ class TorchPackage(ProgramArchive):
         super().__init__(archive)
         #: The storages used by the code of TorchScript programs.
         self._in_code: set[str] = set()
+        self._numbers: set[str] = set()
         items: list[tuple[str, Ref]] = []
         sources, others = [], []
         reduced = total = 0
@@ -71,6 +72,10 @@ class TorchPackage(ProgramArchive):
         programs = self._add_programs(items)
         others = [name for name in others if name not in ("byteorder", "version")]
         self.graph = self.builder.graph(self.builder.mapping(items))
+        used = {storage.key for ref, storage in TensorReader(self.graph).uses() if ref in self.graph.reachable()}
+        unused = [key for key, record in self.records_of.items() if record.size and key not in used | self._numbers]
+        if unused:
+            self.unnamed = [f"{pluralize(len(unused), 'storage')} that only its own code uses"]
         extern = self._extern_modules()
         self.named_devices = devices_in_sources(archive, sources)
         version = (archive.text(".data/python_version") or b"").strip()[:20].decode("ascii", "replace")
@@ -119,7 +124,9 @@ class TorchPackage(ProgramArchive):
             record = self.archive.find(constants)
             graph = None if record is None else self._decode(record, constants)
             if graph is not None:
-                self._in_code.update(map(_own_key, TensorReader(graph).storages))
+                reader = TensorReader(graph)
+                self._in_code.update(map(_own_key, reader.storages))
+                self._numbers.update(map(_own_key, {*reader.storages} - without_numbers(reader)))
         return [name.removesuffix("/data.pkl") for name in programs]
 
     def _decode(self, record: Record, name: str) -> Graph | None:

@@ -8,7 +8,7 @@ file within the archive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
@@ -82,6 +82,7 @@ class Pt2(ProgramArchive):
             *name_parts("pickled object", objects),
             *name_parts("extra file", extra),
         ]
+        self.unnamed = self._parts_unnamed(names, constants, objects)
         self._search_programs(programs)
         self._add_fixed_devices(names, inputs)
         self.warn_of_devices("nothing moves them when it is loaded")
@@ -98,6 +99,27 @@ class Pt2(ProgramArchive):
     def audit(self, keys: Collection[str]) -> list[Finding]:
         # Nested torch.save files are normal here.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
+
+    def _parts_unnamed(self, names: Sequence[str], constants: Sequence[str], objects: Sequence[str]) -> list[str]:
+        """Describe the contents with tensors, or with objects that may hold some, outside of the state dicts."""
+        old = [name for name in names if _OTHER_OLD.fullmatch(name) and self._has_tensors(name)]
+        return [
+            *name_parts("constant", constants),
+            *name_parts("file", old, rest=" of constants"),
+            *name_parts("pickled object", objects),
+        ]
+
+    def _has_tensors(self, name: str) -> bool:
+        """Return whether a nested torch.save file has nonempty tensors, also for one that cannot be read."""
+        record = self.archive.find(name)
+        if record is None or not record.size:
+            return False
+        try:
+            return any(
+                storage.numel for storage in TensorReader(nested_file(self.archive, record).graph).storages.values()
+            )
+        except (MalformedError, PickleError):
+            return True
 
     def _weights(self, name: str) -> Ref:
         """Build the state dict that one configuration describes."""

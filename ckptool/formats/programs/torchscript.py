@@ -8,7 +8,7 @@ pickles. Source: ``torch/csrc/jit/serialization/export_module.cpp``, ``unpickler
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from ...base.errors import MalformedError, PickleError
@@ -26,7 +26,7 @@ from ...pickles.decode import decode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
 from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
-from .archive import describe, describe_devices, graph_of, name_parts
+from .archive import describe, describe_devices, graph_of, name_parts, without_numbers
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 #: Other pickles whose storages have location tags, and the folders of these storages.
@@ -79,7 +79,7 @@ class TorchScript(TorchZip, Program):
         root = add_state_dict(nodes, self.reader, self.modules.state)
         # Only the styles of the parts matter; this style is used by conversions.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
-        in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
+        in_code = [part.graph.nodes for part in self.parts if _is_constants(part)]
         self.constants = sum(type(node) is Persistent for nodes in in_code for node in nodes)
         self.others = ()
         self.attribute_devices = [
@@ -94,6 +94,7 @@ class TorchScript(TorchZip, Program):
         self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         named = {ref for _, ref in self.modules.state}
         self.plain = [name for name, ref in self.modules.plain if ref not in named]
+        self.unnamed = self._parts_unnamed(self.reader, len(own.nodes))
         self.beside = self._parts_beside()
         self._add_problems()
 
@@ -139,14 +140,36 @@ class TorchScript(TorchZip, Program):
         tags = Counter(storage.location for _, storage in TensorReader(graph).uses())
         return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
 
+    def _parts_unnamed(self, reader: TensorReader, end: Ref) -> list[str]:
+        """Describe the tensors that share no storage with the state dict; data.pkl ends at ``end`` in the arena."""
+
+        def keys(refs: Iterable[Ref]) -> set[str | None]:
+            tensors = filter(None, map(reader.tensor, refs))
+            return {part.storage for tensor in tensors for part in reader.parts(tensor)}
+
+        named = keys(ref for _, ref in self.modules.state)
+        stored = {storage.key for ref, storage in reader.uses() if ref < end and storage.nbytes} - named
+        plain = [name for name, ref in self.modules.plain if name in self.plain and keys([ref]) & stored]
+        rest = stored - keys(ref for _, ref in self.modules.plain)
+        constants = sum(len(without_numbers(TensorReader(part.graph))) for part in self.parts if _is_constants(part))
+        parts = name_parts("tensor", plain, rest=" in plain attributes")
+        if constants:
+            parts.append(f"{pluralize(constants, 'constant')} of the code")
+        return parts + (
+            self._parts_hidden() or [f"{pluralize(len(rest), 'storage')} of lists and objects"] if rest else []
+        )
+
+    def _parts_hidden(self) -> list[str]:
+        hidden = self.modules.hidden
+        return [f"what only code restores ({join_limited(hidden, most=3)})"] if hidden else []
+
     def _parts_beside(self) -> list[str]:
         parts = [f"the program ({pluralize(len(self.code.files), 'file')} of code)"]
         parts += name_parts("tensor", self.plain, rest=" in plain attributes")
         if self.constants:
             frozen = "" if self.modules.state else ", its weights among them: it is frozen"
             parts.append(f"{pluralize(self.constants, 'constant')} of the code{frozen}")
-        if self.modules.hidden:
-            parts.append(f"what only code restores ({join_limited(self.modules.hidden, most=3)})")
+        parts += self._parts_hidden() or [part for part in self.unnamed if part.endswith("of lists and objects")]
         return parts + name_parts("extra file", self.extra)
 
     def _facts(self) -> ProgramFacts:
@@ -232,6 +255,11 @@ class TorchScript(TorchZip, Program):
         else:
             era = "torch 1.3 to 2.0"
         return f"{era} (TorchScript version {version})"
+
+
+def _is_constants(part: ScriptPickle) -> bool:
+    """Return whether a pickle holds the constants of the code."""
+    return part.record.name.endswith("/constants.pkl")
 
 
 def _as_script(graph: Graph) -> Graph:

@@ -64,7 +64,9 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
     """Return the container of a program with only tags edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
-    step = "take the weights out first: " + convert_step(checkpoint)
+    step = convert_step(checkpoint)
+    if step.commands:
+        step = "take the weights out first: " + step
     if not checkpoint.survey.tensors:
         step = f"{NO_WEIGHTS} that could be taken out: " + command("inspect", checkpoint.path)
     if not isinstance(container, TorchScript):

@@ -94,8 +94,9 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
     commands = as_step(answer.step).commands
     if program is None or not commands or all(part.name == "salvage" for part in commands):
         return answer
-    why = f"{checkpoint.path} is a program with its code, not a file of weights: take the weights out first."
-    return Answer(why, convert_step(checkpoint) if checkpoint.state_dicts else "")
+    step = convert_step(checkpoint) if checkpoint.state_dicts else as_step("")
+    why = f"{checkpoint.path} is a program with its code, not a file of weights"
+    return Answer(f"{why}: take the weights out first." if step.commands or not step else f"{why}.", step)
 
 
 #: What known errors say of ``sanitize``, for a file that it cannot help.

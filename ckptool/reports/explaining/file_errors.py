@@ -322,10 +322,10 @@ FORMAT_ERRORS: Final = (
     KnownError(
         "torchscript",
         "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``.",
-        "The file is a TorchScript program, code and weights together, which torch.jit.load reads. convert takes the "
-        "weights out of it.",
+        "The file is a TorchScript program, code and weights together, which torch.jit.load reads. inspect says "
+        "whether convert can take the weights out of it.",
         searched(r"with TorchScript archives passed to|(?i:'?RecursiveScriptModule'? object has no attribute 'copy')"),
-        lambda path, details: command("convert", path, output=suggested_output(path, "weights"), allow_loss="entries"),
+        shown("inspect"),
         'model = torch.jit.load("model.pth", map_location="cpu")',
     ),
     KnownError(

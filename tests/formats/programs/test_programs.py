@@ -168,7 +168,7 @@ def test_devices_of_an_export_are_named(exported: Path, tmp_path: Path) -> None:
     said = say("inspect", path)
     assert "its program names devices: cuda:1" in said.all
     said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt2")
-    assert said.code == 4 and "ckptool convert" in said.all
+    assert said.code == 4 and "a state dict would lack 2 constants (constant and gone): keep the program" in said.all
 
 
 BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
@@ -262,6 +262,17 @@ def test_a_whole_model_in_a_package(tmp_path: Path) -> None:
     said = say("inspect", path)
     assert said.code == 0 and "which holds code" in said.all
     assert ckptool.inspect(path)["tensors"] == 2
+
+
+def test_a_state_dict_that_lacks_tensors_is_not_suggested(tmp_path: Path) -> None:
+    """The parameters of a ``torch.fx.GraphModule`` are arguments of a call that only the package makes."""
+    plain, traced = nn.Linear(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))
+    for name, pickles in (("plain", {"other": plain.state_dict()}), ("traced", {"model": traced})):
+        path = packed(tmp_path / f"{name}.pt", state={"w": torch.ones(2)}, **pickles)
+        for words in (["inspect", path], ["convert", path, "-o", tmp_path / "w.pth"]):
+            said = say(*words)
+            assert ("ckptool convert" in said.all) == (name == "plain"), said.all
+            assert ("would lack 2 storages that only its own code uses" in said.all) == (name == "traced"), said.all
 
 
 def test_objects_that_a_package_rebuilds(tmp_path: Path) -> None:

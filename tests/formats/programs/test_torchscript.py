@@ -108,6 +108,12 @@ def frozen(path: Path) -> torch.jit.ScriptModule:
 
 
 MAKERS: list[Maker] = [scripted, traced, quantized, frozen]
+#: The tensors that the state dict lacks.
+LACKS: dict[Maker, str] = {
+    scripted: "1 tensor in plain attributes (plain) and 2 storages of lists and objects",
+    traced: "1 constant of the code",
+    quantized: "what only code restores (0._packed_params._packed_params)",
+}
 
 
 def make(maker: Maker, path: Path, mobile: bool = False) -> Path:
@@ -273,7 +279,7 @@ def test_other_edits_of_a_program_are_refused(edit: Callable[[Checkpoint], Check
     path = make(scripted, tmp_path / "m.pt")
     with ckptool.open(path) as checkpoint, pytest.raises(RefusedError) as caught:
         ckptool.save(edit(checkpoint), tmp_path / "out.pt")
-    assert caught.value.next.count("ckptool convert") == 1
+    assert "a state dict would lack 1 tensor in plain attributes (plain) and 2 storages" in caught.value.next
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -291,10 +297,48 @@ def test_it_is_said_to_be_a_program(maker: Maker, tmp_path: Path) -> None:
     for command in ("inspect", "validate"):
         said = say(command, path)
         assert said.code == 0 and "which holds code" in said.all
-        assert maker is frozen or "ckptool convert" in said.all
+        assert "ckptool convert" not in said.all  # its state dict lacks tensors
+        assert maker is frozen or f"{LACKS[maker]}: keep the program, which torch.jit.load reads" in said.all
     assert ckptool.inspect(path)["weights_only"]["loads"] is False
     with pytest.raises(RuntimeError):
         torch.load(path, weights_only=True)
+
+
+class Views(nn.Module):
+    """Its attributes share the memory of a parameter, or have none; 0.5 is a tensor in the code of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.row = self.layer.weight.detach()[0]
+        self.none = torch.zeros(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("maker", "lacks"),
+    [
+        (lambda path: torch.jit.script(Views()), ""),
+        (lambda path: torch.jit.trace(Views(), torch.ones(1, 4)), ""),
+        *((maker, lacks) for maker, lacks in LACKS.items()),
+    ],
+)
+def test_a_state_dict_that_lacks_tensors_is_not_suggested(
+    maker: Maker, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, message = make(maker, Path("m.pt")), "'RecursiveScriptModule' object has no attribute 'copy'"
+    lines = ["inspect m.pt", "validate m.pt", "match m.pt m.pt", "add-module m.pt -o x.pt", "convert m.pt -o w.pth"]
+    for words in (*map(str.split, lines), ["explain", message, "m.pt"]):
+        said = say(*words)
+        text = " ".join(said.all.split())
+        assert ("ckptool convert" in text) != bool(lacks), text
+        assert f"a state dict would lack {lacks}" in text or not lacks, text
+    own = torch.jit.load(path).state_dict()
+    assert say("convert", "m.pt", "-o", "w.pth", "--allow-loss", "entries").code == 0
+    assert torch.load("w.pth", weights_only=True).keys() == own.keys()
 
 
 @pytest.mark.parametrize("frozen_one", [False, True])
