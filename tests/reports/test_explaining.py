@@ -55,6 +55,13 @@ def fill(path: str = PATH, model: nn.Module | None = None, strict: bool = True) 
     return (model or net()).load_state_dict(torch.load(path, weights_only=True), strict=strict)
 
 
+def expanded() -> nn.Module:
+    """A model that cannot be filled: the elements of one parameter share a place in memory."""
+    model: Any = net()
+    model.fc.weight = nn.Parameter(torch.zeros(1, 1).expand(3, 4))
+    return model  # type: ignore[no-any-return]
+
+
 #: The names of Meta and of transformers, with the shape of each.
 LLAMA = {
     "tok_embeddings": ("model.embed_tokens", (6, 8)),
@@ -395,6 +402,7 @@ CASES = {
     "size-mismatch": Case(
         saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False), model=lambda: net(5)
     ),
+    "copying-failed": Case(saved, lambda: fill(model=expanded()), cause="is fine", model=None),
     "other-keys": Case(with_others, fill, fill),
     "other-layout": Case(as_meta, lambda: fill(model=llama()), in_layout, model=llama),
     "no-such-entry": Case(

@@ -23,6 +23,10 @@ _SECOND: Final = regex(r"lora_(?:embedding_)?[Bb]\b|lora[_.]up|_b\Z")
 _SPEAKERS: Final = regex(r"(?:spk|speaker|emb_g|language_emb|lang_emb)", re.IGNORECASE)
 #: Vocabularies are padded to multiples of these numbers.
 _MULTIPLES: Final = (128, 64, 32, 16, 8)
+#: Numbers of processes that models are cut for.
+_PARTS: Final = (2, 4, 8, 16, 32, 64)
+#: A module within one of several equal blocks: ``layers.0.attention.wq``.
+_IN_BLOCK: Final = regex(r"\.\d+\.[A-Za-z_]\w*\.[A-Za-z_]\w*\Z")
 #: A classifier has at most so many modules, and one in so many keys.
 _HEADS: Final = 3
 _SHARE: Final = 4
@@ -36,6 +40,8 @@ def size_causes(mismatches: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> 
 
     ``shapes`` are the shapes of all tensors in the file. The last resort is a model that was built with other sizes.
     """
+    if parts := _parts(mismatches):
+        return [Cause("part", _cut(parts), _keys(mismatches))]
     groups: dict[str, list[Mismatch]] = {}
     rest: list[Mismatch] = []
     for item in mismatches:
@@ -76,7 +82,8 @@ def _keys(items: Sequence[Mismatch]) -> tuple[str, ...]:
 def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
     """Return whether the tensors may be the last layer of a classifier."""
     modules = {item.key.rpartition(".")[0] for item in items}
-    return len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8) and all(map(_other_rows, items))
+    few = len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8)
+    return few and all(map(_other_rows, items)) and not any(map(_IN_BLOCK.search, modules))
 
 
 def _other_classes(items: Sequence[Mismatch]) -> str:
@@ -91,7 +98,8 @@ def _other_classes(items: Sequence[Mismatch]) -> str:
 def _other_configuration(items: Sequence[Mismatch]) -> str:
     return (
         "the model is built with other sizes than the model that was saved, such as another width, depth or variant"
-        f" ({pluralize(len(items), 'key')} differ): build it with the configuration of the file"
+        f" ({pluralize(len(items), 'key')} {'differs' if len(items) == 1 else 'differ'}): build it with the"
+        " configuration of the file"
     )
 
 
@@ -126,6 +134,34 @@ def _rows(item: Mismatch) -> tuple[int, int]:
     return differing[0] if len(differing) == 1 and (one_row or item.saved[0] != item.wanted[0]) else (0, 0)
 
 
+def _parts(mismatches: Sequence[Mismatch]) -> float:
+    """Return by what number all tensors are cut, some by rows and some by columns: 2 if the file has halves, 0.5 if the
+    model wants halves; 0 for anything else. Tensor parallelism cuts this way; another width changes rows and columns.
+    """
+    ratios, axes = set[float](), set[int]()
+    for key, saved, wanted in mismatches:
+        differing = [axis for axis, pair in enumerate(zip(saved, wanted)) if pair[0] != pair[1]]
+        if len(saved) != len(wanted) or len(differing) != 1 or not saved[differing[0]] or _ADAPTERS.search(key):
+            return 0
+        ratios.add(wanted[differing[0]] / saved[differing[0]])
+        axes.update(differing)
+    ratio = ratios.pop()
+    return ratio if not ratios and axes == {0, 1} and (ratio in _PARTS or 1 / ratio in _PARTS) else 0
+
+
+def _cut(ratio: float) -> str:
+    if ratio > 1:
+        return (
+            f"each tensor has 1/{ratio:.0f} of the rows or columns: the file is one of {ratio:.0f} parts of a model,"
+            " cut for as many processes; inspect and convert the folder with all parts"
+        )
+    return (
+        f"the model takes 1/{1 / ratio:.0f} of the rows or columns of each tensor: it is built for one of"
+        f" {1 / ratio:.0f} processes, and the file has whole tensors; build the model for one process, or load the file"
+        " with the library that cuts it"
+    )
+
+
 def _is_empty(item: Mismatch) -> bool:
     return item.saved == (0,) != item.wanted
 
@@ -148,6 +184,11 @@ def _is_packed(item: Mismatch) -> bool:
 
 def _is_flat(item: Mismatch) -> bool:
     return len(item.saved) == 1 < len(item.wanted) and item.saved != (0,)
+
+
+def _of_model(fits: Callable[[Mismatch], bool]) -> Callable[[Mismatch], bool]:
+    """Return a test for a tensor of the model in the form that ``fits`` finds in a file."""
+    return lambda item: fits(Mismatch(item.key, item.wanted, item.saved))
 
 
 def _is_vocabulary(item: Mismatch) -> bool:
@@ -243,6 +284,23 @@ _RULES: Final[tuple[_Rule, ...]] = (
             " quantized the same way, from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
         ),
     ),
+    (
+        "partitioned-model",
+        _of_model(_is_empty),
+        _says(
+            "the model has no values in these places: DeepSpeed ZeRO-3 has cut it into parts for the processes; load"
+            " the file before deepspeed.initialize, with from_pretrained, or within"
+            " deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
+        ),
+    ),
+    (
+        "quantized-model",
+        _of_model(_is_packed),
+        _says(
+            "the model is quantized to 4 bits by bitsandbytes, and the file is not: from_pretrained quantizes what it"
+            " loads, load_state_dict does not"
+        ),
+    ),
     ("positions", is_position, other_positions),
     ("squeezed", _is_squeezed, _squeezed),
     (
@@ -251,6 +309,14 @@ _RULES: Final[tuple[_Rule, ...]] = (
         _says(
             "the tensors are flat, as FSDP holds them, or one rank's part: save again with FULL_STATE_DICT, or inspect"
             " the folder with the files of all ranks"
+        ),
+    ),
+    (
+        "flat-model",
+        _of_model(_is_flat),
+        _says(
+            "the tensors of the model are flat: FSDP has cut it into parts; load the file before the model is wrapped,"
+            " or within FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
         ),
     ),
     ("adapter", _is_adapter, _other_rank),

@@ -86,8 +86,11 @@ _WANTED: Final = _SIZE.format(r"(?P<wanted>[\d,\s]*)")
 #: A key may hold any character. It ends where the text after it begins, and contains no other message.
 _KEY: Final = r"(?P<key>(?:(?!size\s+mismatch\s+for\s).)+?)"
 _SIZES: Final = f": copying a param with shape {_SAVED} from checkpoint, the shape in current model is {_WANTED}"
+#: Torch 0.4.1 and 1.0.0 name the two shapes in the wrong order (https://github.com/pytorch/pytorch/issues/15720).
+_SWAPPED_SIZES: Final = f": copying a param of {_WANTED} from checkpoint, where the shape is {_SAVED} in current model"
 _MISMATCHES: Final = (
     regex(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL),
+    regex(r"size\s+mismatch\s+for\s+" + _KEY + _SWAPPED_SIZES.replace(" ", r"\s+"), re.DOTALL),
     regex(rf"- (?P<key>\S+): found shape {_SAVED} in the checkpoint and {_WANTED} in the model"),
     regex(
         rf'While copying the parameter named "?(?P<key>[^\s",]+)"?,\s+whose dimensions in the model are {_WANTED} '
@@ -192,9 +195,10 @@ def read_error(text: str) -> StateDictError | None:
     quoted = (_WRAP.sub("", key) for keys in _UNEXPECTED.findall(text) for key in _KEYS.findall(keys))
     unexpected = chain(quoted, _keys(text, _UNEXPECTED_LISTS, _UNEXPECTED_BLOCK, _UNEXPECTED_EACH))
     mismatched = (
-        Mismatch(key, _numbers(match["saved"]), _numbers(match["wanted"]))
+        Mismatch(key, saved, wanted)
         for pattern in _MISMATCHES
         for match in pattern.finditer(text)
+        if (saved := _numbers(match["saved"])) != (wanted := _numbers(match["wanted"]))  # else copying failed
         for key in _expanded(_WRAP.sub("", match["key"]))
     )
     model = _MODEL.search(text)

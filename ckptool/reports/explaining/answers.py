@@ -39,7 +39,19 @@ from ...safety.storages import storage_flaws
 from ..edit_steps import edit_step, sanitize_step, together
 from ..inspection import FindingReport, inspection
 from ..validate import report_on
-from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, NO_MESSAGE, UNKNOWN, Answer, Details, KnownError, as_python
+from .finders import (
+    CLASSES,
+    DEVICES,
+    FILE,
+    MODEL_ENTRIES,
+    NO_MESSAGE,
+    UNKNOWN,
+    Answer,
+    Details,
+    KnownError,
+    as_python,
+    sentence,
+)
 
 #: Findings named in an answer.
 NAMED: Final = 3
@@ -271,12 +283,6 @@ def _without_fix(path: str, report: MatchReport) -> str:
         " same model with its layers renamed, the names have to be paired one by one: save those of your model with"
         f" torch.save(model.state_dict(), 'names.pth'), then '{by_order}' pairs them by order and shape."
     )
-
-
-def sentence(text: str) -> str:
-    """Return a message as a sentence; a name or a call at its beginning stays as it is."""
-    first = text.partition(" ")[0]
-    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}." if text else ""
 
 
 #: Steps for which Python needs no line: torch.load has an option for the device, and an index takes out an entry.

@@ -24,8 +24,8 @@ from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
 from ..edit_steps import edit_step
-from .answers import NAMED, contents, entry_answer, join_sentences, likeliest, load_lines, sentence
-from .finders import Answer, Details, as_python
+from .answers import NAMED, contents, entry_answer, join_sentences, likeliest, load_lines
+from .finders import Answer, Details, as_python, sentence
 
 #: Options by which the groups of an optimizer tell which one it is; the first one counts.
 WRITERS: Final = {

@@ -13,6 +13,7 @@ from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
+from ...edits.matching.sizes import size_causes
 from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
 from ...pickles import opcodes
 from ...safety.calls import acts
@@ -130,6 +131,12 @@ def _filled(text: str, details: Details) -> str:
     for name, value in details.items():
         text = text.replace(f"{{{name}}}", value)
     return text
+
+
+def sentence(text: str) -> str:
+    """Return a message as a sentence; a name or a call at its beginning stays as it is."""
+    first = text.partition(" ")[0]
+    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}." if text else ""
 
 
 def as_python(path: str) -> str:
@@ -291,11 +298,17 @@ def nested(error: StateDictError) -> Details | None:
 
 
 def mismatched(error: StateDictError) -> Details | None:
-    """Find keys with another shape, if nothing else is wrong."""
+    """Find keys with another shape, if nothing else is wrong; ``listed`` has those that are trained again anyway."""
     if not error.mismatched or error.missing or error.unexpected:
         return None
+    causes = size_causes(error.mismatched, {item.key: item.saved for item in error.mismatched})
+    lost = any(not cause.replaceable for cause in causes)
     keys = [item.key for item in error.mismatched]
-    return {"keys": "\n".join(map(escaped, keys)), "listed": ", ".join(map(json.dumps, keys))}
+    return {
+        "causes": " ".join(sentence(cause.message) for cause in causes),
+        "keys": "\n".join(map(escaped, keys)),
+        "listed": "" if lost else ", ".join(map(json.dumps, keys)),
+    }
 
 
 def emptied(error: StateDictError) -> Details | None:

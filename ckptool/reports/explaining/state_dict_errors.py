@@ -151,8 +151,7 @@ STATE_DICT_ERRORS: Final = (
         "size-mismatch",
         "size mismatch for fc.weight: copying a param with shape torch.Size([1000, 512]) from checkpoint, the shape in "
         "current model is torch.Size([10, 512]).",
-        "The layer was saved with another size, such as a classifier for other classes. Build the model with the saved "
-        "size; or leave the layer out of a copy, load the rest with strict=False, and train it again.",
+        "{causes}",
         of_keys(mismatched),
         dropped,
         """\
@@ -207,6 +206,19 @@ model.load_state_dict(state, strict=False)""",
         searched(r"Loading a checkpoint for MP=(?P<parts>\d+) but world size is \d+"),
         lambda path, details: command("convert", path, output=suggested_output(path, "joined", ".pth")),
         example="llama-2-13b",
+        topic=KEYS,
+    ),
+    KnownError(
+        "copying-failed",
+        'While copying the parameter named "fc.weight", whose dimensions in the model are torch.Size([10, 512]) and '
+        "whose dimensions in the checkpoint are torch.Size([10, 512]), an exception occurred : ('...',).",
+        "The file has the tensor '{key}' in the right shape, but the model could not take its numbers: {reason}. This "
+        "is about the model and the machine: load the file into the model on the CPU, then move the model.",
+        searched(
+            r'While copying the parameter named "(?P<key>[^"]+)", whose dimensions[^\n]*, an exception occurred ?: '
+            r"\(?['\"]?(?P<reason>[^\n]{1,200}?)\.?['\"]?,?\)?\.?(?:\n|\Z)"
+        ),
+        shown("keys"),
         topic=KEYS,
     ),
     KnownError(

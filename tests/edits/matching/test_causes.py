@@ -26,6 +26,8 @@ from transformers import (
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.edits.matching.sizes import size_causes
+from ckptool.edits.matching.state_dict_errors import Mismatch
 
 State = dict[str, torch.Tensor]
 
@@ -110,6 +112,34 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
 def test_another_tokenizer_is_not_resized(tmp_path: Path) -> None:
     report = matched(LANGUAGE["llama"](100).state_dict(), LANGUAGE["llama"](40).state_dict(), tmp_path)
     assert "another tokenizer" in cause(report)[1]
+
+
+# -- the other side
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("partitioned-model", [((8, 4), (0,)), ((8,), (0,))]),
+        ("quantized-model", [((8, 4), (16, 1))]),
+        ("flat-model", [((8, 4), (32,))]),
+        ("part", [((4, 8), (8, 8)), ((4,), (8,)), ((8, 4), (8, 8))]),
+        ("part", [((8, 8), (2, 8)), ((8, 8), (8, 2))]),
+        ("configuration", [((4, 4), (8, 8)), ((4,), (8,)), ((8, 4), (16, 8))]),
+        ("configuration", [((4, 8), (8, 8)), ((8, 2), (8, 8))]),
+        ("classes", [((4, 8), (8, 8)), ((4,), (8,))]),
+    ],
+)
+def test_the_model_is_cut_or_quantized(kind: str, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    found = size_causes([Mismatch(f"head{number}.weight", *both) for number, both in enumerate(sizes)], {})
+    assert [cause.kind for cause in found] == [kind]
+    assert found[0].replaceable == (kind == "classes")
+
+
+def test_a_layer_of_a_block_is_no_classifier() -> None:
+    (found,) = size_causes([Mismatch("layers.0.attention.wq.weight", (4, 8), (8, 8))], {})
+    assert found.kind == "configuration"
+    assert not found.replaceable
 
 
 # -- positions

@@ -229,12 +229,26 @@ SIZES = {
 }
 
 
+SIZES["torch 1.0, which swaps the shapes"] = (
+    "Error(s) in loading state_dict for Net:\n\tsize mismatch for head.weight: copying a param of torch.Size([2, 4])"
+    " from checkpoint, where the shape is torch.Size([10, 4]) in current model."
+)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_other_sizes(name: str) -> None:
     error = read_error(SIZES[name])
     assert error is not None
     assert [tuple(item) for item in error.mismatched] == [("head.weight", (10, 4), (2, 4))]
     assert not (error.missing or error.unexpected)
+
+
+def test_equal_sizes_are_no_mismatch() -> None:
+    model = torch.nn.Linear(4, 2)
+    model.weight = torch.nn.Parameter(torch.zeros(1, 1).expand(2, 4))
+    with pytest.raises(RuntimeError, match="an exception occurred") as caught:
+        model.load_state_dict(torch.nn.Linear(4, 2).state_dict())
+    assert read_error(str(caught.value)) is None
 
 
 def test_other_sizes_in_the_report_of_transformers() -> None:
