@@ -556,6 +556,9 @@ def follow(words: list[str], case: Case, capsys: pytest.CaptureFixture[str]) -> 
 
 #: Messages of other versions and libraries, as they were reported.
 REPORTED = {
+    "gpu-memory": 'Traceback (most recent call last):\n  File "torch/serialization.py", line 1000, in _load\n'
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity)",
+    "no-adapter-config": "ValueError: Can't find 'adapter_config.json' at './lora'",
     "empty-weights": "RuntimeError: Error(s) in loading state_dict for LlamaForCausalLM:\n\tsize mismatch for "
     "model.embed_tokens.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in current model "
     "is torch.Size([32000, 4096]).\n\tsize mismatch for model.norm.weight: copying a param with shape "

@@ -73,6 +73,16 @@ DEVICE_ERRORS: Final = (
         topic=DEVICES,
     ),
     KnownError(
+        "gpu-memory",
+        'File "torch/serialization.py", line 1494, in load ... torch.OutOfMemoryError: CUDA out of memory.',
+        "torch.load puts every tensor on the GPU that it was saved from, where the model may be already. Load it on "
+        "the CPU: load_state_dict then copies one tensor after the other.",
+        searched(r"torch[/\\]serialization\.py[\s\S]*CUDA out of memory"),
+        _TO_CPU,
+        'state = torch.load("model.pth", map_location="cpu")',
+        topic=DEVICES,
+    ),
+    KnownError(
         "rng-state",
         "TypeError: RNG state must be a torch.ByteTensor",
         "map_location moved the state of the random number generator to the GPU, or the file holds it with a tag of a "

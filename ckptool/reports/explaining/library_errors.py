@@ -171,13 +171,18 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         "OSError: ./model does not appear to have a file named config.json.",
         "transformers builds the model from {name}, which is not in the folder. Get it from the model that this one "
         "was trained from, or call model.config.save_pretrained.",
-        searched(
-            r"does not appear to have a file named (?P<name>[\w.]+\.json)"
-            r"|[Cc]an't find '?(?P<adapter>adapter_config)\.json"
-        ),
+        searched(r"does not appear to have a file named (?P<name>[\w.]+\.json)"),
         shown("inspect"),
         example="model",
-        alike=("ValueError: Can't find 'adapter_config.json' at './lora'",),
+    ),
+    KnownError(
+        "no-adapter-config",
+        "ValueError: Can't find 'adapter_config.json' at './lora'",
+        "PEFT reads adapter_config.json, and the folder has none: it holds a whole model, the adapter is in a folder "
+        "in it, or the download is not complete. inspect says what the folder is.",
+        searched(r"[Cc]an't find '?adapter_config\.json"),
+        shown("inspect"),
+        example="lora",
     ),
     KnownError(
         "index-metadata",
