@@ -31,7 +31,7 @@ from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.rank_part import part_of
 from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
-from ..formats.recipes.recipe import Recipe, built_in, built_in_heads, built_in_names, read_recipe
+from ..formats.recipes.recipe import Recipe, built_in, built_in_both_ways, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
@@ -118,8 +118,8 @@ def leading_to(
     """
     facts: list[Mapping[str, Any]] = []
     for name in built_in_names():
-        for recipe in (built_in(name), built_in(name).reversed()):
-            if recipe.rest or not fits(recipe.reversed(), list(wanted)):
+        for recipe, inverse in built_in_both_ways(name):
+            if recipe.rest or not fits(inverse, list(wanted)):
                 continue
             facts = facts or list(_facts(checkpoint))
             with suppress(RefusedError):
@@ -138,8 +138,8 @@ def family_between(names: Sequence[str], wanted: Sequence[str], model: str) -> s
 
     If several do, it is the one whose name is in ``model``, the name of a class, or the first.
     """
-    turned = (each for name in built_in_names() for each in (built_in(name), built_in(name).reversed()))
-    found = [each.b for each in turned if covers(each, names) and covers(each.reversed(), wanted)]
+    pairs = (pair for name in built_in_names() for pair in built_in_both_ways(name))
+    found = [recipe.b for recipe, inverse in pairs if covers(recipe, names) and covers(inverse, wanted)]
     said = (family for family in found if family.rpartition(":")[2].replace("_", "") in model.lower())
     return next(said, found[0] if found else "")
 

@@ -48,18 +48,17 @@ class S3Copier:
         self.account = account
 
     @cached_property
-    def _client(self) -> Any:
-        return self._connected(LIMITS.read_seconds)
+    def _clients(self) -> tuple[Any, Any]:
+        """The client of most requests, and the client of those whose answer may take minutes.
 
-    @cached_property
-    def _patient(self) -> Any:
-        """The client for requests whose answer may take minutes."""
-        return self._connected(_COPY_SECONDS)
+        They share a session, which reads the descriptions of S3 once: that takes 70 ms.
+        """
+        session = botocore.session.Session(profile=self.account.profile or None)
+        return self._connected(session, LIMITS.read_seconds), self._connected(session, _COPY_SECONDS)
 
-    def _connected(self, seconds: float) -> Any:
-        endpoint, profile, anonymous, environment = self.account
+    def _connected(self, session: Any, seconds: float) -> Any:
+        endpoint, _, anonymous, environment = self.account
         variables = dict(environment)
-        session = botocore.session.Session(profile=profile or None)
         region = variables.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
         authority = next((variables[name] for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE") if name in variables), None)
         config = Config(
@@ -116,8 +115,7 @@ class S3Copier:
     def _ask(self, name: str, **parameters: Any) -> Any:
         """Return the answer to a request; raises Failed."""
         try:
-            client = self._patient if name in _SLOW else self._client
-            return getattr(client, name)(Bucket=self.bucket, **parameters)
+            return getattr(self._clients[name in _SLOW], name)(Bucket=self.bucket, **parameters)
         except exceptions.ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = str(error.response.get("Error", {}).get("Code", ""))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import say
-from remote.server import KEY, MIB, SECRET, Server
+from remote.server import MIB, Server
 
 from ckptool.base.errors import RefusedError
 from ckptool.base.limits import ANNOUNCED
@@ -35,17 +34,10 @@ def served() -> Any:
         yield server
 
 
-@pytest.fixture
-def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTOOL_")) and name != "CKPTOOL_TESTS"]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
+@pytest.fixture(autouse=True)
+def little(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow 3 MiB, half of a file."""
     monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", str(3 * MIB))
-    served.clear()
-    return served
 
 
 A, B = "s3://bucket/a.pth", "s3://bucket/b.pth"

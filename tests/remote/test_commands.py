@@ -49,18 +49,6 @@ def served() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTOOL_")) and name != "CKPTOOL_TESTS"]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
-    served.clear()
-    return served
-
-
 def plain(said: Said, folder: str = "") -> tuple[int, str, str]:
     """What a command said, without the address of the folder that is the working folder, and without its layout."""
     place, texts = f"s3://bucket/{folder}".rstrip("/"), []
@@ -339,8 +327,7 @@ def test_the_options_of_remote_files(
     server: Server, large: list[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    for variable in ("ENDPOINT_URL", "ANONYMOUS", "PROFILE", "MAX_DOWNLOAD"):  # restored after the test
-        monkeypatch.setenv(f"CKPTOOL_{variable}", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert say("keys", "s3://bucket/bare.pth", "--endpoint-url", server.url).code == 0
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     (tmp_path / ".aws").mkdir()

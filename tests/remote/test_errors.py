@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,17 @@ from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
 from ckptool.remote.store import Failed, Settings, error_of
 
-VARIABLES = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_CONFIG_FILE", "HTTP_PROXY")
-VARIABLES += ("AWS_SHARED_CREDENTIALS_FILE", "AWS_DEFAULT_REGION", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 #: Nothing of these may be shown: keys, what the server says, a query string, user information, texts of libraries.
 SECRETS = (SECRET, "SECRET", KEY, "Signature", "user:", "Generic", "reqwest", "obstore.", "http error", "status code")
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+@pytest.fixture(autouse=True)
+def impatient(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask once; addresses name the server themselves."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0))
-    with Server() as found:
-        found.put("bucket", "a", bytes(1000))
-        found.put("plain", "a", bytes(1000))
-        yield found
+    for bucket in ("bucket", "plain"):
+        server.put(bucket, "a", bytes(1000))
 
 
 def failure(address: str, settings: Settings | None = None) -> CkptoolError:
@@ -229,6 +220,7 @@ def test_profiles(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     pytest.importorskip("botocore")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".aws").mkdir()
     keys = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
     (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{keys}[team]\n{keys}", encoding="utf-8")

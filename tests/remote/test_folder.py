@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import remote.server as server_module
-from remote.server import KEY, MIB, SECRET, Server
+from remote.server import MIB, Server
 
 pytest.importorskip("obstore")
 
@@ -24,19 +23,13 @@ FILES = {f"model-0000{number}-of-00008.safetensors": bytes([number]) * MIB for n
 FILES |= {"model.safetensors.index.json": b'{"weight_map": {}}', "config.json": b"{}", "rank0/optim.pt": bytes(10)}
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    with Server() as found:
-        for name, data in FILES.items():
-            found.put("bucket", f"run/{name}", data)
-        for name in ("run/", "run/rank0/"):  # what a console makes of a new folder
-            found.put("bucket", name, b"")
-        found.put("bucket", "run2/other.pth", b"other")
-        yield found
+@pytest.fixture(autouse=True)
+def files(server: Server) -> None:
+    for name, data in FILES.items():
+        server.put("bucket", f"run/{name}", data)
+    for name in ("run/", "run/rank0/"):  # what a console makes of a new folder
+        server.put("bucket", name, b"")
+    server.put("bucket", "run2/other.pth", b"other")
 
 
 def folder(server: Server, address: str = "s3://bucket/run/", **settings: Any) -> RemoteFolder:

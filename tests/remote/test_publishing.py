@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from command_line import say
 from conftest import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
-from remote.server import KEY, MIB, SECRET, Server
+from remote.server import MIB, Server
 
 from ckptool.base.errors import ReadBackError
 from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
@@ -45,9 +44,9 @@ SOURCE, TARGET = "s3://bucket/model.pth", "s3://bucket/out/new.pth"
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 24 MB: with its 100 tensors, a short form of those that are worth an edit on the server."""
+    """A checkpoint of 24 MB: with its 25 tensors, a short form of those that are worth an edit on the server."""
     path = tmp_path_factory.mktemp("large") / "model.pth"
-    state = {f"module.layers.{at}.weight": torch.full((60_000,), float(at)) for at in range(100)}
+    state = {f"module.layers.{at}.weight": torch.full((240_000,), float(at)) for at in range(25)}
     moments = {at: {"exp_avg": torch.zeros(1_000)} for at in range(10)}
     torch.save({"state_dict": state, "epoch": 3, "optimizer": {"state": moments, "param_groups": []}}, path)
     return path
@@ -61,20 +60,12 @@ def served(large: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def server(served: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "CKPTOOL_")) and name != "CKPTOOL_TESTS"]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "")  # restored after a test that gives the option
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
-    for key in [key for key in served.buckets["bucket"] if key.startswith("out/")]:
-        del served.buckets["bucket"][key]
-    served.uploads.clear()
-    served.clear()
-    return served
+@pytest.fixture(autouse=True)
+def no_outputs(server: Server) -> None:
+    """Remove the outputs of other tests."""
+    for key in [key for key in server.buckets["bucket"] if key.startswith("out/")]:
+        del server.buckets["bucket"][key]
+    server.uploads.clear()
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import multiprocessing
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from remote.server import FAULTS, KEY, MIB, SECRET, Server
+from remote.server import FAULTS, MIB, Server
 
 pytest.importorskip("obstore")
 
@@ -30,17 +29,10 @@ KINDS |= {"gs": "gs://bucket/run/a.pth", "az": "az://bucket/run/a.pth", "abfs": 
 Open = Callable[..., RemoteSource]
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+@pytest.fixture(autouse=True)
+def impatient(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=1))
-    with Server() as found:
-        yield found
 
 
 @pytest.fixture(params=KINDS)

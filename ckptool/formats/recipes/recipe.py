@@ -294,6 +294,13 @@ def _built_in(name: str) -> Recipe:
     return read_recipe(_path(name))
 
 
+@cache
+def built_in_both_ways(name: str) -> tuple[tuple[Recipe, Recipe], ...]:
+    """Return a built-in recipe and its inverse, each with its own inverse behind it."""
+    inverse = _built_in(name).reversed()
+    return (_built_in(name), inverse), (inverse, inverse.reversed())
+
+
 def _recipe(content: dict[str, Any], path: str) -> Recipe:
     unknown = sorted(content.keys() - _KEYS)
     if unknown:
