@@ -178,7 +178,7 @@ class ProcessPool(Engine):
         inherited = [ours, *(worker.pipe for worker in self._workers)] if start == "fork" else []
         process = context.Process(target=_serve, args=(theirs, inherited), daemon=True)
         # Signals are blocked until the worker has its own handlers, because it starts with the parent's.
-        with signals_blocked(*_SIGNALS):
+        with signals_blocked(*_SIGNALS), _signals_kept_blocked():
             process.start()
         theirs.close()
         worker = _Worker(process, ours)
@@ -259,6 +259,7 @@ class ProcessPool(Engine):
     def _bury(self, worker: _Worker) -> None:
         """Requeue the tasks of a dead worker; retry the one it was running once, in a new process."""
         self._workers.remove(worker)
+        worker.process.join(_PATIENCE)  # until then it holds the locks of its unfinished outputs
         task = worker.tasks.popleft() if worker.tasks else None
         self._tasks.extendleft(reversed(worker.tasks))
         if task is not None:
@@ -284,9 +285,24 @@ def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _signals_kept_blocked() -> Iterator[None]:
+    """Keep the resource tracker of multiprocessing from unblocking signals in the thread that starts it.
+
+    A signal that comes meanwhile would reach this thread, and the main thread would not wake up to handle it.
+    """
+    from multiprocessing import resource_tracker
+
+    before = getattr(resource_tracker, "_HAVE_SIGMASK", False)
+    setattr(resource_tracker, "_HAVE_SIGMASK", False)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(resource_tracker, "_HAVE_SIGMASK", before)  # noqa: B010
+
+
 def _death(worker: _Worker) -> WorkerDiedError:
     """Return the error for the task that a process was running when it died, most likely because memory ran out."""
-    worker.process.join(_PATIENCE)
     code = worker.process.exitcode or 0
     name = signal.Signals(-code).name if -code in {*signal.Signals} else ""
     how = f" by {name}" if name else f" with exit code {code}" if code else ""

@@ -310,6 +310,30 @@ def test_errors_travel_between_processes(error: CkptoolError) -> None:
     assert (str(found), vars(found), found.args) == (str(error), vars(error), error.args)
 
 
+#: Which threads unblock signals while a process is replaced.
+REPLACED = """
+import os, signal, threading
+from ckptool.files.processes import ProcessPool
+real = signal.pthread_sigmask
+def watched(how, signals):
+    if how == signal.SIG_UNBLOCK and threading.current_thread() is not threading.main_thread():
+        print("unblocked")
+    return real(how, signals)
+signal.pthread_sigmask = watched
+pool = ProcessPool(1)
+print(type(pool.submit(os._exit, 7).exception()).__name__)
+pool.stop()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no masks of signals here")
+def test_a_signal_reaches_the_main_thread_while_a_process_is_replaced() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert (done.stdout, done.stderr) == ("WorkerDiedError\n", "")
+
+
 #: Two workers that say that they have begun, and never end.
 STUCK = """
 import os, signal, sys, time
