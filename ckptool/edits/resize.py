@@ -6,7 +6,7 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from typing import Final, Literal
@@ -16,7 +16,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice, command
+from ..base.steps import NextStep, Setting, advice, command
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import TensorEntry
@@ -29,6 +29,7 @@ from ..values.torch.compute import mean_row
 from ..values.torch.loads import need_torch
 from .model_config import EMBEDDING, HEAD, with_vocabulary
 from .optimizers import optimizers
+from .outputs import suggested_edit
 from .recompute import Recomputation, SharedStorage, has_arithmetic
 from .slim import as_in_file
 from .storages import has_bits
@@ -120,6 +121,22 @@ def resize(
     names = join_limited([table.entry.key for table in tables], most=4)
     change = Change("resize", key or "", len(tables), 0, f"{names}: {old:,} -> {rows:,} rows", tuple(notes))
     return with_vocabulary(work.done([change]), old, rows)
+
+
+def resize_step(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...] | None]) -> NextStep:
+    """Return the command that gives the tensors ``wanted`` these shapes, with more rows; no step if none does that.
+
+    A vocabulary that is larger by more than a half is another one: its rows have another meaning.
+    """
+    try:
+        tables = _tables(Recomputation(checkpoint, None, Globs((), ())), named=False)
+        old, rows = tables[0].rows, max((max(shape or (0,)) for shape in wanted.values()), default=0)
+        if {table.entry.key: table.shape(rows) for table in tables} != dict(wanted) or not old < rows <= old * 3 // 2:
+            return NextStep()
+        resize(checkpoint, rows, fill="zero")  # a trial
+    except RefusedError:
+        return NextStep()
+    return command("resize", checkpoint.path, output=suggested_edit(checkpoint, "resized"), vocab=str(rows))
 
 
 def _tables(work: Recomputation, named: bool) -> list[_Table]:

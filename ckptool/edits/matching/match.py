@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, AnyStep, Setting, advised, command, is_remote, suggested_output
+from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -27,7 +27,7 @@ from ...safety.storages import storage_flaws
 from ..averages import is_average
 from ..outputs import suggested_edit
 from .attempts import Attempt, Steps, attempt, likely_dicts, shared_shapes, string_keys
-from .causes import causes_of
+from .causes import causes_of, with_own_step
 from .fused import Side
 from .inferred import inferred_recipe
 from .names import (
@@ -110,12 +110,7 @@ def match_checkpoint(
     there = Side(target.tensors, target.values, {})
     causes = causes_of(here, there, rest)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
-    merged: AnyStep = ""
-    if trained and target.kind == "checkpoint":
-        from ..lora import merge_verdict  # only for adapters
-
-        merged, verdict = merge_verdict(target.source, checkpoint)
-        causes = [cause._replace(message=verdict) if verdict and cause.kind == "adapter" else cause for cause in causes]
+    causes, own_step = with_own_step(checkpoint, target, causes, now if placed else None)
     ties = find_ties(here, there, target.tied, rest.missing) if strict else []
     solvable = [*tied_causes(ties, here), *renamed_weight_norm(zip(best.specs, best.best.names))]
     best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
@@ -152,7 +147,7 @@ def match_checkpoint(
     else:
         renaming = _renaming(checkpoint, target, best, steps, fix)
         next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model, renaming)
-        next_step = ("", str(merged)) if merged else next_step
+        next_step = ("", str(own_step)) if own_step else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
         complete = fix is not None and fix["complete"]

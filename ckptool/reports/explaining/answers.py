@@ -378,8 +378,8 @@ def _size_answer(checkpoint: Checkpoint, error: StateDictError, report: MatchRep
     shapes = {item.key: item for item in error.mismatched}
     shown = [shapes[item["key"]] for item in differing if item["key"] in shapes] or list(error.mismatched)
     why = f"{checkpoint.path}: {sizes_text(shown)}. {causes_text(report)}"
-    if not report["next"]:
-        return Answer(why)
+    if not report["next"] or not report["advice"]:
+        return Answer(why, Line(report["next"]) if report["next"] else "")
     why += f" {sentence(report['advice'])}"
     keys = ", ".join(json.dumps(item["key"]) for item in report["size_mismatches"] or differing)
     lines = f"{load_lines(checkpoint.path, report['state_dict'])}\nfor key in [{keys}]:\n    del state[key]"
