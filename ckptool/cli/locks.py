@@ -13,6 +13,7 @@ import ckptool
 from ..base.errors import CkptoolError
 from ..base.findings import OTHER_FILES, RANK_SETS
 from ..base.globs import Globs
+from ..base.steps import ONE_SAVE
 from ..base.text import pluralize, shape_text
 from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
@@ -191,6 +192,8 @@ def hash_command(
     and the same one in a training checkpoint (--key state_dict) agree. --include and --exclude choose the tensors.
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
+
+    Exit 1: copies of a tensor in several files differ, and the fingerprint is made of the first ones.
     """
     inputs = inputs._replace(paths=as_one(inputs.paths))
     own_bar = not (no_values or no_progress) and working.alone
@@ -217,13 +220,16 @@ def _hashed(
         report = hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)
         problems = checkpoint.container.problems
         sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
-        remarks = (*problem_lines(checkpoint), *sets)
+        remarks = [*problem_lines(checkpoint), *sets]
     text = report_text(report, style)
     if style == "table":
         fingerprint = report["structure" if no_values else "content"]
         text = "\n".join(clean(_each(tensor)) for tensor in report["each"]) if each else clean(f"{fingerprint}  {path}")
-    verdict = FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
-    return Answer(verdict, text, remarks=remarks)
+    unequal = bool(report.get("unequal_copies"))
+    if unequal:
+        remarks.append(f"note: {path}: the fingerprint is made of the first copies; {ONE_SAVE}")
+    verdict = FileVerdict(path, "hashed", int(unequal), hash=report["content"] or report["structure"])
+    return Answer(verdict, text, remarks=tuple(remarks))
 
 
 def _each(item: TensorHash) -> str:

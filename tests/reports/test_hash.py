@@ -17,6 +17,9 @@ from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_files import save_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, TargetError
@@ -260,3 +263,22 @@ def test_every_tensor_within_a_tensor_counts(number: int, tmp_path: Path) -> Non
     parts[number] = parts[number] + 1
     torch.save({"w": Wrapper(parts)}, tmp_path / "b.pth")
     assert content(tmp_path / "a.pth") != content(tmp_path / "b.pth")
+
+
+def test_copies_that_differ_are_an_answer_of_no(tmp_path: Path) -> None:
+    def state(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (2,))
+        copies = {"w.weight": DTensor.from_local(torch.full((4,), float(rank)), mesh, [Replicate()], run_check=False)}
+        return {"model": {"a.weight": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)}} | (
+            {"ema": copies} if differing else {}
+        )
+
+    for differing in (False, True):
+        folder = save_ranks(tmp_path / f"run{differing}", 2, state)
+        said = say("hash", folder)
+        assert said.code == differing
+        assert said.out.startswith("ckptool:1:")
+        assert ("the fingerprint is made of the first copies; which copy is right" in said.err) == differing
+        assert ("ema" in str(ckptool.hash(folder).get("unequal_copies"))) == differing
+    for options in (["--key", "model"], ["--no-values"]):
+        assert say("hash", folder, *options).code == 0

@@ -28,6 +28,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal
 
 from ...base.errors import Again, RefusedError, TargetError
+from ...base.findings import COPIES
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.records import TypedDict
 from ...base.steps import Line, argument, command, suggested_output
@@ -66,7 +67,11 @@ class TensorHash(TypedDict):
 
 
 class HashReport(TypedDict):
-    """The report of ``hash``, schema ``ckptool.hash/1``. ``content`` is None if only the structure was requested."""
+    """The report of ``hash``, schema ``ckptool.hash/1``. ``content`` is None if only the structure was requested.
+
+    ``unequal_copies`` has a message per set of files whose copies of a tensor differ: ``content`` is made of the first
+    copies.
+    """
 
     schema: Literal["ckptool.hash/1"]
     path: str
@@ -75,6 +80,7 @@ class HashReport(TypedDict):
     content: str | None
     structure: str
     each: NotRequired[list[TensorHash]]
+    unequal_copies: NotRequired[list[str]]
 
 
 def hash_report(
@@ -107,11 +113,12 @@ def hash_report(
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
-    digests = Digests(side, progress)
+    digests, unequal = Digests(side, progress), []
     if not no_values:
-        checkpoint.container.compare_copies(
-            {part.storage for place in places for part in side.reader.parts(place.tensor)}
-        )
+        storages = {part.storage for place in places for part in side.reader.parts(place.tensor)}
+        checkpoint.container.compare_copies(storages)
+        copies = [item for item in checkpoint.container.problems if item.code == COPIES]
+        unequal = [item.message for item in copies if not storages.isdisjoint(item.storages or storages)]
         digests.add(places)
     hashes = [None if no_values else digests.digest_of(place.ref, place.tensor) for place in places]
     report: HashReport = {
@@ -122,6 +129,8 @@ def hash_report(
         "content": None if no_values else CONTENT + _fingerprint(map(_line, places, hashes)),
         "structure": STRUCTURE + _fingerprint(_line(place, None) for place in places),
     }
+    if unequal:
+        report["unequal_copies"] = unequal
     if each:
         report["each"] = [
             {
