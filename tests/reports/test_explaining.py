@@ -55,6 +55,10 @@ def fill(path: str = PATH, model: nn.Module | None = None, strict: bool = True) 
     return (model or net()).load_state_dict(torch.load(path, weights_only=True), strict=strict)
 
 
+def with_positions() -> None:
+    torch.save({**net().state_dict(), "conv.position_ids": torch.arange(4)}, PATH)
+
+
 def expanded() -> nn.Module:
     """A model that cannot be filled: the elements of one parameter share a place in memory."""
     model: Any = net()
@@ -402,6 +406,7 @@ CASES = {
     "size-mismatch": Case(
         saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False), model=lambda: net(5)
     ),
+    "computed-buffers": Case(with_positions, fill, lambda path: fill(path, strict=False)),
     "copying-failed": Case(saved, lambda: fill(model=expanded()), cause="is fine", model=None),
     "other-keys": Case(with_others, fill, fill),
     "other-layout": Case(as_meta, lambda: fill(model=llama()), in_layout, model=llama),

@@ -83,7 +83,8 @@ def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
     """Return whether the tensors may be the last layer of a classifier."""
     modules = {item.key.rpartition(".")[0] for item in items}
     few = len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8)
-    return few and all(map(_other_rows, items)) and not any(map(_IN_BLOCK.search, modules))
+    layer = all(_other_rows(item) and item.key.endswith(("weight", "bias")) for item in items)
+    return few and layer and not any(map(_IN_BLOCK.search, modules))
 
 
 def _other_classes(items: Sequence[Mismatch]) -> str:

@@ -41,6 +41,7 @@ from ..inspection import FindingReport, inspection
 from ..validate import report_on
 from .finders import (
     CLASSES,
+    COMPUTED,
     DEVICES,
     FILE,
     MODEL_ENTRIES,
@@ -61,11 +62,6 @@ _LIGHTNING_ENTRIES: Final = frozenset(
 )
 #: Entries that count: a fresh run starts with 0.
 COUNTERS: Final = ("epoch", "epochs", "iter", "iteration", "iterations", "step", "steps", "global_step", "start_epoch")
-#: Endings of buffers that a model computes itself or that a profiler left. A copy without them loses nothing.
-_COMPUTED: Final = (
-    "total_ops", "total_params", "num_batches_tracked", "position_ids", "inv_freq", "masked_bias", "attn.bias",
-    "rotary_emb.freqs", "relative_position_index", "attn_mask", "n_averaged", "num_updates", ".decay",
-)  # fmt: skip
 #: Findings of ``inspect`` that do not explain a message by themselves.
 _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "other-names"))
 
@@ -240,7 +236,7 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         )
     fewer = prefix_between(error.missing, error.unexpected)
     more = prefix_between(error.unexpected, error.missing)
-    if fix["dropped"] and not all(key.endswith(_COMPUTED) for key in fix["dropped"]):
+    if fix["dropped"] and not all(key.endswith(COMPUTED) for key in fix["dropped"]):
         others = [step for step in steps or () if step.option != "drop"]
         renames = any(step.option not in LAYOUT for step in others)
         step = edit_command(path, others, suggested_output(path, "fits"), edited) if renames else NextStep()

@@ -13,6 +13,7 @@ from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
+from ...base.text import join_limited
 from ...edits.matching.sizes import size_causes
 from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
 from ...pickles import opcodes
@@ -178,6 +179,11 @@ def converted(path: str, details: Details) -> NextStep:
     return command("convert", path, output=output if output != path else suggested_output(path, "2"))
 
 
+#: Endings of buffers that a model computes itself or that a profiler left. A copy without them loses nothing.
+COMPUTED: Final = (
+    "total_ops", "total_params", "num_batches_tracked", "position_ids", "inv_freq", "masked_bias", "attn.bias",
+    "rotary_emb.freqs", "relative_position_index", "attn_mask", "n_averaged", "num_updates", ".decay",
+)  # fmt: skip
 #: Facts taken from the text: a prefix, a name, a number.
 Details: TypeAlias = Mapping[str, str]
 #: Returns the details if a text has the error, otherwise None.
@@ -309,6 +315,14 @@ def mismatched(error: StateDictError) -> Details | None:
         "keys": "\n".join(map(escaped, keys)),
         "listed": "" if lost else ", ".join(map(json.dumps, keys)),
     }
+
+
+def computed(error: StateDictError) -> Details | None:
+    """Find buffers that the model computes itself, if only these are missing or too many."""
+    keys = (*error.missing, *error.unexpected)
+    if not keys or error.mismatched or not all(key.endswith(COMPUTED) for key in keys):
+        return None
+    return {"keys": join_limited(keys, most=3)}
 
 
 def emptied(error: StateDictError) -> Details | None:

@@ -15,6 +15,7 @@ from .finders import (
     KnownError,
     added_prefix,
     any_keys,
+    computed,
     dropped,
     edited,
     emptied,
@@ -107,6 +108,18 @@ STATE_DICT_ERRORS: Final = (
         "with the average: give it the names of the model.",
         searched(r'Unexpected key\(s\) in state_dict:[^\n]*"model_ema\.(?:decay|num_updates)"'),
         edited("edit", word="ema", use_ema=True),
+    ),
+    KnownError(
+        "computed-buffers",
+        "Error(s) in loading state_dict for CLIPTextModel: Unexpected key(s) in state_dict: "
+        '"text_model.embeddings.position_ids".',
+        "Only buffers differ that the model computes itself: {keys}. Another version of the library saved them, or did "
+        "not. strict=False loads everything else, and nothing is lost.",
+        of_keys(computed),
+        shown("keys"),
+        'model.load_state_dict(torch.load("model.pth", map_location="cpu"), strict=False)',
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "nested-state-dict",

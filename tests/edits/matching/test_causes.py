@@ -142,8 +142,9 @@ def test_the_model_is_cut_or_quantized(kind: str, sizes: list[tuple[tuple[int, .
     assert found[0].replaceable == (kind == "classes")
 
 
-def test_a_layer_of_a_block_is_no_classifier() -> None:
-    (found,) = size_causes([Mismatch("layers.0.attention.wq.weight", (4, 8), (8, 8))], {})
+@pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "quantizer.codebook"])
+def test_what_is_no_classifier(name: str) -> None:
+    (found,) = size_causes([Mismatch(name, (4, 8), (8, 8))], {})
     assert found.kind == "configuration"
     assert not found.replaceable
 
