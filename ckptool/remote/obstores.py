@@ -43,6 +43,8 @@ _VARIABLES: Final = {
     "gs": ("GOOGLE_",),
 }
 _SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
+#: Seconds before a request is sent again, at most; each further pause is twice as long.
+_PAUSE: Final = 0.1
 _BUCKET: Final = regex(r"[\w.@$~-]+")
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
@@ -214,7 +216,7 @@ def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str
             with open(path, "rb") as file:
                 options["root_certificate"] = file.read()
             break
-    backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5)}
+    backoff = {"init_backoff": timedelta(seconds=_PAUSE), "max_backoff": timedelta(seconds=5)}
     retries = {"max_retries": LIMITS.retries, "retry_timeout": timedelta(seconds=_REQUEST_SECONDS), "backoff": backoff}
     return {"client_options": options, "retry_config": retries}
 
@@ -290,7 +292,7 @@ def retried(do: Callable[[], T], passes: Callable[[Failed], bool]) -> T:
         except Failed as failed:
             if not passes(failed):
                 raise
-        time.sleep((1 + os.urandom(1)[0] / 255) / 20 * 2**attempt)  # 50 to 100 ms, then twice as long
+        time.sleep((1 + os.urandom(1)[0] / 255) / 2 * _PAUSE * 2**attempt)  # 50 to 100 ms, then twice as long
     return do()
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from remote.server import KEY, SECRET, Server
 
+from ckptool.remote import obstores
+
 #: Variables with credentials, addresses, certificates or settings of the person who runs the tests.
 PREFIXES = ("AWS_", "AZURE_", "CKPTOOL_", "GOOGLE_", "HF_", "HUGGING_FACE_", "SSL_", "REQUESTS_", "CURL_")
 PREFIXES += ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -21,12 +23,14 @@ OPTIONS = ("ENDPOINT_URL", "ANONYMOUS", "PROFILE", "MAX_DOWNLOAD")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def descriptions_are_read_once() -> Iterator[None]:
-    """Let all sessions of botocore share the descriptions of services, which take 0.1 s of each."""
+def no_waiting() -> Iterator[None]:
+    """Send requests again at once, and let all sessions of botocore share the descriptions of services (0.1 s each)."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstores, "_PAUSE", 0.001)
         if find_spec("botocore"):
             session: Any = import_module("botocore.session")
             patch.setattr(session, "create_loader", cache(session.create_loader))
+            patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0)
         yield
 
 

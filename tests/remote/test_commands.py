@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 from command_line import Said, say
-from conftest import FIXTURES, ROOT, WHOLE
+from conftest import CHECKPOINTS, FIXTURES, ROOT, WHOLE, sample
 from remote.server import FAULTS, KEY, MIB, SECRET, Server
 
 from ckptool.cli import progress
 from ckptool.formats import folder_format
-from ckptool.remote import obstores
 from ckptool.remote.store import ARRIVED
 
 pytest.importorskip("obstore")
@@ -38,6 +37,10 @@ CALLS = [
     *(["keys"], ["inspect"], ["validate"], ["hash"], ["scan"], ["lock"]),
     *(["diff", str(FIXTURES / "bare.pth")], ["match", str(FIXTURES / "bare.pth")]),
 ]
+#: Files of the formats with many fixtures. By default they share the commands: one has every other one, the next one
+#: the rest.
+MANY = sorted({item.path.name for item in CHECKPOINTS} | {name for name in FILES if name.endswith(".safetensors")})
+WALKS = [(name, sample(CALLS, 2, MANY.index(name)) if name in MANY else CALLS) for name in WALKED]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +71,13 @@ def _squeezed(text: str) -> str:
     return re.sub(r"[\s;─-]+", "", text)
 
 
-@pytest.mark.parametrize("name", WALKED)
-def test_every_fixture(name: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "calls"), WALKS, ids=WALKED)
+def test_every_fixture(name: str, calls: list[list[str]], server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of the file, suggested names of outputs are the same, too."""
     folder, file = os.path.split(name)
     monkeypatch.chdir(FIXTURES / folder)
-    for command, *rest in CALLS:
+    for command, *rest in calls:
         remote = say(command, f"s3://bucket/{name}", *rest, "-v")  # else the length of names decides what is printed
         assert plain(remote, folder) == plain(say(command, file, *rest, "-v"), folder), command
 
@@ -291,22 +295,29 @@ def large() -> list[bytes]:
 READING = [["keys"], ["inspect"], ["validate"], ["hash"], ["scan"], ["lock"], ["stats"], ["strip-module", "--dry-run"]]
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("fault", [*(fault for fault in FAULTS if fault not in ("stall", "complete")), "replaced"])
-@pytest.mark.parametrize("call", READING, ids=" ".join)
-def test_a_fault_at_any_request_of_a_command(
-    call: list[str], fault: str, large: list[bytes], server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+BREAKING = [*(fault for fault in FAULTS if fault not in ("stall", "complete")), "replaced"]
+#: By default every fourth pair, so that each command and each fault is in several.
+PAIRS = [
+    (call, fault)
+    for row, call in enumerate(READING)
+    for column, fault in enumerate(BREAKING)
+    if WHOLE or (row + column) % 4 == 0
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("call", "fault"), PAIRS, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_a_fault_at_any_request_of_a_command(call: list[str], fault: str, large: list[bytes], server: Server) -> None:
     """The answer is right, also of the replaced file, or it is an error. It never has a secret."""
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=1))
     right = []
     for data in reversed(large):
         server.put("bucket", "large.pth", data)
         server.clear()
         right.append(say(*call, "s3://bucket/large.pth"))
     assert {said.code for said in right} <= {0, 1}
-    for number in range(1, server.count() + 1):
-        server.put("bucket", "large.pth", large[0])
+    first = BREAKING.index(fault) // 4  # the pairs of a command have their faults at different requests
+    for number in sample(range(1, server.count() + 1), 4, first):
+        server.restore("bucket", "large.pth", large[0])
         server.clear()
         if fault == "replaced":
             server.replaced = {number: ("bucket", "large.pth", large[1])}
@@ -317,7 +328,6 @@ def test_a_fault_at_any_request_of_a_command(
             assert said.code == 3 or (call == ["scan"] and "unknown: " in said.out), said.all
             assert fault not in ("500", "503", "reset", "short", "length")
         assert not any(word in said.all for word in ("SECRET", SECRET, KEY, "Signature", "Generic", "reqwest"))
-    server.put("bucket", "large.pth", large[0])
 
 
 # -- options ------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Bench:
         if case.former is not None:
             self.server.put(*TARGET, case.former)
         for place, data in self.firsts.items():
-            self.server.put(*place, data)
+            self.server.restore(*place, data)
         for at, (place, data) in enumerate(self.seconds.items()):
             if seconds >> at & 1:
                 self.server.put(*place, data)

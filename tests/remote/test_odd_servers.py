@@ -32,6 +32,7 @@ class Answers(BaseHTTPRequestHandler):
     """A request that a function answers."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     answer: Callable[[Answers], None]
     seen: list[tuple[str, dict[str, str]]]
 
@@ -416,7 +417,7 @@ def test_odd_listings(page: Callable[[int], bytes]) -> None:
 
 
 def test_empty_pages_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(listing_seconds=2.0))
+    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(listing_seconds=0.5))
     said = listed("validate", page=lambda number: listing([], token="more"))
     assert said.code == 3 and has_next_step(said), said.all
 

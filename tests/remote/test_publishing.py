@@ -315,7 +315,7 @@ def test_an_input_that_is_replaced_meanwhile(command: list[str], server: Server)
     try:
         for number in numbers:
             server.buckets["bucket"].pop("out/new.pth", None)
-            server.put("bucket", key, data)
+            server.restore("bucket", key, data)
             server.clear()
             server.replaced = {number: ("bucket", key, bytes(len(data)))}
             said = say(*command, "-o", TARGET)
