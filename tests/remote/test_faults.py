@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from command_line import Said, has_next_step, say
@@ -23,6 +25,9 @@ from remote.server import KEY, KILLS, LOST, REPLACED, SECRET, TOKEN, Server
 
 pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
+pytest.importorskip("botocore")
+
+import botocore.endpoint
 
 from ckptool.remote import folder, hub, obstores, source
 
@@ -46,7 +51,7 @@ FAULTS = {
 #: Requests of one command, at most.
 MANY = 400
 #: Seconds that a server may take for the next bytes, and seconds of a server that stalls.
-PATIENCE, STALL = 0.4, 0.6
+PATIENCE, STALL = 0.3, 0.45
 #: What no output may contain: keys, a token, a query string, what the server says, texts of libraries.
 SECRETS = (SECRET, "SECRET", "PASSWORD", KEY, TOKEN, "Signature", "Generic", "reqwest", "Traceback", "a bug in ckptool")
 
@@ -181,6 +186,20 @@ class Bench:
         return self._clean[name]
 
 
+def do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """Send failed requests again at once, by obstore, by botocore and by us."""
+    client, at_once = obstores._client, timedelta(milliseconds=1)
+
+    def hurried(*of: Any) -> dict[str, Any]:
+        options = client(*of)
+        options["retry_config"]["backoff"] = {"init_backoff": at_once, "max_backoff": at_once}
+        return options
+
+    patch.setattr(obstores, "_client", hurried)
+    for module in (obstores, botocore.endpoint):
+        patch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     home = tmp_path_factory.mktemp("faults")
@@ -197,6 +216,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
         for module in (obstores, hub):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
+        do_not_wait(patch)
         server.redirect, server.stall = server.url, STALL
         yield Bench(server, home / "out.pth")
 
