@@ -29,6 +29,8 @@ _MEGATRON_ARGUMENT: Final = "num_attention_heads"
 #: Root keys of DeepSpeed's model and optimizer files.
 _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_dict"))
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
+#: Parameters of the experts of a DeepSpeed model, which it saves in a file for each expert.
+_EXPERTS: Final = ".deepspeed_experts."
 _TOGETHER: Final = "the files of all ranks together are the checkpoint"
 _FOLDER: Final = "the folder with the files of all ranks is the checkpoint"
 
@@ -76,6 +78,7 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     folder = open_folder(folder_of(checkpoint.path))
     return (
         _deepspeed(checkpoint, folder)
+        or _deepspeed_named(checkpoint, folder)
         or _megatron(checkpoint)
         or _spread(checkpoint, folder)
         or _named(checkpoint, folder)
@@ -91,7 +94,7 @@ def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     values = values_of(graph, graph.root)
     if _DEEPSPEED.isdisjoint(values):
         return None
-    from .names.deepspeed import OPTIMIZER, RANK_MODEL, whole_number
+    from .names.deepspeed import EXPERT, OPTIMIZER, RANK_MODEL, whole_number
 
     names = folder.names()
     own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
@@ -123,7 +126,32 @@ def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     if tensors and ranks > 1:
         message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
         return Part("rank-part", "warning", message, folder.path)
+    experts = list_items(graph.nodes[values["num_experts"]]) if "num_experts" in values else ()
+    if tensors and experts and not any(_EXPERTS in str(name) for name in module):
+        message = "it lacks the experts of the model, which DeepSpeed saves in files of their own"
+        return _deepspeed_piece(message, folder, any(map(EXPERT.match, names)))
     return None
+
+
+def _deepspeed_piece(message: str, folder: Folder, others: bool = True) -> Part:
+    """Return the part with this message; its folder is the whole if it is DeepSpeed's and ``others`` are there."""
+    from . import folder_format
+
+    whole = others and folder_format(folder) is not None
+    return Part("rank-part", "warning", f"{message}; {_FOLDER}", folder.path if whole else "", alone=not whole)
+
+
+def _deepspeed_named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
+    """Recognise the file of one expert or of one pipeline layer of DeepSpeed by its name; None for any other file."""
+    name = os.path.basename(checkpoint.path)
+    if not name.endswith("model_states.pt"):
+        return None
+    from .names.deepspeed import EXPERT, LAYER
+
+    layer, expert = LAYER.match(name), EXPERT.match(name)
+    if not checkpoint.state_dicts or (expert is None and (layer is None or layer[2])):
+        return None
+    return _deepspeed_piece(f"it holds one {'expert' if expert else 'layer'} of a model that DeepSpeed saved", folder)
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:

@@ -486,3 +486,31 @@ def test_errors_name_the_folder(tmp_path: Path) -> None:
 
 
 assert isinstance(SMALL, Model)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("folder", "name", "what"),
+    [
+        ("ranks/moe/global_step3", "mp_rank_00_model_states.pt", "it lacks the experts of the model"),
+        ("ranks/moe_zero2/global_step3", "mp_rank_00_model_states.pt", "it lacks the experts of the model"),
+        ("ranks/moe/global_step3", "layer_0_expert_0_mp_rank_00_model_states.pt", "it holds one expert of a model"),
+        ("real/pipeline/global_step0", "layer_00-model_states.pt", "it holds one layer of a model"),
+    ],
+)
+def test_a_file_without_the_rest_of_the_model_is_no_whole_model(
+    folder: str, name: str, what: str, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if together:
+        shutil.copytree(FIXTURES / folder, "run")
+    else:
+        Path("run").mkdir()
+        shutil.copy(FIXTURES / folder / name, "run")
+    path = f"run/{name}"
+    for words in (["inspect", path], ["convert", path, "-o", "out.pth"], ["match", path, path]):
+        said = say(*words)
+        assert what in said.all, said.all
+        assert said.code == 0 or words[0] != "inspect"
+    assert not Path("out.pth").exists()
+    assert ckptool.validate(path)["valid"] == together  # with the rest it is as it should be
