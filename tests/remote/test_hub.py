@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from remote.server import MIB, TOKEN, Server
@@ -39,10 +38,7 @@ class Hub:
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+def site(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub._repository.cache_clear()
     with Server() as one, Server() as other:
         monkeypatch.setenv("HF_ENDPOINT", f"{one.url}/hub")

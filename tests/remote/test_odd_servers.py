@@ -100,17 +100,12 @@ def odd(answer: Callable[[Answers], None]) -> Iterator[Odd]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def impatient(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give credentials to send, and do not ask again."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRETTOKEN")
-    monkeypatch.setenv("CKPTOOL_ENDPOINT_URL", "")  # restored after the test: an option sets it
-    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     for module in (obstores, hub):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()

@@ -54,10 +54,8 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def environment(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "HF_", "CKPTOOL_")) and name[-6:] != "_TESTS"]:
-        monkeypatch.delenv(name)
-    for name, value in variables(server, tmp_path).items():
+def environment(server: Server, alone: None, monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
+    for name, value in variables(server, empty_home).items():
         monkeypatch.setenv(name, value)
     for module in (obstores, hub):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=0))
@@ -211,7 +209,6 @@ main()
 
 @pytest.mark.parametrize("fault", ["", "denied", "500"])
 def test_secrets_of_endpoints_and_proxies(fault: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTOOL_ENDPOINT_URL", "")  # restored after the test
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     web = server.url.replace("//", "//user:SECRETPASSWORD@")
     for words in (

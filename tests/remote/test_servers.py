@@ -32,7 +32,6 @@ from ckptool.remote.store import Failed, Store, at_once, current
 ALL = os.environ.get("CKPTOOL_SERVERS") == "all"
 MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB)
-PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "CKPTOOL_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "REQUESTS_", "CURL_")
 FILES = ("zip.pth", "legacy.pth", "model.safetensors", "run 1/epoch=3,step+5 (ü) 100%.pth")
 FOLDERS = ("dcp4", "shards")
 
@@ -70,10 +69,7 @@ def started(request: pytest.FixtureRequest, local: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def place(started: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
-    for name in [name for name in os.environ if name.upper().startswith(PREFIXES)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def place(started: Place, alone: None, monkeypatch: pytest.MonkeyPatch) -> Place:
     enter(started.variables, monkeypatch)
     return started
 
