@@ -135,14 +135,16 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
 
 def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool, name: str) -> NextStep:
     """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
-    near = near_patterns(checkpoint, globs, candidates(checkpoint, key, everything))
+    entries = candidates(checkpoint, key, everything)
+    near = near_patterns(checkpoint, globs, entries)
     chosen = dotted(globs, checkpoint)
     if not everything and any(chosen.match(entry.key, entry.path) for entry in checkpoint.survey.tensors):
         return "no key matches in the state dicts; in the whole file: " + command(
             name, checkpoint.path, **globs.patterns, all=True
         )
     if not near or globs.exclude:
-        return as_step("no key matches")
+        listed = command("keys", checkpoint.path, all=everything, key=key)
+        return "no key matches; what is there: " + listed if entries else as_step("no key matches")
     everything |= not select_entries(checkpoint, key, everything, Globs(near))
     meant = command(name, checkpoint.path, include=near, all=everything, key=key)
     return f"no key matches; did you mean {' or '.join(map(repr, near))}?" + meant

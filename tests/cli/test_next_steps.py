@@ -395,3 +395,13 @@ def test_no_arrow_leads_nowhere(command: str) -> None:
     """Nothing can be salvaged from some damaged folders, so no command is printed."""
     lines = say(command, FIXTURES / "ranks").all.splitlines()
     assert [line for line in lines if line.rstrip() == "  ->"] == []
+
+
+@pytest.mark.parametrize("options", [[], ["--all"], ["--key", "state_dict"]])
+@pytest.mark.parametrize("command", ["keys", "stats"])
+def test_patterns_that_match_nothing_lead_to_every_key(command: str, options: list[str]) -> None:
+    said = say(command, FIXTURES / "lightning.ckpt", "--include", "zzz", *options)
+    assert said.code == 0
+    (step,) = steps(said.err)
+    again = say(*shlex.split(step)[1:])
+    assert again.code == 0 and again.err == "" and "model.stem.0.weight" in again.out
