@@ -18,6 +18,8 @@ STDIN: Final = "-"
 
 #: The advice for files whose names were swapped.
 RENAME_BACK: Final = "give the files back the names under which they were saved"
+#: The advice for a file that is cut.
+WHOLE_COPY: Final = "get a whole copy of the file"
 #: The advice where copies of one tensor differ.
 ONE_SAVE: Final = "which copy is right is not in the files: get those of one save, or have the job save whole tensors"
 
@@ -212,6 +214,14 @@ def is_folder(path: str) -> bool:
     return addresses.is_folder(path)
 
 
+def by_place(path: str, local: str, stored: str, web: str = "") -> str:
+    """Return the advice for the place of a file: on the disk, in a bucket or repository, or on a web server.
+
+    ``web`` is ``stored`` by default.
+    """
+    return local if not is_remote(path) else web or stored if path.startswith("http") else stored
+
+
 def salvage_step(path: str) -> NextStep:
     """Return the next step for a partly damaged file or folder."""
     if is_folder(path):
@@ -225,12 +235,16 @@ def tree_step(path: str) -> NextStep:
 
 
 def undo_step(path: str) -> NextStep:
-    """Return the command that reverts the last in-place edit of a file."""
+    """Return the command that reverts the last in-place edit of a file: a local copy of a remote file."""
+    if is_remote(path):
+        return "download it, then undo the edit: " + command("undo", suggested_output(path))
     return command("undo", path)
 
 
 def rename_step(path: str, extension: str) -> NextStep:
     """Return the next step for a file whose extension belongs to another format."""
+    if is_remote(path):
+        return as_step(f"rename it to {os.path.basename(suggested_output(path, extension=extension))}")
     return as_step(Line(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"))
 
 

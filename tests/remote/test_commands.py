@@ -52,13 +52,28 @@ def served() -> Iterator[Server]:
         yield server
 
 
+#: Advice for local files, and the one for remote files.
+ADVICE = [
+    ("write or download it again", "upload it again"),
+    ("download it again, logged in or from the link of the raw file", "upload the file itself"),
+    ("git lfs pull fetches it", "upload the file itself"),
+    ("look into it, then download the checkpoint itself", "name the checkpoint itself"),
+    ("copy or download it again, whole", "get a whole copy of the file"),
+    ("download it again, or save", "get a whole copy of the file, or save"),
+    ("unzstd -c <.*?, then name what it holds", "download it, then unpack it"),
+]
+
+
 def plain(said: Said, folder: str = "") -> tuple[int, str, str]:
     """What a command said, without the address of the folder that is the working folder, and without its layout."""
     place, texts = f"s3://bucket/{folder}".rstrip("/"), []
     for text in (said.out, said.err):
         text = re.sub(r"; [^;\n]*, about [\d,]+ requests?$", "", text, flags=re.MULTILINE)  # what a dry run would move
         text = _without(text.replace("s3%3A", "s3:"), place, folder)
-        texts.append(_without(_squeezed(text), _squeezed(place), folder))  # also where a line ended in an address
+        text = _without(_squeezed(text), _squeezed(place), folder)  # also where a line ended in an address
+        for local, remote in ADVICE:
+            text = re.sub(_squeezed(local), _squeezed(remote), text)
+        texts.append(text)
     return said.code, *texts  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import ssl
 import traceback
 from pathlib import Path
@@ -13,7 +14,9 @@ from remote.servers import free_port, make_certificates
 
 pytest.importorskip("obstore")
 
+import ckptool
 from ckptool.base.errors import ChangedError, CkptoolError, OutputError, UnreadableError
+from ckptool.base.steps import rename_step, undo_step
 from ckptool.remote import obstores
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
@@ -316,3 +319,35 @@ def test_endpoints_that_cannot_be(endpoint: str, scheme: str, monkeypatch: pytes
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     error = failure(f"{scheme}://bucket/a/b", Settings(endpoint, anonymous=True))
     assert error.what == "the address or the endpoint does not name a server"
+
+
+#: The first bytes of a file, and what to do about it in a bucket and on a web server.
+NOT_WHOLE: list[tuple[bytes, str, str]] = [
+    (b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "upload the file itself", "use the link of the file"),
+    (b"<!doctype html><title>Sign in</title>", "upload the file itself", "log in, or use the link of the raw file"),
+    (b'{"error": "not found"}', "upload the file itself", "log in, or use the link of the raw file"),
+    (b'{"layers": 2}', "name the checkpoint itself", "name the checkpoint itself"),
+    (b"", "upload it again", "check the link"),
+    (b"PK\x03\x04" + bytes(100), "get a whole copy of the file", "get a whole copy of the file"),
+    (gzip.compress(b"text"), "download it, then unpack it", "download it, then unpack it"),
+    (b"BZh" + bytes(100), "download it, then unpack it", "download it, then unpack it"),
+    (b"7z\xbc\xaf\x27\x1c" + bytes(100), "download it, then unpack it", "download it, then unpack it"),
+]
+
+
+@pytest.mark.parametrize(("data", "stored", "web"), NOT_WHOLE, ids=[stored for _, stored, _ in NOT_WHOLE])
+def test_advice_is_for_the_place_of_the_file(
+    data: bytes, stored: str, web: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    for bucket, place, step in (("bucket", "s3://bucket", stored), ("plain", f"{server.url}/plain", web)):
+        server.put(bucket, "x.pth", data)
+        with pytest.raises(UnreadableError) as caught:
+            ckptool.open(f"{place}/x.pth")
+        assert str(caught.value.step).startswith(step)
+
+
+def test_no_command_of_a_shell_for_an_address() -> None:
+    address = "s3://bucket/run/model.safetensors"
+    assert str(rename_step(address, ".pth")) == "rename it to model.pth"
+    assert str(undo_step(address)) == "download it, then undo the edit: ckptool undo model.safetensors"

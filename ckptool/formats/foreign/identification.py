@@ -19,7 +19,7 @@ from ...base.errors import (
 )
 from ...base.lazy import regex
 from ...base.limits import LIMITS
-from ...base.steps import AnyStep, NextStep, as_step, command, salvage_step
+from ...base.steps import WHOLE_COPY, AnyStep, NextStep, as_step, by_place, command, salvage_step
 from ...base.text import human_bytes, join_limited, pluralize, quoted
 from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
@@ -33,9 +33,15 @@ from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
 from .signatures import ForeignFormat
 
+#: The advice for remote archives that ckptool does not read.
+_UNPACK: Final = "download it, then unpack it"
 #: Kinds of files in place of one that never arrived: a pointer, a web page, a link as text, an empty file.
 PLACEHOLDERS = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
-_DOWNLOAD: Final = "download it again, logged in or from the link of the raw file"
+_DOWNLOAD: Final = (
+    "download it again, logged in or from the link of the raw file",
+    "upload the file itself",
+    "log in, or use the link of the raw file",
+)
 
 
 def explain(head: bytes, source: Source) -> UnreadableError:
@@ -72,7 +78,8 @@ def _error(kind: str, what: str, source: Source, next: AnyStep = "") -> NotAChec
 
 def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
     if not head:
-        return _error("empty", "the file is empty", source, "write or download it again")
+        step = by_place(source.name, "write or download it again", "upload it again", "check the link")
+        return _error("empty", "the file is empty", source, step)
     if not head.strip(b"\0"):
         what = "it begins with zeros: its first blocks were never written, as after a crash or a broken download"
         return _error("zeros", what, source, "get the file again")
@@ -90,14 +97,16 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     if start.startswith(b"version https://git-lfs"):
         size = re.search(rb"\nsize (\d{1,18})", head)
         real = f" that stands for a file of {human_bytes(int(size.group(1)))}" if size else ""
-        return _error(
-            "git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull fetches it"
+        what = f"it is a Git LFS pointer{real}, not the checkpoint"
+        step = by_place(
+            source.name, "git lfs pull fetches it", "upload the file itself", "use the link of the file itself"
         )
+        return _error("git-lfs-pointer", what, source, step)
     if start[:64].lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
         title = re.search(rb"<(?:title|message)>\s*([^<]{1,80})", head, re.I)
         titled = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
         what = f"it is a web page{titled}, not a checkpoint: the download went wrong"
-        return _error("html", what, source, _DOWNLOAD)
+        return _error("html", what, source, by_place(source.name, *_DOWNLOAD))
     if not is_text(head):
         return None
     if re.match(_JSON, start):
@@ -118,14 +127,15 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
     if message:
         text = message.group(1).decode("utf-8", "replace")
         what = f"it is a JSON message of a server, {quoted(text)}, not the checkpoint: the download went wrong"
-        return _error("json", what, source, _DOWNLOAD)
+        return _error("json", what, source, by_place(source.name, *_DOWNLOAD))
     if b'"weight_map"' in head or b'"weight_map"' in source.read(max(source.size - 4096, 0), 4096):
         shards = re.findall(rb'"([^"\\]{1,100}\.(?:safetensors|bin|h5))"', source.read(0, 1 << 16))
         such_as = f", such as {quoted(min(shards).decode('utf-8', 'replace'))}" if shards else ""
         what = f"it is the index of weights in shards{such_as}: names, not weights"
         return _error("index", what, source, "name its folder, or one of the shards")
     what = "it is JSON text, not a checkpoint: a message of a server, or a configuration"
-    return _error("json", what, source, "look into it, then download the checkpoint itself")
+    step = by_place(source.name, "look into it, then download the checkpoint itself", "name the checkpoint itself")
+    return _error("json", what, source, step)
 
 
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -142,8 +152,9 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
         (b"Rar!", "rar", "unrar x"),
     ):
         if head.startswith(magic):
-            step = _unpack_step(tool, name, "." + kind) if tool.endswith("-c") else f"{tool} {quote(name)}"
-            return _error(kind, f"it is {kind} data", source, f"{step}, then name what it holds")
+            other = by_place(source.name, f"{tool} {quote(name)}, then name what it holds", _UNPACK)
+            step = _unpack_step(tool, source, "." + kind) if tool.endswith("-c") else other
+            return _error(kind, f"it is {kind} data", source, step)
     return None
 
 
@@ -155,14 +166,15 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
         plain = b""
     if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
         unpack = f"tar -xzf {quote(name)}"
-        error = _archive_error(source, "gzip", "a gzipped tar archive", unpack)
-        return error or _error("gzip", "it is gzip data of a tar", source, f"{unpack}, then name what it holds")
+        error = _archive_error(source, "gzip", "a gzipped tar archive", by_place(name, unpack, _UNPACK))
+        advised = by_place(name, f"{unpack}, then name what it holds", _UNPACK)
+        return error or _error("gzip", "it is gzip data of a tar", source, advised)
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
     # gzip data ends with its inflated size in bytes, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
         step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
     else:
-        step = as_step(f"{_unpack_step('gunzip -c', name, '.gz')}, then name what it holds")
+        step = as_step(_unpack_step("gunzip -c", source, ".gz"))
     return _error("gzip", f"it is gzip data{content}", source, step)
 
 
@@ -175,14 +187,14 @@ def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
     if plain[:1] == b"\x80":
         what = "it is a pickle that zlib compressed, as joblib does"
         return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
-    step = f"{_unpack_step('zlib-flate -uncompress', source.name, '.zlib')}, then name what it holds"
-    return _error("zlib", "it is zlib data", source, step)
+    return _error("zlib", "it is zlib data", source, _unpack_step("zlib-flate -uncompress", source, ".zlib"))
 
 
-def _unpack_step(tool: str, name: str, suffix: str) -> str:
+def _unpack_step(tool: str, source: Source, suffix: str) -> str:
     """Return the shell command that unpacks a file, whatever its suffix."""
+    name = source.name
     plain = name.removesuffix(suffix) if name.endswith(suffix) else name + ".unpacked"
-    return f"{tool} < {quote(name)} > {quote(plain)}"
+    return by_place(name, f"{tool} < {quote(name)} > {quote(plain)}, then name what it holds", _UNPACK)
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -200,7 +212,7 @@ def _foreign(known: ForeignFormat, source: Source) -> NotACheckpointError:
 def _archives(head: bytes, source: Source) -> UnreadableError | None:
     if head[257:262] == b"ustar" or is_header(head[:512]):
         member = head[:100].split(b"\0")[0].decode("utf-8", "replace")
-        unpack = f"tar -xf {quote(source.name)}, then name the file inside"
+        unpack = by_place(source.name, f"tar -xf {quote(source.name)}, then name the file inside", _UNPACK)
         error = _archive_error(source, "tar", "a tar archive", unpack)
         return error or _error("tar", f"it is a tar archive, first member {quoted(member)}", source, unpack)
     if head[:4] == b"PK\x05\x06":
@@ -215,7 +227,7 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
         return MalformedError(what, path=source.name, next=salvage_step(source.name))
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes precede it, or its start is lost"
-        step = "get a whole copy of the file, or " + salvage_step(source.name)
+        step = f"{WHOLE_COPY}, or " + salvage_step(source.name)
         return MalformedError(what, path=source.name, next=step)
     return None
 
@@ -335,8 +347,12 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"
         what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
-        return MalformedError(what, path=source.name, next="copy or download it again, whole")
+        return MalformedError(
+            what, path=source.name, next=by_place(source.name, "copy or download it again, whole", WHOLE_COPY)
+        )
     only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
     what = f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
     what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
-    return MalformedError(what, path=source.name, next="download it again, or " + rescue)
+    return MalformedError(
+        what, path=source.name, next=f"{by_place(source.name, 'download it again', WHOLE_COPY)}, or " + rescue
+    )

@@ -20,7 +20,7 @@ from ...base.errors import MalformedError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple, new_tuple
-from ...base.steps import as_step, salvage_step
+from ...base.steps import WHOLE_COPY, as_step, by_place, salvage_step
 from ...base.text import pluralize, quoted
 from ...files.sources import Source
 
@@ -273,7 +273,8 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
         left = sum(entry.end <= source.size for entry in entries)
         rule = f"its tensors end at byte {at:,}, the file has {source.size:,}"
         error = _broken(source, f"{rule}: it is cut, {left:,} of {pluralize(len(entries), 'tensor')} are whole")
-        error.step = as_step("download it again") + (", or " + salvage_step(source.name) if left else "")
+        again = by_place(source.name, "download it again", WHOLE_COPY)
+        error.step = as_step(again) + (", or " + salvage_step(source.name) if left else "")
         raise error
     if at < source.size and not cut:
         raise _broken(source, f"{pluralize(source.size - at, 'byte')} after the last tensor")
