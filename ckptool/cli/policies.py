@@ -10,7 +10,7 @@ from ..base import toml
 from ..base.errors import MalformedError, TargetError, UnreadableError, refuse_remote
 from ..base.globs import Glob
 from ..base.records import NamedTuple
-from ..base.steps import as_step
+from ..base.steps import as_step, is_remote
 from ..base.text import quoted
 from ..files.archives import beside, file_of, read_bytes
 from ..files.sources import open_source
@@ -29,7 +29,7 @@ class PolicySet(NamedTuple):
     """The expectations for all files, and the additional ones for files that match a glob.
 
     ``path`` is the file in which ckptool found the policy, or "" if --policy named it or it came from options.
-    Globs match paths relative to ``folder``.
+    Globs match paths relative to ``folder``, and an address or what follows any of its slashes.
     """
 
     path: str
@@ -44,8 +44,12 @@ class PolicySet(NamedTuple):
 
     def of(self, path: str) -> Policy:
         """Return the combined expectations for the file at ``path``."""
-        name = os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")
-        return all_of(self.policy, *(policy for glob, policy in self.sections if glob.matches(name)))
+        if is_remote(path):
+            parts = path.split("/")
+            names = [path, *("/".join(parts[at:]) for at in range(2, len(parts)))]
+        else:
+            names = [os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")]
+        return all_of(self.policy, *(policy for glob, policy in self.sections if any(map(glob.matches, names))))
 
     def with_found(self, found: PolicySet) -> PolicySet:
         """Return this set with the requirements of a policy file that ckptool found added to it."""

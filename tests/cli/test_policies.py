@@ -19,6 +19,7 @@ from conftest import FIXTURES, ROOT
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.cli.policies import policy_set
 from ckptool.reports.expectations import Policy, all_of
 
 
@@ -244,3 +245,17 @@ def test_integer_dtypes_count_if_one_is_named(dtypes: list[str], code: int, tmp_
     torch.save({"w": torch.ones(2), "n": torch.ones(1, dtype=torch.int32)}, tmp_path / "a.pth")
     named = [word for dtype in dtypes for word in ("--dtype", dtype)]
     assert say("validate", tmp_path / "a.pth", *named).code == code
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        *(("*.pth", True), ("run/*.pth", True), ("b.pth", True), ("s3://bucket/run/b.pth", True), ("s3://*", True)),
+        *(("bucket/run/*", True), ("un/*.pth", False), ("s3://other/*", False), ("*.safetensors", False)),
+    ],
+)
+def test_a_section_for_remote_files(pattern: str, matches: bool, here: Path) -> None:
+    (here / "policy.toml").write_text(f'[files."{pattern}"]\nmax-bytes = "1"\n', encoding="utf-8")
+    policies = policy_set("policy.toml", {}, search=False)
+    found = policies.of("s3://bucket/run/b.pth").each
+    assert any(policy.max_bytes for policy in found) is matches
