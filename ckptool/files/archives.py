@@ -201,6 +201,9 @@ def open_any(path: FilePath) -> Source:
                 return cast(Source, remote.open_remote(name))  # its own name has the separator
             from ..base.nearest import missing_file  # only for missing files
 
+            if any(char in name for char in "*?{"):
+                error.step = as_step("name each file: this command expands no patterns of addresses")
+                raise
             near = lazy.module("remote.folder").near(outer or name)
             raise (missing_file(NO_FILE, outer or name, near) if near else error) from None
     else:

@@ -159,6 +159,12 @@ def test_an_edit_of_a_remote_file_is_the_edit_of_a_local_one(server: Server, tmp
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("pattern", ["bare*.pth", "{bare,bare_module}.pth"])
+def test_an_edit_expands_no_pattern(pattern: str, server: Server) -> None:
+    said = say("strip-module", f"s3://bucket/{pattern}", "--dry-run")
+    assert said.code == 3 and "no such file; name each file" in said.err
+
+
 def test_a_missing_output(server: Server) -> None:
     """--in-place is suggested for files on the disk alone; the suggested name is a local one."""
     said = say("strip-module", "s3://bucket/bare_module.pth")
