@@ -30,7 +30,8 @@ from .archive import describe, describe_devices, graph_of, name_parts, without_n
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
 #: Other pickles whose storages have location tags, and the folders of these storages.
-_OTHERS: Final = (("constants.pkl", "constants/"), ("bytecode.pkl", "bytecode/"))
+_CONSTANTS: Final = "constants/"
+_OTHERS: Final = (("constants.pkl", _CONSTANTS), ("bytecode.pkl", "bytecode/"))
 #: The example inputs of tracing. Their storages are written without bytes, and only
 #: ``torch.jit.load(_restore_shapes=True)`` reads them.
 _TRACED: Final = "traced_inputs.pkl"
@@ -79,7 +80,7 @@ class TorchScript(TorchZip, Program):
         root = add_state_dict(nodes, self.reader, self.modules.state)
         # Only the styles of the parts matter; this style is used by conversions.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
-        in_code = [part.graph.nodes for part in self.parts if _is_constants(part)]
+        in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
         self.constants = sum(type(node) is Persistent for nodes in in_code for node in nodes)
         self.others = ()
         self.attribute_devices = [
@@ -124,7 +125,7 @@ class TorchScript(TorchZip, Program):
             place, key = base + node.pid, graph.nodes[pid[2]]
             if place in keys or type(key) is not str:
                 continue
-            name = f"{folder}{key}" if self.archive.find(f"{folder}{key}") is not None else f"constants/{key}"
+            name = f"{folder}{key}" if self.archive.find(f"{folder}{key}") is not None else f"{_CONSTANTS}{key}"
             copy = nodes[place]
             assert type(copy) is tuple
             keys[place] = copy[2]
@@ -151,7 +152,7 @@ class TorchScript(TorchZip, Program):
         stored = {storage.key for ref, storage in reader.uses() if ref < end and storage.nbytes} - named
         plain = [name for name, ref in self.modules.plain if name in self.plain and keys([ref]) & stored]
         rest = stored - keys(ref for _, ref in self.modules.plain)
-        constants = sum(len(without_numbers(TensorReader(part.graph))) for part in self.parts if _is_constants(part))
+        constants = sum(key.startswith(_CONSTANTS) for key in without_numbers(reader))
         parts = name_parts("tensor", plain, rest=" in plain attributes")
         if constants:
             parts.append(f"{pluralize(constants, 'constant')} of the code")
@@ -255,11 +256,6 @@ class TorchScript(TorchZip, Program):
         else:
             era = "torch 1.3 to 2.0"
         return f"{era} (TorchScript version {version})"
-
-
-def _is_constants(part: ScriptPickle) -> bool:
-    """Return whether a pickle holds the constants of the code."""
-    return part.record.name.endswith("/constants.pkl")
 
 
 def _as_script(graph: Graph) -> Graph:
