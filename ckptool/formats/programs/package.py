@@ -72,7 +72,8 @@ class TorchPackage(ProgramArchive):
         programs = self._add_programs(items)
         others = [name for name in others if name not in ("byteorder", "version")]
         self.graph = self.builder.graph(self.builder.mapping(items))
-        used = {storage.key for ref, storage in TensorReader(self.graph).uses() if ref in self.graph.reachable()}
+        reachable = {*self.graph.reachable()}
+        used = {storage.key for ref, storage in TensorReader(self.graph).uses() if ref in reachable}
         unused = [key for key, record in self.records_of.items() if record.size and key not in used | self._numbers]
         if unused:
             self.unnamed = [f"{pluralize(len(unused), 'storage')} that only its own code uses"]

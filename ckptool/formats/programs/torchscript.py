@@ -29,8 +29,9 @@ from ..torch.zip_reader import TorchZip
 from .archive import describe, describe_devices, graph_of, name_parts, without_numbers
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
-#: Other pickles whose storages have location tags, and the folders of these storages.
+#: The folder of the storages of constants.pkl.
 _CONSTANTS: Final = "constants/"
+#: Other pickles whose storages have location tags, and the folders of these storages.
 _OTHERS: Final = (("constants.pkl", _CONSTANTS), ("bytecode.pkl", "bytecode/"))
 #: The example inputs of tracing. Their storages are written without bytes, and only
 #: ``torch.jit.load(_restore_shapes=True)`` reads them.
