@@ -386,17 +386,48 @@ def test_requests_of_commands(server: Server) -> None:
         server.clear()
         assert say(*words, "s3://bucket/bare.pth").code == 0
         assert server.count() <= most
+
+
+@pytest.mark.parametrize(
+    ("call", "requests", "round_trips"),
+    [
+        (["--key", "model"], 2, 2),  # the listing, and .metadata
+        ([], 6, 3),  # and the objects, in four files
+    ],
+    ids=("tensors", "objects"),
+)
+def test_requests_of_dcp(call: list[str], requests: int, round_trips: int, server: Server, tmp_path: Path) -> None:
+    folder, copy = FIXTURES / "dcp4", tmp_path / "copy"
+    if call:
+        assert say("convert", folder, *call, "--to-format", "dcp", "-o", copy).code == 0
+        folder = copy
+    for path in folder.iterdir():
+        server.put("bucket", f"counted{len(call)}/{path.name}", path.read_bytes())
     server.delay = 0.05
     try:
         for _ in range(5):  # on a busy machine, a request of a batch may begin when another one has ended
             server.clear()
-            assert say("keys", "s3://bucket/dcp4/").code == 0
-            if server.round_trips == 2:
+            assert say("keys", f"s3://bucket/counted{len(call)}/").code == 0
+            if server.round_trips == round_trips:
                 break
     finally:
         server.delay = 0
-    assert server.count() <= 6
-    assert server.round_trips == 2  # the listing; .metadata and the first bytes of four files, which have the objects
+    assert server.count() <= requests
+    assert server.round_trips == round_trips
+
+
+def test_a_pointer_instead_of_a_data_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are too small for their items are looked at, so the answer is the same as locally."""
+    shutil.copytree(FIXTURES / "dcp4", tmp_path / "pulled")
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 19113\n"
+    (tmp_path / "pulled" / "__1_0.distcp").write_bytes(pointer)
+    for path in (tmp_path / "pulled").iterdir():
+        server.put("bucket", f"pulled/{path.name}", path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    for command in ("keys", "inspect", "validate"):
+        said = say(command, "s3://bucket/pulled", "-v")
+        assert "__1_0.distcp cannot be read: it is a Git LFS pointer" in said.all
+        assert plain(said) == plain(say(command, "pulled", "-v"))
 
 
 @pytest.mark.parametrize(

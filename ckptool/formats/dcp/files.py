@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Final
@@ -18,9 +18,8 @@ from ..names.dcp import DATA, OF_RANK
 from .items import edges
 from .metadata import Item
 
-#: The first bytes of a data file, by which a placeholder is recognised. Objects come first, too: see
-#: ``_write_files_from_queue`` in torch/distributed/checkpoint/filesystem.py.
-_HEAD: Final = 16 << 10
+#: The first bytes of a data file, by which a placeholder is recognised.
+_HEAD: Final = 1024
 
 
 def metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
@@ -38,33 +37,49 @@ def metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
     raise MalformedError(what, path=folder.path, next="get the folder again, with its hidden files")
 
 
-def ask_for(folder: Folder, metadata: Sequence[str], data: Sequence[str], items: Iterable[Item] = ()) -> None:
-    """Announce what is read next: metadata files, the first bytes of data files, and items in these."""
+def ask_for(folder: Folder, metadata: Sequence[str]) -> None:
+    """Announce that metadata files are read next, as a whole."""
     if is_remote(folder.path):  # there it takes no request to open a file
-        files = {name: folder.open(name) for name in (*metadata, *data)}
-        begins = (Span(file, 0, file.size if name in metadata else _HEAD) for name, file in files.items())
-        prefetch(chain(begins, *(edges(item, files) for item in items)))
+        prefetch(Span(file, 0, file.size) for file in map(folder.open, metadata))
 
 
 def open_data(
     folder: Folder, names: Sequence[str], items: Sequence[Item], opened: list[Source], stack: ExitStack
 ) -> tuple[dict[str, Source], dict[str, CkptoolError]]:
-    """Return the open data files, and the errors of the files that cannot be opened, both by name."""
+    """Return the open data files, and the errors of the files that cannot be opened, both by name.
+
+    The ``items`` that are objects are read next.
+    """
     files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
-    ask_for(folder, (), names, (item for item in items if item.offset is None))
     for name in names:
         try:
-            source = folder.open(name)
+            files[name] = folder.open(name)
         except UnreadableError as error:
             closed[name] = error
             continue
-        stack.callback(source.close)
-        opened.append(source)
-        # A rank with nothing to write leaves an empty file.
-        placeholder = explain_placeholder(source) if source.size else None
+        stack.callback(files[name].close)
+        opened.append(files[name])
+    heads = _heads(files, items)
+    prefetch(chain(heads.values(), *(edges(item, files) for item in items if item.offset is None)))
+    for name in heads:
+        placeholder = explain_placeholder(files[name])
         if placeholder is not None:
             closed[name] = placeholder
-        else:
-            files[name] = source
+            del files[name]
     return files, closed
+
+
+def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span]:
+    """Return the first bytes of files that may be placeholders, by name.
+
+    A remote file with room for its items is not looked at. A rank with nothing to write leaves an empty file.
+    """
+    ends: dict[str, int] = {}
+    for item in items:
+        ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
+    return {
+        name: Span(file, 0, _HEAD)
+        for name, file in files.items()
+        if file.size and (file.size < ends.get(name, file.size + 1) or not file.missing([(0, _HEAD)]))
+    }

@@ -493,12 +493,10 @@ class _Listing(NamedTuple):
     own: list[FoundPickle]
 
 
-def _read_listing(
-    folder: Folder, wanted: Sequence[str], data: Sequence[str], opened: list[Source], stack: ExitStack
-) -> _Listing:
-    """Read the metadata of a folder, from one file or from one file per rank; its data files are opened next."""
+def _read_listing(folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack) -> _Listing:
+    """Read the metadata of a folder, from one file or from one file per rank."""
     ranks, own = [], []
-    ask_for(folder, wanted, data)
+    ask_for(folder, wanted)
     for name in wanted:
         listing = open_listing(folder, name, stack, name)
         opened.append(listing)
@@ -529,7 +527,7 @@ def read(folder: Folder) -> tuple[FolderSource, Dcp]:
     with opening(folder.path, "it is damaged: get the folder again") as stack:
         listings: list[Source] = []
         data = [name for name in names if name.endswith(DATA)]
-        read, own = _read_listing(folder, wanted, data, listings, stack)
+        read, own = _read_listing(folder, wanted, listings, stack)
         files, closed = open_data(folder, data, read.items, opened, stack)
         opened += listings
         container = Dcp(folder, read, files, own, closed)
@@ -558,7 +556,7 @@ def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> 
             data = [f"{part}/{name}" for name in inside if name.endswith(DATA)]
             metadata = [f"{part}/{name}" for name in metadata_names(folder.inner(part), inside)]
             listings: list[Source] = []
-            read, odd = _read_listing(folder, metadata, data, listings, stack)
+            read, odd = _read_listing(folder, metadata, listings, stack)
             taken = {place[:1] for other in parts for place in other.paths.values()}
             apart = any(place[:1] in taken for place in read.paths.values())
             parts.append(placed(read, part, apart=apart))
