@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from ..base import addresses
@@ -20,9 +20,8 @@ _ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
 _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 #: Files whose ends are asked for at the same time: they take half of the memory for remote files.
 _GROUP: Final = 64
-#: Folders that somebody asked for, and those that are known to exist.
+#: Folders that somebody asked for.
 _OPENED: Final[Recent[RemoteFolder]] = Recent(64, seconds=2)
-_FOUND: Final[Recent[RemoteFolder]] = Recent(64, seconds=2)
 
 
 def open_folder(address: str, settings: Settings | None = None) -> RemoteFolder:
@@ -41,13 +40,11 @@ def folder_at(address: str) -> RemoteFolder | None:
 
     Raises UnreadableError if it can only be a folder, and cannot be listed, or if the server fails.
     """
-    if found := _FOUND.get(reveal(address)):
-        return found
-    if is_file(address):
-        return None
     folder = open_folder(address)
+    if not addresses.is_folder(folder.path) and is_file(address):
+        return None
     try:
-        return _FOUND.keep(reveal(address), folder) if folder.files else None
+        return folder if folder.files else None
     except UnreadableError as error:
         parts = addresses.parse(meant(address))
         if error.of_server or parts.path.endswith("/") or not parts.path:
@@ -75,45 +72,54 @@ class RemoteFolder(Folder):
     Files whose names differ in digits alone, such as shards, are asked for together once one of them is read.
     """
 
-    def __init__(self, address: str, settings: Settings, allowance: Allowance) -> None:
+    def __init__(
+        self, address: str, settings: Settings, allowance: Allowance, listed: dict[str, Facts] | None = None
+    ) -> None:
         super().__init__(conceal(address))
-        self._address, self._settings, self._allowance = address, settings, allowance
-        self._listed: dict[str, Facts] | None = None
-        self._folders: set[str] = set()
-        self._store: Store | None = None
+        self._address, self._settings, self._allowance, self._given = address, settings, allowance, listed
         self._blocks: dict[str, Blocks] = {}
-        self._groups: dict[str, list[str]] = {}
         self._begun: set[str] = set()
 
-    @property
+    @cached_property
     def files(self) -> dict[str, Facts]:
-        """The facts of all files by their paths in the folder, with "/". Raises UnreadableError without a listing."""
-        if self._listed is None:
-            self._store, prefix = open_store(self._address, self._settings)
-            prefix = prefix.strip("/")
-            start = len(prefix) + 1 if prefix else 0
-            try:
-                listed = {facts.key[start:]: facts for facts in alone(partial(self._store.list, prefix))}
-                if any(not facts.key.startswith(prefix) for facts in listed.values()):
-                    raise Failed("answer")
-                listed.pop("", None)  # an empty object that stands for the folder
-                if any(_ODD.search(path) or addresses.parse(f"s3://b/{path}").query for path in listed):
-                    raise Failed("key")
-            except Failed as failed:
-                found = failed
-            else:
-                return self._keep(listed)
-            raise error_of(found, self._address)
-        return self._listed
+        """The facts of all files by their paths in the folder, with "/". Raises UnreadableError without a listing.
 
-    def _keep(self, listed: dict[str, Facts]) -> dict[str, Facts]:
-        """Keep the files of a listing; empty objects that stand for folders are left out."""
-        paths = (path.split("/") for path in listed)
-        self._folders = {"/".join(path[:end]) for path in paths for end in range(len(path))}
-        self._listed = {path: facts for path, facts in listed.items() if path not in self._folders}
+        Empty objects that stand for folders are left out.
+        """
+        return {path: facts for path, facts in self._listed.items() if path not in self._folders}
+
+    @cached_property
+    def _folders(self) -> set[str]:
+        paths = (path.split("/") for path in self._listed)
+        return {"/".join(path[:end]) for path in paths for end in range(len(path))}
+
+    @cached_property
+    def _place(self) -> tuple[Store, str]:
+        """The store, and the key of the folder without slashes at its ends."""
+        store, key = open_store(self._address, self._settings)
+        return store, key.strip("/")
+
+    @cached_property
+    def _listed(self) -> dict[str, Facts]:
+        """What is below the address, also empty objects that stand for folders."""
+        listed = self._ask() if self._given is None else self._given
         if listed:
             addresses.found_folder(self.path)
-        return self._listed
+        return listed
+
+    def _ask(self) -> dict[str, Facts]:
+        store, prefix = self._place
+        start = len(prefix) + 1 if prefix else 0
+        try:
+            listed = {facts.key[start:]: facts for facts in alone(partial(store.list, prefix))}
+            if any(not facts.key.startswith(prefix) for facts in listed.values()):
+                raise Failed("answer")
+            listed.pop("", None)  # an empty object that stands for the folder
+            if any(_ODD.search(path) or addresses.parse(f"s3://b/{path}").query for path in listed):
+                raise Failed("key")
+        except Failed as failed:
+            raise error_of(failed, self._address) from None
+        return listed
 
     def names(self, *, strict: bool = False) -> frozenset[str]:
         """Return the names of the files and folders in it; none for a web server, unless ``strict``.
@@ -148,34 +154,36 @@ class RemoteFolder(Folder):
         return source
 
     def _source(self, name: str) -> RemoteSource:
-        assert self._store
         blocks = self._blocks.setdefault(name, Blocks(self._allowance))
         address = addresses.join(self._address, name)
-        return RemoteSource(self._store, address, self._settings, self._allowance, self.files[name], blocks)
+        return RemoteSource(self._place[0], address, self._settings, self._allowance, self.files[name], blocks)
+
+    @cached_property
+    def _groups(self) -> dict[str, list[str]]:
+        """The files whose names differ in digits alone, by what is the same in their names."""
+        groups: dict[str, list[str]] = {}
+        for path in sorted(self.files):
+            groups.setdefault(_alike(path), []).append(path)
+        return groups
 
     def _begin(self, name: str) -> None:
         """Ask for the ends of a file, and of the files like it that nobody asked for yet."""
-        if not self._groups:
-            for path in sorted(self.files):
-                self._groups.setdefault(_alike(path), []).append(path)
         others = [] if name in self._begun else self._groups[_alike(name)]
         batch = [name, *(other for other in others if other not in self._begun and other != name)][:_GROUP]
         self._begun.update(batch)
-        at_once(batch, lambda each: self._begin_one(each, each == name))
 
-    def _begin_one(self, name: str, wanted: bool) -> None:
-        if wanted:
-            self._source(name).begin()
-        else:
-            with suppress(CkptoolError):  # raised again when that file is read
-                self._source(name).begin()
+        def begin(each: str) -> None:
+            try:
+                self._source(each).begin()
+            except CkptoolError:
+                if each == name:  # errors of others are raised again when these are read
+                    raise
+
+        at_once(batch, begin)
 
     def inner(self, name: str) -> RemoteFolder:
-        found = RemoteFolder(addresses.join(self._address, name), self._settings, self._allowance)
-        files = {path[len(name) + 1 :]: facts for path, facts in self.files.items() if path.startswith(f"{name}/")}
-        found._store = self._store
-        found._keep(files)
-        return found
+        listed = {path[len(name) + 1 :]: facts for path, facts in self.files.items() if path.startswith(f"{name}/")}
+        return RemoteFolder(addresses.join(self._address, name), self._settings, self._allowance, listed)
 
     def outer(self) -> RemoteFolder:
         return RemoteFolder(addresses.parent(self._address), self._settings, self._allowance)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Final, TypeVar
@@ -224,34 +224,25 @@ def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str
 def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     """Return credentials, region and endpoint of a profile, as boto3 finds them; raises Failed."""
     try:
-        import botocore.exceptions
-        import botocore.session
+        from botocore import exceptions
+        from botocore.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise Failed("botocore") from None
+    found = Session(profile=profile or None)
     try:
-        session = botocore.session.Session(profile=profile or None)
-        credentials = session.get_credentials()
-        region, settings = session.get_config_variable("region"), session.get_scoped_config()
-    except botocore.exceptions.ProfileNotFound:
+        provider = Boto3CredentialProvider(found, ttl=timedelta(minutes=15))
+        provider()  # an expired sign-in fails here already, with an error that says so
+        region, endpoint = found.get_config_variable("region"), found.get_scoped_config().get("endpoint_url")
+    except exceptions.ProfileNotFound:
         raise Failed("profile") from None
-    except botocore.exceptions.BotoCoreError:
+    except exceptions.BotoCoreError:
         raise Failed("expired") from None
-    if credentials is None:
-        raise Failed("none")
-
-    def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
-        expires = datetime.now(timezone.utc) + timedelta(minutes=15)
-        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
-        return {**keys, "token": frozen.token, "expires_at": expires}
-
-    try:
-        provide()  # an expired sign-in fails here already, with an error that says so
-    except botocore.exceptions.BotoCoreError:
-        raise Failed("expired") from None
+    except ValueError:
+        raise Failed("none") from None
     more: dict[str, Any] = {"region": region} if region and "AWS_REGION" not in variables else {}
-    more |= {"endpoint": settings["endpoint_url"]} if settings.get("endpoint_url") else {}
-    return {"credential_provider": provide, **more}
+    more |= {"endpoint": endpoint} if endpoint else {}
+    return {"credential_provider": provider, **more}
 
 
 def failed_of(error: BaseException) -> Failed:
@@ -384,34 +375,22 @@ class ObStore:
 
     def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
-        parts, first = iter(chunks), [b""]
-        while sum(map(len, first)) < _PART and (part := next(parts, None)) is not None:
-            first.append(part)
-        options: dict[str, Any] = {"chunk_size": _PART, "max_concurrency": _PARTS_AT_ONCE}
-        stopped: list[BaseException] = []
-
-        def rest() -> Iterator[bytes]:
-            try:
-                yield from parts
-            except BaseException as error:
-                stopped.append(error)
-                raise
-
-        data: Any = chain(first, rest())
-        if sum(map(len, first)) < _PART:
-            mode = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
-            data, options = b"".join(first), {"mode": mode}
-        try:
-            _ask(lambda: self._store.put(key, data, **options))
-        except Failed as failed:
-            if stopped:  # not the store failed, but who makes the bytes
-                raise stopped[0] from None
-            if failed.status != 412 or "chunk_size" in options or self.head(key).etag != former:
-                raise
-        else:
+        parts, first = iter(chunks), bytearray()
+        while len(first) < _PART and (part := next(parts, None)) is not None:
+            first += part
+        data = bytes(first)
+        if len(data) >= _PART:
+            whole = chain([data], parts)
+            _ask(lambda: self._store.put(key, whole, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE))
             return
-        # The object is still the same: Ceph 16 compares with the ETag without its quotes.
-        _ask(lambda: self._store.put(key, data, mode={"e_tag": former.strip('"')}))
+        mode: Any = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
+        try:
+            _ask(lambda: self._store.put(key, data, mode=mode))
+        except Failed as failed:
+            if failed.status != 412 or self.head(key).etag != former:
+                raise
+            # The object is still the same: Ceph 16 compares with the ETag without its quotes.
+            _ask(lambda: self._store.put(key, data, mode={"e_tag": former.strip('"')}))
 
     def copies(self) -> Copier | None:
         return self._copies() if self._copies else None

@@ -125,8 +125,7 @@ def open_store(address: str, settings: Settings, *, writing: bool = False) -> tu
             return hub.open_store(f"{parts.host}/{parts.path}", settings)
         return obstores.open_store(address, settings)
     except Failed as failed:
-        found = failed
-    raise error_of(found, address, writing=writing)
+        raise error_of(failed, address, writing=writing) from None
 
 
 class RemoteSource(Source):
@@ -171,22 +170,18 @@ class RemoteSource(Source):
         try:
             answers = together([first, last] if tail else [first])
         except Failed as failed:
-            found = failed
-        else:
-            self.size, self._etag = answers[0].facts[1:]
-            for at, answer in zip((0, max(self.size - ENDS, 0)), answers):
-                self._keep(at, answer)
-            return
-        if found.status == 416 or found.kind == "whole":  # an empty object has no first byte
-            self.size, self._etag = self._do(lambda: self._store.head(self._key))[1:]
-            if not self.size:
-                return
-        raise error_of(found, self._address)
+            if failed.status == 416 or failed.kind == "whole":  # an empty object has no first byte
+                self.size, self._etag = self._head()[1:]
+                if not self.size:
+                    return
+            raise error_of(failed, self._address) from None
+        self.size, self._etag = answers[0].facts[1:]
+        for at, answer in zip((0, max(self.size - ENDS, 0)), answers):
+            self._keep(at, answer)
 
     def check_unchanged(self) -> None:
         """Raise ChangedError if the object was replaced since it was opened."""
-        facts = self._do(lambda: self._store.head(self._key))
-        if facts[1:] != (self.size, self._etag):
+        if self._head()[1:] != (self.size, self._etag):
             raise self._changed()
 
     def read(self, offset: int, size: int) -> bytes:
@@ -203,20 +198,14 @@ class RemoteSource(Source):
             if gaps:
                 begin = gaps[0][0]
                 self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
-                self._next = until = min(max(begin + self._window, offset + size), self.size)
+                self._next = min(max(begin + self._window, offset + size), self.size)
+                missing = self.missing([(begin, self._next - begin)])
         if gaps:
-            kept += self._fetch([(begin, until - begin)])
+            kept += self._ask([part for span in missing for part in _requests(span)])
         return _cut(sorted(kept), offset, size)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Ask for several ranges, (offset, size) in bytes, at the same time, and keep them as far as there is room."""
-        wanted, total = [], 0
-        for begin, size in sorted(ranges):
-            size = min(size, self.size - begin)
-            if size > 0 and total + size <= LIMITS.remote_bytes:
-                wanted.append((begin, size))
-                total += size
-        self._fetch(wanted)
+        fetch(self.missing(ranges))
 
     def origin(self) -> Origin | None:
         """Return where the server finds the bytes to copy them, or None if it cannot copy."""
@@ -225,8 +214,8 @@ class RemoteSource(Source):
 
     def missing(self, ranges: Iterable[Range]) -> list[Span]:
         with self._allowance.lock:
-            gaps = [gap for begin, end in _joined(ranges) for gap in self._blocks.split(begin, min(end, self.size))[1]]
-        return [Span(self, *gap) for gap in gaps]
+            parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
+            return [Span(self, *gap) for gap in _joined(gap for _, gaps in parts for gap in gaps)]
 
     def allow(self, nbytes: int) -> None:
         """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
@@ -243,23 +232,13 @@ class RemoteSource(Source):
         with self._allowance.lock:
             self._blocks.clear()
 
-    def _fetch(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
-        """Return (offset, bytes) that cover the ranges, in order. Missing bytes are downloaded, and kept."""
-        pieces: list[tuple[int, bytes]] = []
-        missing: list[Range] = []
-        with self._allowance.lock:
-            for begin, size in ranges:
-                kept, gaps = self._blocks.split(begin, begin + size)
-                pieces += kept
-                missing += gaps
-        asked = [part for begin, end in _joined(missing) for part in _requests(begin, end)]
-        if asked:
-            self.allow(sum(size for _, size in asked))
-            answers = self._do(lambda: self._store.many(self._key, asked, self._etag))
-            for (at, _), answer in zip(asked, answers, strict=True):
-                self._keep(at, answer)
-                pieces.append((at, answer.data))
-        return sorted(pieces)
+    def _ask(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
+        """Download ranges, and return the (offset, bytes) of each, which are kept too."""
+        self.allow(sum(size for _, size in ranges))
+        answers = self._do(lambda: self._store.many(self._key, ranges, self._etag))
+        for (at, _), answer in zip(ranges, answers, strict=True):
+            self._keep(at, answer)
+        return [(at, answer.data) for (at, _), answer in zip(ranges, answers)]
 
     def _keep(self, at: int, answer: Answer) -> None:
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
@@ -268,12 +247,14 @@ class RemoteSource(Source):
         with self._allowance.lock:
             self._blocks.add(at, answer.data)
 
+    def _head(self) -> Facts:
+        return self._do(lambda: alone(lambda: self._store.head(self._key)))
+
     def _do(self, request: Callable[[], T]) -> T:
         try:
-            return alone(request)
+            return request()
         except Failed as failed:
-            found = failed
-        raise error_of(found, self._address)
+            raise error_of(failed, self._address) from None
 
     def _changed(self) -> ChangedError:
         return error_of(Failed("", 412), self._address)  # type: ignore[return-value]
@@ -327,7 +308,7 @@ def fetch(spans: Iterable[Span]) -> None:
             break
         room -= size
         source.allow(size)
-        requests += ((source, *part) for part in _requests(offset, offset + size))
+        requests += ((source, *part) for part in _requests(Span(source, offset, size)))
     at_once(requests, lambda request: request[0].fetch(*request[1:]))
 
 
@@ -385,19 +366,21 @@ class Blocks:
             self._allowance.forget(self, begin)
 
 
-def _requests(begin: int, end: int) -> Iterator[Range]:
-    """Yield a stretch of bytes as ranges that are small enough for one request."""
-    return ((at, min(_REQUEST, end - at)) for at in range(begin, end, _REQUEST))
+def _requests(span: Span) -> Iterator[Range]:
+    """Yield a span as ranges that are small enough for one request."""
+    end = span.offset + span.size
+    return ((at, min(_REQUEST, end - at)) for at in range(span.offset, end, _REQUEST))
 
 
-def _joined(ranges: Iterable[Range]) -> list[tuple[int, int]]:
-    """Return (begin, end) of ranges in order, those with a small gap between them as one."""
-    found: list[tuple[int, int]] = []
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges in order, those with a small gap between them as one."""
+    found: list[Range] = []
     for begin, size in sorted(ranges):
-        if found and begin - found[-1][1] < _GAP:
-            found[-1] = found[-1][0], max(found[-1][1], begin + size)
+        last, length = found[-1] if found else (begin, 0)
+        if found and begin - (last + length) < _GAP:
+            found[-1] = last, max(length, begin + size - last)
         else:
-            found.append((begin, begin + size))
+            found.append((begin, size))
     return found
 
 

@@ -97,7 +97,8 @@ class Store(Protocol):
     def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
         """Write an object. ``former`` is the ETag of the object that it may replace, "" if there must be none.
 
-        Nothing is visible before the last chunk, nor if the chunks raise an error. A large object takes no condition.
+        Nothing is visible before the last chunk. If the chunks raise an error, nothing is written, and ``Failed`` does
+        not say which error it was. A large object takes no condition.
         """
         ...
 

@@ -140,7 +140,6 @@ class Bench:
         """Run a command as a new process would, with the objects and the faults of the server as they are."""
         source._OPENED.clear()
         folder._OPENED.clear()
-        folder._FOUND.clear()
         hub._repository.cache_clear()
         obstores._copier.cache_clear()
         self.out.unlink(missing_ok=True)

@@ -110,7 +110,6 @@ def impatient(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()
     folder._OPENED.clear()
-    folder._FOUND.clear()
     hub._repository.cache_clear()
 
 

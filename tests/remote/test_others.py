@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from traceback import format_exception
 from typing import Any
 
 import pytest
@@ -94,4 +95,6 @@ def test_exceptions_of_file_systems(error: Exception, what: str, files: Any, mon
     monkeypatch.setattr(type(files), "cat_ranges", fail)
     with pytest.raises(CkptoolError) as caught:
         found.read(1 << 20, 10)
-    assert (caught.value.what, caught.value.__context__) == (what, None)
+    assert caught.value.what == what
+    assert "SECRET" not in "".join(format_exception(caught.value))
+    assert caught.value.__context__ is not None and caught.value.__context__.__context__ is None

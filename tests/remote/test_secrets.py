@@ -82,7 +82,6 @@ def forget(server: Server, fault: str = "") -> None:
     """Let the next command begin as a new process does, and meet a fault at every request."""
     source._OPENED.clear()
     folders._OPENED.clear()
-    folders._FOUND.clear()
     hub._repository.cache_clear()
     server.clear()
     if fault:
