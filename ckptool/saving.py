@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .base.errors import (
@@ -211,6 +212,7 @@ def write_output(
     expect = partial(expect_plan, path=checkpoint.path)
     promise = promise_of(checkpoint, path)
     step = None if on_progress is None else _counting(on_progress, size)
+    check_one = None if promise is None else partial(_check_file, checkpoint, promise)
     if is_remote(path):
         if tasks is not None:
             refuse_remote_output(path)
@@ -218,8 +220,7 @@ def write_output(
             raise _no_folder(path)
         from .remote.publishing import publish
 
-        check_planned = None if promise is None else partial(_check_file, checkpoint, promise)
-        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_planned, expect=expect)
+        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_one, expect=expect)
         return Saved(path, size, ready.exact, plan, traffic=traffic)
     if tasks is None:
         expect(plan)
@@ -240,7 +241,6 @@ def write_output(
             staged=staged,
         )
     else:
-        check_one = None if promise is None else partial(_check_file, checkpoint, promise)
         written = write_file(
             plan, path, sources, force=output.force, mode=mode, progress=step, check=check_one, fill=fill, staged=staged
         )
@@ -251,14 +251,14 @@ def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> T
     """Return what writing an output would move to or from remote storage, or None."""
     if not is_remote(path) and not any(is_remote(source.name) for source in sources):
         return None
-    from .remote.publishing import Cut, Traffic, planned_traffic, traffic_of
+    from .remote.publishing import Traffic, planned_traffic, traffic_of
 
     if is_remote(path):
         if isinstance(plan, FolderPlan):
             raise _no_folder(path)
         return planned_traffic(plan, path, sources)
     plans = [plan] if isinstance(plan, Plan) else [file for _, file in plan.files]
-    found = [traffic_of(Cut((), one)) for one in plans]
+    found = [traffic_of(one) for one in plans]
     return Traffic(sum(one.requests for one in found), sum(one.down for one in found), 0, 0)
 
 
@@ -293,12 +293,13 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
 
 
 def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
-    done = 0
+    done, lock = 0, Lock()
 
     def step(size: int) -> None:
         nonlocal done
-        done += size
-        on_progress(done, total)
+        with lock:  # several threads write
+            done += size
+            on_progress(done, total)
 
     on_progress(0, total)
     return step

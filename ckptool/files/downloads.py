@@ -23,13 +23,17 @@ def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]
     """
     if not _any_remote():
         return
-    # A late piece depends on the numbers of earlier pieces, and reads nothing.
-    reading = (piece for piece in pieces if not (isinstance(piece, Computed) and piece.late))
-    spans = chain(chain.from_iterable(map(spans_read, reading)), (expected.span for expected in checksums))
-    if missing := _missing(spans):
+    if missing := _missing(spans_of(pieces, checksums)):
         remote = lazy.module("remote.source")
         remote.announce(sum(span.size for span in missing), path or missing[0].source.name)
         remote.fetch(missing)
+
+
+def spans_of(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]) -> Iterator[Span]:
+    """Yield every span that is read for these pieces and checksums."""
+    # A late piece depends on the numbers of earlier pieces, and reads nothing.
+    reading = (piece for piece in pieces if not (isinstance(piece, Computed) and piece.late))
+    return chain(chain.from_iterable(map(spans_read, reading)), (expected.span for expected in checksums))
 
 
 def expect_plan(plan: Plan | FolderPlan, path: str) -> None:

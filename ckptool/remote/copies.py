@@ -7,14 +7,14 @@ ListMultipartUploads of the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from functools import cached_property
 from typing import Any, Final
 
 import botocore.session
 from botocore import UNSIGNED, exceptions
 from botocore.config import Config
-from botocore.parsers import ResponseParserError
 
 from ..base.limits import LIMITS
 from .store import Account, Failed, Origin, Range
@@ -22,20 +22,18 @@ from .store import Account, Failed, Origin, Range
 #: Seconds in which a server must have copied a part, which may have 5 GiB, or joined all parts, and these requests.
 _COPY_SECONDS: Final = 600
 _SLOW: Final = ("upload_part_copy", "complete_multipart_upload")
+#: The age of an unfinished upload that a killed run left.
+_OLD: Final = timedelta(days=1)
 #: The kinds of failures by errors of botocore, in the order in which they are looked for.
 _KINDS: Final = (
     (exceptions.SSLError, "tls"),
     (exceptions.ProxyConnectionError, "proxy"),
-    (exceptions.ConnectTimeoutError, "timeout"),
-    (exceptions.ReadTimeoutError, "timeout"),
+    ((exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError), "timeout"),
     (exceptions.EndpointConnectionError, "route"),
     (exceptions.ProfileNotFound, "profile"),
     (exceptions.NoCredentialsError, "none"),
     (exceptions.PartialCredentialsError, "keys"),
-    (exceptions.UnauthorizedSSOTokenError, "expired"),
-    (exceptions.SSOTokenLoadError, "expired"),
-    (exceptions.TokenRetrievalError, "expired"),
-    (ResponseParserError, "body"),
+    ((exceptions.SSOError, exceptions.TokenRetrievalError), "expired"),
     (exceptions.HTTPClientError, "reset"),
 )
 
@@ -75,22 +73,30 @@ class S3Copier:
             "s3", region_name=region, endpoint_url=endpoint or None, verify=authority, config=config
         )
 
-    def unfinished(self, key: str) -> Mapping[str, float]:
+    def begin(self, key: str) -> str:
+        known = self._unfinished(key)
+        for upload, begun in known.items():
+            if begun < datetime.now(timezone.utc) - _OLD:
+                self.abort(key, upload)
+        upload, retries = "", 1
+        try:
+            found = self._ask("create_multipart_upload", Key=key)
+            upload, retries = str(found["UploadId"]), found["ResponseMetadata"].get("RetryAttempts", 0)
+            return upload
+        finally:
+            with suppress(Failed):  # uploads may be left whose answers were lost
+                for lost in self._unfinished(key).keys() - known.keys() - {upload} if retries else ():
+                    self.abort(key, lost)
+
+    def _unfinished(self, key: str) -> Mapping[str, datetime]:
+        """Return when each unfinished upload of a key began, by its id; {} if unknown."""
         try:
             found = self._ask("list_multipart_uploads", Prefix=key)
         except Failed as failed:
-            if failed.status in (403, 405, 501):  # no permission to list, or not supported
-                return {}
-            raise
-        now = datetime.now(timezone.utc)
-        uploads = [one for one in found.get("Uploads", ()) if one["Key"] == key]
-        return {one["UploadId"]: (now - one["Initiated"]).total_seconds() for one in uploads}
-
-    def begin(self, key: str) -> str:
-        found = self._ask("create_multipart_upload", Key=key)
-        if found["ResponseMetadata"].get("RetryAttempts"):  # an upload may be left whose answer was lost
-            raise Failed("reset")
-        return str(found["UploadId"])
+            if failed.status not in (403, 405, 501):
+                raise
+            return {}  # no permission to list, or not supported
+        return {one["UploadId"]: one["Initiated"] for one in found.get("Uploads", ()) if one["Key"] == key}
 
     def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
         found = self._ask("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data)
@@ -110,7 +116,8 @@ class S3Copier:
         self._ask("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts}, **condition)
 
     def abort(self, key: str, upload: str) -> None:
-        self._ask("abort_multipart_upload", Key=key, UploadId=upload)
+        with suppress(Failed):
+            self._ask("abort_multipart_upload", Key=key, UploadId=upload)
 
     def _ask(self, name: str, **parameters: Any) -> Any:
         """Return the answer to a request; raises Failed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from ..base.addresses import conceal, parse
@@ -114,12 +114,8 @@ class Copier(Protocol):
     #: Two copiers of one account can copy from each other's buckets.
     account: Account
 
-    def unfinished(self, key: str) -> Mapping[str, float]:
-        """Return the seconds since the beginning of each unfinished upload of a key, by its id; {} if unknown."""
-        ...
-
     def begin(self, key: str) -> str:
-        """Begin an upload and return its id."""
+        """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
         ...
 
     def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
@@ -135,7 +131,7 @@ class Copier(Protocol):
         ...
 
     def abort(self, key: str, upload: str) -> None:
-        """Remove an unfinished upload."""
+        """Remove an unfinished upload, if the server allows it."""
         ...
 
 

@@ -211,7 +211,7 @@ def test_parts_have_the_bytes_of_the_plan(sizes: list[tuple[bool, int]]) -> None
     pieces = [Span(source, begin, size) for begin, (_, size) in zip(begins, sizes)]
     copied = {piece for piece, (is_copied, _) in zip(pieces, sizes) if is_copied}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "_is_copied", lambda piece, copier, read: piece in copied)
+        patch.setattr(publishing, "_is_copied", lambda piece, copier, plan: piece in copied)
         patch.setattr(publishing, "_MAX_PART", 16 * MIB)
         cut = cut_into_parts(Plan(tuple(pieces)), None)
     assert all(5 * MIB <= part.size <= 16 * MIB for part in cut.parts[:-1])
@@ -237,7 +237,7 @@ def test_never_more_than_10_000_parts() -> None:
     source.size = 1 << 60
     pieces = [Span(source, at * 20 * MIB, 10 * MIB) for at in range(12_000)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "_is_copied", lambda piece, copier, read: True)
+        patch.setattr(publishing, "_is_copied", lambda piece, copier, plan: True)
         cut = cut_into_parts(Plan(tuple(piece for each in pieces for piece in (b"head", each))), None)
     assert len(cut.parts) <= 10_000
     assert sum(part.size for part in cut.parts) == 12_000 * (10 * MIB + 4)
@@ -302,7 +302,8 @@ def test_an_output_that_somebody_else_writes_meanwhile(command: list[str], serve
         there = server.get("bucket", "out/new.pth")
         assert (said.code > 3, there) == (True, b"another") or (said.code, there) == (0, made), number
         if said.code:
-            assert "exists" in said.err or "meanwhile" in said.err
+            # If a request of the first run was repeated, the last number is a request after the object was visible.
+            assert any(words in said.err for words in ("exists", "meanwhile", "somebody replaced it")), said.err
     assert not server.uploads
 
 
@@ -372,11 +373,11 @@ def test_leftovers_of_killed_runs(server: Server, monkeypatch: pytest.MonkeyPatc
     """An upload of the same key that is older than a day is removed, no other."""
     copier = obstores._copier("bucket", Account(server.url, "", False, ()))
     assert copier is not None
+    young = copier.begin("out/new.pth")
     for key in ("out/new.pth", "out/new.pth.2", "out/other.pth"):
         copier.begin(key)
     old = time.time() - 90_000
-    server.uploads.update({name: one._replace(begun=old) for name, one in server.uploads.items()})
-    young = copier.begin("out/new.pth")
+    server.uploads.update({name: one._replace(begun=old) for name, one in server.uploads.items() if name != young})
     assert say("strip-module", SOURCE, "-o", TARGET).code == 0
     assert sorted(one.key for one in server.uploads.values()) == ["out/new.pth", "out/new.pth.2", "out/other.pth"]
     assert young in server.uploads
@@ -432,5 +433,5 @@ def test_the_output_is_the_input(server: Server) -> None:
 def test_traffic_of_a_local_output(large: Path, server: Server) -> None:
     source = open_remote(SOURCE)
     plan = Plan((b"head", Span(source, 0, source.size)))
-    assert traffic_of(publishing.Cut((), plan))[1:] == (source.size, 0, 0)
+    assert traffic_of(plan)[1:] == (source.size, 0, 0)
     source.close()

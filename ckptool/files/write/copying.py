@@ -59,11 +59,12 @@ _COMBINED: Final = 128 << 10
 #: Reasons why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
+#: Called with the number of bytes that moved, from any thread.
 Progress: TypeAlias = Callable[[int], None]
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
-def _ignore(size: int) -> None:
+def ignore(size: int) -> None:
     """Report no progress."""
 
 
@@ -85,7 +86,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int 
     MalformedError for a wrong checksum.
     """
     size, expected = plan.size, plan.expected_checksums
-    writer = _Writer(fd, expected, progress or _ignore)
+    writer = _Writer(fd, expected, progress or ignore)
     work = size + sum(checksum.span.size for checksum in expected)
     with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
         run_in_threads(writer.steps(plan.pieces, ahead, at), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
@@ -181,8 +182,8 @@ class _Writer:
     def __init__(self, fd: int, expected: Sequence[ExpectedChecksum], progress: Progress) -> None:
         self.stopped = Event()
         self._fd = fd
-        self._progress = progress
-        self._reporting, self._computing, self._listing = Lock(), Lock(), Lock()
+        self._done = progress
+        self._computing, self._listing = Lock(), Lock()
         self._checks = [new_tuple(_Check, (item, [], [])) for item in expected if item.crc is not None]
         #: The checks of each source, ordered by offset.
         self._places: dict[int, list[_Check]] = {}
@@ -338,10 +339,6 @@ class _Writer:
             left, at = left[count:], at + count
         self._done(len(data))
 
-    def _done(self, size: int) -> None:
-        with self._reporting:
-            self._progress(size)
-
     def _compute(self, piece: Computed, chunks: Iterable[bytes], at: int) -> None:
         """Write the bytes of a piece as they are computed."""
         try:
@@ -488,7 +485,7 @@ class _Streamer(_Writer):
     """Passes pieces to a function, in the order of their bytes. The steps must be done one after the other."""
 
     def __init__(self, put: Callable[[Buffer], None], expected: Sequence[ExpectedChecksum]):
-        super().__init__(-1, expected, _ignore)
+        super().__init__(-1, expected, ignore)
         self._give = put
         self._at = 0
 

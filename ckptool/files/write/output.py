@@ -159,7 +159,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     # A run may have been killed between linking the file and removing its temporary name.
     remove_leftovers(folder, os.path.basename(target))
     if not force:
-        raise _output_exists(path)
+        raise output_exists(path)
     return target
 
 
@@ -403,7 +403,8 @@ def remove_leftovers(folder: str, name: str) -> None:
             os.close(fd)
 
 
-def _output_exists(path: str) -> RefusedError:
+def output_exists(path: str) -> RefusedError:
+    """Return the error for an output that exists and may not be replaced."""
     step = advice("replace it with ", FORCE, ", or choose another name")
     return RefusedError(
         "the output exists", path=path, next=step, again=Again((FORCE,), "replace it, or choose another name: ")
@@ -447,7 +448,7 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
         raise RefusedError(what, path=path, next="choose another name")
     there = os.listdir(target)
     if there and not force:
-        raise _output_exists(path)
+        raise output_exists(path)
     if names is None:
         return
     lost = sorted(name for name in there if name not in names or os.path.isdir(os.path.join(target, name)))

@@ -13,8 +13,8 @@ from ..zips.reader import Nearby, Window
 
 #: Raises ReadBackError if a staged file is wrong.
 Check: TypeAlias = Callable[[Source], None]
-#: Bytes compared at both ends of each span copied from a file.
-_COMPARED: Final = 4096
+#: Bytes compared at both ends of what was copied from a file, or written to a store.
+COMPARED: Final = 4096
 #: Bytes of a computed piece that is kept in memory while it is read.
 _KEPT: Final = 64 << 20
 
@@ -98,6 +98,6 @@ def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
     if not isinstance(piece, Span):
         return True
     source, offset, size = piece
-    count = min(size, _COMPARED)
+    count = min(size, COMPARED)
     origin = copied.window(source)
     return all(staged.read(at + end, count) == origin.read(offset + end, count) for end in {0, size - count})
