@@ -13,12 +13,14 @@ import json
 import os
 import queue
 import re
+import selectors
 import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -111,7 +113,7 @@ class Server:
         self.redirect = ""  # the address of another server, to which the hub redirects
         self.unquoted = False  # whether the condition of a write needs the ETag without its quotes, as in Ceph 16
         self.min_part = 5 * MIB
-        self.stall = 30.0  # seconds of the fault
+        self.stall = 30.0  # seconds of the fault, unless the client gives up before
         self.ranges = True  # plain HTTP: whether ranges are honoured
         self.faults: dict[int, str] = {}
         self.replaced: dict[int, tuple[str, str, bytes]] = {}  # before request N, (bucket, key) gets other bytes
@@ -122,20 +124,16 @@ class Server:
         self.copied = 0
         self.lock = threading.RLock()
         self.pipe = threading.Lock()
-        self.released = threading.Event()
         self.number = 0
-        handler = type("Handler", (_Handler,), {"server_of": self})
-        self.http = _Threading(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.http = Listener(type("Handler", (_Handler,), {"server_of": self}))
+        self.url = self.http.url
 
     def __enter__(self) -> Server:
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.http.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.released.set()
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.end()
 
     def put(self, bucket: str, key: str, data: bytes, etag: str = "") -> Object:
         """Store an object without a request."""
@@ -207,9 +205,32 @@ class Server:
         return chain
 
 
-class _Threading(ThreadingHTTPServer):
+class Listener(ThreadingHTTPServer):
+    """Requests to loopback, each connection in a thread of its own, from ``begin`` to ``end``.
+
+    ``serve_forever`` looks every few milliseconds whether it should end; this one is told by a connection.
+    """
+
     daemon_threads = True
     request_queue_size = 256
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.begin = self._thread.start
+
+    def _serve(self) -> None:
+        while not self._ended:
+            self.handle_request()
+
+    def end(self) -> None:
+        self._ended = True
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.server_port)).close()
+        self._thread.join()
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that give up are no error."""
@@ -242,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.raw, self.query, self.body = url.path, dict(parse_qsl(url.query, keep_blank_values=True)), body
         time.sleep(server.delay)
         if self.fault == "stall":
-            server.released.wait(server.stall)
+            self._wait_for_the_client(server.stall)
         elif self.fault == REPLACED:
             server.replace(self.raw)
         elif self.fault == "kill":
@@ -280,6 +301,12 @@ class _Handler(BaseHTTPRequestHandler):
                 )
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+    def _wait_for_the_client(self, seconds: float) -> None:
+        """Wait until the client gives up and closes the connection, but not for ever."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
+            selector.select(seconds)
 
     def _reset(self) -> None:
         """Close the connection without an answer."""

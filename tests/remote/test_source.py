@@ -280,7 +280,6 @@ def test_a_server_that_stalls(server: Server, monkeypatch: pytest.MonkeyPatch) -
     server.faults = {1: "stall"}
     with pytest.raises(UnreadableError, match="does not answer"):
         open_remote(f"{server.url}/plain/a", Settings())
-    server.released.set()
 
 
 # -- other processes ------------------------------------------------------------------------------------------
