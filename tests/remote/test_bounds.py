@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import say
+from command_line import Said, say
 from remote.server import MIB, Server
 
 from ckptool.base.errors import RefusedError
@@ -155,15 +155,23 @@ def test_a_folder_is_refused_as_a_whole(call: list[str], dcp: str, server: Serve
     ],
 )
 def test_items_come_in_one_batch(
-    call: list[str], requests: int, round_trips: int, dcp: str, server: Server, tmp_path: Path
+    call: list[str],
+    requests: int,
+    round_trips: int,
+    dcp: str,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One by one, 24 tensors would take as many round trips."""
-    words = [word.replace("OUT", str(tmp_path / "out")) for word in call]
-    server.delay = 0.1
-    try:
-        said = say(*words, "s3://bucket/dcp", "--max-download", "1GB")
-    finally:
-        server.delay = 0
+    out = tmp_path / "out.safetensors"
+
+    def run() -> Said:
+        out.unlink(missing_ok=True)
+        return say(*(word.replace("OUT.safetensors", str(out)) for word in call), "s3://bucket/dcp")
+
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "1GB")
+    said = server.slowly(run, round_trips)
     assert said.code == 0, said.err
     assert server.count() <= requests
     assert server.round_trips <= round_trips

@@ -71,13 +71,12 @@ def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.Monke
 
 
 def test_shards_and_their_index_take_two_round_trips(server: Server) -> None:
-    server.delay = 0.1
-    for _ in range(5):  # on a busy machine, a request of a batch may begin when another one has ended
-        server.clear()
+    def opened() -> RemoteFolder:
         found = folder(server)
         assert found.read("model.safetensors.index.json", 100) == FILES["model.safetensors.index.json"]
-        if server.round_trips == 2:
-            break
+        return found
+
+    found = server.slowly(opened, 2)
     assert (server.count(), server.round_trips) == (10, 2)
     for number, name in enumerate(sorted(name for name in found.names() if "-of-" in name), 1):
         with closing(found.open(name)) as source:
@@ -91,14 +90,12 @@ def test_shards_and_their_index_take_two_round_trips(server: Server) -> None:
 
 
 def test_files_that_are_opened_first_and_read_later_are_asked_for_together(server: Server) -> None:
-    server.delay = 0.1
-    for _ in range(5):  # on a busy machine, a request of a batch may begin when another one has ended
-        server.clear()
+    def read() -> None:
         found = folder(server)
         shards = [found.open(name) for name in sorted(found.names()) if "-of-" in name]
         assert [source.read(0, 1) for source in shards] == [bytes([number]) for number in range(1, 9)]
-        if server.round_trips == 2:
-            break
+
+    server.slowly(read, 2)
     assert (server.count(), server.round_trips) == (10, 2)  # the index belongs to them
 
 

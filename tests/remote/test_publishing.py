@@ -40,22 +40,34 @@ EDITS = [
     ["set", "epoch=7"],
 ]
 SOURCE, TARGET = "s3://bucket/model.pth", "s3://bucket/out/new.pth"
+#: One of half the size, which is still written in parts.
+SHORTER = "s3://bucket/shorter.pth"
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 24 MB: with its 25 tensors, a short form of those that are worth an edit on the server."""
-    path = tmp_path_factory.mktemp("large") / "model.pth"
-    state = {f"module.layers.{at}.weight": torch.full((240_000,), float(at)) for at in range(25)}
+def save(path: Path, size: int) -> Path:
+    """Save a checkpoint with 25 tensors of ``size`` numbers."""
+    state = {f"module.layers.{at}.weight": torch.full((size,), float(at)) for at in range(25)}
     moments = {at: {"exp_avg": torch.zeros(1_000)} for at in range(10)}
     torch.save({"state_dict": state, "epoch": 3, "optimizer": {"state": moments, "param_groups": []}}, path)
     return path
 
 
 @pytest.fixture(scope="module")
-def served(large: Path) -> Iterator[Server]:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 24 MB: with its 25 tensors, a short form of those that are worth an edit on the server."""
+    return save(tmp_path_factory.mktemp("large") / "model.pth", 240_000)
+
+
+@pytest.fixture(scope="module")
+def shorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("shorter") / "shorter.pth", 120_000)
+
+
+@pytest.fixture(scope="module")
+def served(large: Path, shorter: Path) -> Iterator[Server]:
     with Server() as server:
         server.put("bucket", "model.pth", large.read_bytes())
+        server.put("bucket", "shorter.pth", shorter.read_bytes())
         server.put("bucket", "small.pth", (FIXTURES / "bare_module.pth").read_bytes())
         yield server
 
@@ -104,21 +116,21 @@ def test_a_conversion_streams(source: str, large: Path, server: Server, tmp_path
 
 
 @pytest.mark.parametrize("edit", [["cast", "--to-dtype", "bf16"], ["slim"], ["sanitize"]], ids=lambda edit: edit[0])
-def test_computed_bytes(edit: list[str], large: Path, server: Server, tmp_path: Path) -> None:
+def test_computed_bytes(edit: list[str], shorter: Path, server: Server, tmp_path: Path) -> None:
     local = tmp_path / "new.pth"
-    assert say(edit[0], large, *edit[1:], "-o", local).code == 0
-    said = say(edit[0], SOURCE, *edit[1:], "-o", TARGET)
+    assert say(edit[0], shorter, *edit[1:], "-o", local).code == 0
+    said = say(edit[0], SHORTER, *edit[1:], "-o", TARGET)
     assert said.code == 0, said.all
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
 def test_without_copies_it_streams(
-    edit: list[str], large: Path, server: Server, tmp_path: Path, without_boto3: None
+    edit: list[str], shorter: Path, server: Server, tmp_path: Path, without_boto3: None
 ) -> None:
     local = tmp_path / "new.pth"
-    assert say(edit[0], large, *edit[1:], "-o", local).code == 0
-    said = say(edit[0], SOURCE, *edit[1:], "-o", TARGET)
+    assert say(edit[0], shorter, *edit[1:], "-o", local).code == 0
+    said = say(edit[0], SHORTER, *edit[1:], "-o", TARGET)
     assert said.code == 0, said.all
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
     assert (server.copied, server.uploads) == (0, {})
@@ -126,7 +138,7 @@ def test_without_copies_it_streams(
 
 @pytest.mark.parametrize("scheme", ["gs://bucket", "az://bucket", "abfs://bucket@account"])
 def test_streams_to_google_and_azure(
-    scheme: str, large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, shorter: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("CKPTOOL_ENDPOINT_URL", server.url)
@@ -143,7 +155,7 @@ def test_streams_to_google_and_azure(
         monkeypatch.setenv("CKPTOOL_ANONYMOUS", "1")
     monkeypatch.setattr(server, "signed", False)
     local = tmp_path / "new.pth"
-    for source in (large, FIXTURES / "bare_module.pth"):
+    for source in (shorter, FIXTURES / "bare_module.pth"):
         target = f"{scheme}/out/{source.name}"
         local.unlink(missing_ok=True)
         assert say("strip-module", source, "-o", local).code == 0
@@ -153,8 +165,8 @@ def test_streams_to_google_and_azure(
         said = say("strip-module", source, "-o", target)
         assert said.code == 4 and "the output exists" in said.err
         assert say("strip-module", source, "-o", target, "--force").code == 0
-    assert say("strip-module", f"{scheme}/model.pth", "-o", f"{scheme}/out/again.pth").code == 0
-    assert say("diff", f"{scheme}/out/again.pth", f"{scheme}/out/model.pth").code == 0
+    assert say("strip-module", f"{scheme}/shorter.pth", "-o", f"{scheme}/out/again.pth").code == 0
+    assert say("diff", f"{scheme}/out/again.pth", f"{scheme}/out/shorter.pth").code == 0
     assert not server.uploads and not server.blocks
 
 
@@ -167,12 +179,12 @@ def test_a_small_output_is_one_request(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", [TARGET, "s3://bucket/out/new.safetensors"])
-def test_from_another_bucket_and_from_the_disk(output: str, large: Path, server: Server, tmp_path: Path) -> None:
+def test_from_another_bucket_and_from_the_disk(output: str, shorter: Path, server: Server, tmp_path: Path) -> None:
     server.buckets.setdefault("other", {})
     local = tmp_path / Path(output).name
     words = ["convert"] if output.endswith(".safetensors") else ["strip-module"]
-    assert say(*words, large, "-o", local).code == 0
-    for source, target in ((large, output), (SOURCE, output.replace("bucket", "other"))):
+    assert say(*words, shorter, "-o", local).code == 0
+    for source, target in ((shorter, output), (SHORTER, output.replace("bucket", "other"))):
         assert say(*words, source, "-o", target).code == 0
         bucket, _, key = target.removeprefix("s3://").partition("/")
         assert server.get(bucket, key) == local.read_bytes()
@@ -270,7 +282,7 @@ def test_a_plan_is_a_source() -> None:
 def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if request.param == "streams":
         monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
-    return ["strip-module", "s3://bucket/small.pth" if request.param == "small" else SOURCE]
+    return ["strip-module", "s3://bucket/small.pth" if request.param == "small" else SHORTER]
 
 
 def test_an_output_that_exists(command: list[str], server: Server) -> None:
@@ -309,16 +321,16 @@ def test_an_output_that_somebody_else_writes_meanwhile(command: list[str], serve
 
 def test_an_input_that_is_replaced_meanwhile(command: list[str], server: Server) -> None:
     key = command[1].removeprefix("s3://bucket/")
-    data = server.get("bucket", key)
+    found = server.object("bucket", key)
     say(*command, "-o", TARGET)
     numbers = telling(server)
     made = server.get("bucket", "out/new.pth")
     try:
         for number in numbers:
             server.buckets["bucket"].pop("out/new.pth", None)
-            server.restore("bucket", key, data)
+            server.put("bucket", key, found.data, found.etag)
             server.clear()
-            server.replaced = {number: ("bucket", key, bytes(len(data)))}
+            server.replaced = {number: ("bucket", key, bytes(len(found.data)))}
             said = say(*command, "-o", TARGET)
             if said.code == 0:
                 assert server.get("bucket", "out/new.pth") == made
@@ -327,7 +339,7 @@ def test_an_input_that_is_replaced_meanwhile(command: list[str], server: Server)
                 assert "out/new.pth" not in server.buckets["bucket"]
             assert not server.uploads
     finally:
-        server.put("bucket", key, data)
+        server.put("bucket", key, found.data, found.etag)
 
 
 def test_what_reads_back_wrong_is_never_visible(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +370,8 @@ def test_an_interrupted_command_leaves_no_upload(server: Server, monkeypatch: py
         assert not server.uploads
 
 
-def test_a_damaged_input_makes_no_output(large: Path, server: Server) -> None:
-    data = bytearray(large.read_bytes())
+def test_a_damaged_input_makes_no_output(shorter: Path, server: Server) -> None:
+    data = bytearray(shorter.read_bytes())
     data[len(data) // 2] ^= 1
     server.put("bucket", "damaged.pth", bytes(data))
     said = say("convert", "s3://bucket/damaged.pth", "-o", "s3://bucket/out/new.safetensors")
@@ -387,7 +399,7 @@ def test_leftovers_of_killed_runs(server: Server, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_that_cannot_copy_gets_the_bytes(
-    large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shorter: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptool.remote.copies import S3Copier
 
@@ -396,8 +408,8 @@ def test_a_server_that_cannot_copy_gets_the_bytes(
 
     monkeypatch.setattr(S3Copier, "copy", refuse)
     local = tmp_path / "new.pth"
-    assert say("strip-module", large, "-o", local).code == 0
-    assert say("strip-module", SOURCE, "-o", TARGET).code == 0
+    assert say("strip-module", shorter, "-o", local).code == 0
+    assert say("strip-module", SHORTER, "-o", TARGET).code == 0
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
     assert not server.uploads
 

@@ -8,10 +8,11 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
-from remote.server import FAULTS, MIB, Server
+from remote.server import DELAYS, FAULTS, MIB, Server
 
 pytest.importorskip("obstore")
 
@@ -73,11 +74,10 @@ def test_an_empty_object(opened: Open, server: Server) -> None:
 
 
 def test_both_ends_come_first_and_at_once(opened: Open, server: Server, request: pytest.FixtureRequest) -> None:
-    server.delay = 0.1
-    found = opened()
-    azure = "az" in request.node.name or "abfs" in request.node.name
+    round_trips = 2 if "az" in request.node.name or "abfs" in request.node.name else 1
+    found = server.slowly(opened, round_trips)
     assert (server.count("GET"), server.down) == (2, 2 * ENDS)
-    assert server.round_trips == (2 if azure else 1)
+    assert server.round_trips == round_trips
     assert found.read(0, ENDS) == DATA[:ENDS] and found.read(3 * MIB - ENDS, MIB) == DATA[-ENDS:]
     assert server.count() == 2
 
@@ -92,19 +92,21 @@ def test_a_safetensors_file_has_its_metadata_at_the_beginning(server: Server) ->
 
 def test_ranges_that_lie_close_together_are_one_request(server: Server) -> None:
     server.put("bucket", "a", DATA)
-    found = open_remote("s3://bucket/a", Settings(server.url))
     close = [(ENDS + 1000 * number, 100) for number in range(300)]
     far = [(MIB + 200_000 * number, 100) for number in range(5)]
-    server.clear()
-    server.delay = 0.1
-    found.prefetch([*far, *close, (0, 50), (3 * MIB - 10, 50), (4 * MIB, 1)])
-    assert (server.count(), server.round_trips) == (6, 1)
+
+    def ask() -> RemoteSource:
+        found = open_remote("s3://bucket/a", Settings(server.url))
+        found.prefetch([*far, *close, (0, 50), (3 * MIB - 10, 50), (4 * MIB, 1)])
+        return found
+
+    found = server.slowly(ask, 2)
+    assert (server.count(), server.round_trips) == (8, 2)  # both ends, then six at once
     for offset, size in [*close, *far]:
         assert found.read(offset, size) == DATA[offset : offset + size]
-    assert server.count() == 6
     found.prefetch(close)
-    assert server.count() == 6
-    assert {each.headers["if-match"] for each in server.seen} == {server.object("bucket", "a").etag}
+    assert server.count() == 8
+    assert {each.headers["if-match"] for each in server.seen[2:]} == {server.object("bucket", "a").etag}
 
 
 def test_a_reader_that_goes_straight_on_needs_few_requests(server: Server) -> None:
@@ -121,14 +123,19 @@ def test_a_reader_that_goes_straight_on_needs_few_requests(server: Server) -> No
 
 def test_requests_in_flight_are_limited(server: Server) -> None:
     server.put("bucket", "a", bytes(12 * MIB))
-    found = open_remote("s3://bucket/a", Settings(server.url))
-    server.clear()
-    server.delay = 0.1
-    found.prefetch([(ENDS + at * 80_000, 10) for at in range(100)])
-    moments = sorted([(each.begun, 1) for each in server.seen] + [(each.ended, -1) for each in server.seen])
-    at_once = [sum(change for _, change in moments[:end]) for end in range(1, len(moments) + 1)]
-    assert server.count() == 100
-    assert 16 < max(at_once) <= 32
+    for delay in DELAYS:  # on a busy machine, the first requests may end before the next ones begin
+        found = open_remote("s3://bucket/a", Settings(server.url))
+        server.clear()
+        server.delay = delay
+        found.prefetch([(ENDS + at * 80_000, 10) for at in range(100)])
+        server.delay = 0.0
+        moments = sorted([(each.begun, 1) for each in server.seen] + [(each.ended, -1) for each in server.seen])
+        most = max(accumulate(change for _, change in moments))
+        assert server.count() == 100
+        assert most <= 32
+        if most > 16:
+            return
+    raise AssertionError(most)
 
 
 def test_memory_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
