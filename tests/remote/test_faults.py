@@ -29,7 +29,7 @@ pytest.importorskip("botocore")
 
 import botocore.endpoint
 
-from ckptool.remote import folder, hub, obstores, source
+from ckptool.remote import copies, folder, hub, obstores, source
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -213,7 +213,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
-        for module in (obstores, hub):
+        for module in (obstores, hub, copies):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
         do_not_wait(patch)
         server.redirect = server.url
@@ -223,8 +223,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not wait long for servers that stall."""
-    for module in (obstores, hub):
+    for module in (obstores, hub, copies):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
+    monkeypatch.setattr(copies, "_COPY_SECONDS", PATIENCE)
     obstores._bucket.cache_clear()
     yield
     obstores._bucket.cache_clear()
