@@ -81,7 +81,8 @@ class S3Copier:
         upload, retries = "", 1
         try:
             found = self._ask("create_multipart_upload", Key=key)
-            upload, retries = str(found["UploadId"]), found["ResponseMetadata"].get("RetryAttempts", 0)
+            retries = found["ResponseMetadata"].get("RetryAttempts", 0)
+            upload = _field(found, "UploadId")
             return upload
         finally:
             with suppress(Failed):  # uploads may be left whose answers were lost
@@ -100,7 +101,7 @@ class S3Copier:
 
     def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
         found = self._ask("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=data)
-        return str(found["ETag"])
+        return _field(found, "ETag")
 
     def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
         more: dict[str, Any] = {"CopySource": {"Bucket": origin.copier.bucket, "Key": origin.key}}
@@ -108,7 +109,7 @@ class S3Copier:
         if not origin.etag.startswith("W/"):
             more["CopySourceIfMatch"] = origin.etag
         found = self._ask("upload_part_copy", Key=key, UploadId=upload, PartNumber=number, **more)
-        return str(found["CopyPartResult"]["ETag"])
+        return _field(found.get("CopyPartResult", {}), "ETag")
 
     def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
@@ -130,3 +131,10 @@ class S3Copier:
         except exceptions.BotoCoreError as error:
             failed = Failed(next((kind for known, kind in _KINDS if isinstance(error, known)), ""))
         raise failed  # out of reach of the error of botocore: no traceback shows it
+
+
+def _field(answer: Mapping[str, Any], name: str) -> str:
+    """Return a field of an answer; raises Failed without it."""
+    if name not in answer:
+        raise Failed("answer")
+    return str(answer[name])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from queue import Empty, Full, Queue
 from typing import Final
 
@@ -21,7 +22,7 @@ from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..base.text import human_bytes
 from ..files.downloads import prefetch, spans_of
-from ..files.sources import Piece, Plan, Source, Span, merge_pieces, part_of, size_of
+from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, part_of, size_of
 from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
 from ..files.write.output import output_exists
@@ -154,7 +155,7 @@ def planned_traffic(plan: Plan, path: str, sources: Sequence[Source]) -> Traffic
 
 def traffic_of(plan: Plan) -> Traffic:
     """Return what it takes to read the inputs of a plan; writing a local file takes no more."""
-    spans = spans_of(plan.pieces, plan.expected_checksums)
+    spans = chain.from_iterable(map(origins, spans_of(plan.pieces, plan.expected_checksums)))
     ranges = {(id(span.source), span.offset): span.size for span in spans if isinstance(span.source, RemoteSource)}
     down = sum(ranges.values())
     return Traffic(-(-down // _REQUEST), down, 0, 0)

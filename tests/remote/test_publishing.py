@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from remote.server import MIB, Server
 
 from ckptool.base.errors import ReadBackError
-from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
+from ckptool.files.sources import BytesSource, Computed, Plan, SliceSource, Span, size_of
 from ckptool.files.write.planned import PlanSource
 from ckptool.remote import obstores, publishing
 from ckptool.remote.publishing import cut_into_parts, publish, traffic_of
@@ -446,4 +446,22 @@ def test_traffic_of_a_local_output(large: Path, server: Server) -> None:
     source = open_remote(SOURCE)
     plan = Plan((b"head", Span(source, 0, source.size)))
     assert traffic_of(plan)[1:] == (source.size, 0, 0)
+    member = SliceSource(source, 100, 1000, "a member of an archive")
+    assert traffic_of(Plan((Span(member, 10, 500),)))[1:] == (500, 0, 0)
     source.close()
+
+
+@pytest.mark.parametrize("answer", ["create_multipart_upload", "upload_part", "upload_part_copy"])
+def test_an_answer_without_what_it_should_have(answer: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.remote.copies import S3Copier  # needs boto3
+
+    ask = S3Copier._ask
+
+    def emptied(self: Any, name: str, **more: Any) -> Any:
+        found = ask(self, name, **more)
+        return {"ResponseMetadata": found["ResponseMetadata"]} if name == answer else found
+
+    monkeypatch.setattr(S3Copier, "_ask", emptied)
+    said = say("strip-module", SOURCE, "-o", "s3://bucket/out/odd.pth")
+    assert said.code == 5 and "does not answer as it should" in said.err
+    assert server.uploads == {} and "out/odd.pth" not in server.buckets["bucket"]
