@@ -78,16 +78,17 @@ class S3Copier:
         for upload, begun in known.items():
             if begun < datetime.now(timezone.utc) - _OLD:
                 self.abort(key, upload)
-        upload, retries = "", 1
+        upload, retries = "", 0
         try:
             found = self._ask("create_multipart_upload", Key=key)
             retries = found["ResponseMetadata"].get("RetryAttempts", 0)
             upload = _field(found, "UploadId")
             return upload
         finally:
-            with suppress(Failed):  # uploads may be left whose answers were lost
-                for lost in self._unfinished(key).keys() - known.keys() - {upload} if retries else ():
-                    self.abort(key, lost)
+            if retries or not upload:  # the server may have begun an upload, and its answer was lost
+                with suppress(Failed):
+                    for lost in self._unfinished(key).keys() - known.keys() - {upload}:
+                        self.abort(key, lost)
 
     def _unfinished(self, key: str) -> Mapping[str, datetime]:
         """Return when each unfinished upload of a key began, by its id; {} if unknown."""
