@@ -70,8 +70,8 @@ class Saved(NamedTuple):
     counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,
     ``shortage`` says why the output would not fit on the disk ("" if it would). ``reclaimed`` counts the bytes that
     were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``planned`` says that
-    the output is not written yet, but planned as tasks. ``traffic`` counts what moves to or from remote storage; it is
-    None if nothing does.
+    the output is not written yet, but planned as tasks. ``traffic`` counts what is read from or written to remote
+    storage; it is None if nothing is.
 
     >>> saved = ckptool.save(ckptool.strip_module("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -251,15 +251,13 @@ def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> T
     """Return what writing an output would move to or from remote storage, or None."""
     if not is_remote(path) and not any(is_remote(source.name) for source in sources):
         return None
-    from .remote.publishing import Traffic, planned_traffic, traffic_of
+    from .remote.publishing import planned_traffic, traffic_of
 
     if is_remote(path):
         if isinstance(plan, FolderPlan):
             raise _no_folder(path)
         return planned_traffic(plan, path, sources)
-    plans = [plan] if isinstance(plan, Plan) else [file for _, file in plan.files]
-    found = [traffic_of(one) for one in plans]
-    return Traffic(sum(one.requests for one in found), sum(one.down for one in found), 0, 0)
+    return traffic_of([plan] if isinstance(plan, Plan) else [file for _, file in plan.files], sources)
 
 
 def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[StagedFile]) -> None:

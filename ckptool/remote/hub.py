@@ -37,10 +37,8 @@ _WORDS: Final = (
 
 def page_shows(parts: Address) -> str:
     """Return the ``hf://`` address of what a web page of the hub shows, or "" for any other address."""
-    site, address = (
-        f"{os.environ.get('HF_ENDPOINT', _SITE).rstrip('/')}/",
-        f"{parts.scheme}://{parts.host}/{parts.path}",
-    )
+    site = f"{os.environ.get('HF_ENDPOINT', _SITE).rstrip('/')}/"
+    address = f"{parts.scheme}://{parts.host}/{parts.path}"
     page = _PAGE.fullmatch(address[len(site) :]) if address.startswith(site) else None
     if not page:
         return ""

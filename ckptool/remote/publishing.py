@@ -7,7 +7,7 @@ servers ignore conditions, so afterwards the object is looked at once more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -28,7 +28,7 @@ from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, s
 from ..files.write.output import output_exists
 from ..files.write.planned import COMPARED, Check, PlanSource
 from .source import RemoteSource, open_store
-from .store import Copier, Facts, Failed, current, error_of
+from .store import Copier, Facts, Failed, Range, current, error_of
 
 #: Where objects can be written.
 _SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
@@ -48,7 +48,10 @@ _CANNOT_COPY: Final = {405, 501, "NotImplemented", "InvalidRequest", "InvalidArg
 
 
 class Traffic(NamedTuple):
-    """What writing an object takes: ``requests``, about; bytes ``down`` and ``up``, and bytes copied on the server."""
+    """What an output takes: ``requests``, about; bytes ``down`` and ``up``, and bytes copied on the server.
+
+    It includes what was read to plan the output.
+    """
 
     requests: int
     down: int
@@ -69,11 +72,11 @@ class Cut(NamedTuple):
     parts: tuple[Part, ...]
     streamed: Plan
 
-    def traffic(self, inputs: int) -> Traffic:
-        """Return what it takes to write the object from this number of inputs."""
-        read = traffic_of(self.streamed)
+    def traffic(self, sources: Sequence[Source]) -> Traffic:
+        """Return what it takes to write the object from these inputs."""
+        read = traffic_of([self.streamed], sources)
         # To look at the target before and after, and at each input; to begin and to complete.
-        requests = 5 + inputs + len(self.parts) + (3 if len(self.parts) > 1 else 0)
+        requests = 5 + len(sources) + len(self.parts) + (3 if len(self.parts) > 1 else 0)
         copied = sum(part.size for part in self.parts if part.span)
         return Traffic(read.requests + requests, read.down, self.streamed.size, copied)
 
@@ -150,15 +153,23 @@ def publish(
 
 def planned_traffic(plan: Plan, path: str, sources: Sequence[Source]) -> Traffic:
     """Return what ``publish`` would take. Nothing is written."""
-    return cut_into_parts(plan, Target(path, sources).copier(plan)).traffic(len(sources))
+    return cut_into_parts(plan, Target(path, sources).copier(plan)).traffic(sources)
 
 
-def traffic_of(plan: Plan) -> Traffic:
-    """Return what it takes to read the inputs of a plan; writing a local file takes no more."""
-    spans = chain.from_iterable(map(origins, spans_of(plan.pieces, plan.expected_checksums)))
-    ranges = {(id(span.source), span.offset): span.size for span in spans if isinstance(span.source, RemoteSource)}
-    down = sum(ranges.values())
-    return Traffic(-(-down // _REQUEST), down, 0, 0)
+def traffic_of(plans: Iterable[Plan], sources: Sequence[Source]) -> Traffic:
+    """Return what it takes to read the inputs of plans; writing local files takes no more."""
+    ranges: dict[RemoteSource, list[Range]] = {source: [] for source in sources if isinstance(source, RemoteSource)}
+    for plan in plans:
+        for span in chain.from_iterable(map(origins, spans_of(plan.pieces, plan.expected_checksums))):
+            if isinstance(span.source, RemoteSource):
+                ranges.setdefault(span.source, []).append((span.offset, span.size))
+    requests = down = 0
+    for source, places in ranges.items():
+        missing = sum(span.size for span in source.missing(places))
+        answers, nbytes = source.received()
+        requests += answers - (-missing // _REQUEST)
+        down += nbytes + missing
+    return Traffic(requests, down, 0, 0)
 
 
 def cut_into_parts(plan: Plan, copier: Copier | None) -> Cut:
@@ -247,6 +258,7 @@ class _Writing(NamedTuple):
     def write(self, copier: Copier | None) -> Traffic:
         """Write the object and return what it took. ``copier`` copies parts on the server, if any."""
         cut = cut_into_parts(self.plan, copier)
+        traffic = cut.traffic(self.sources)
         try:
             self.expect(cut.streamed)
         except RefusedError as error:
@@ -262,7 +274,7 @@ class _Writing(NamedTuple):
             self._check_written()
         except Failed as failed:
             raise self.target.error(failed) from None
-        return cut.traffic(len(self.sources))
+        return traffic
 
     def _put(self, streamed: Plan, etag: str) -> None:
         """Stream the object."""

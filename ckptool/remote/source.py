@@ -212,6 +212,10 @@ class RemoteSource(Source):
         copier = self._store.copies()
         return Origin(copier, self._key, self._etag) if copier else None
 
+    def received(self) -> tuple[int, int]:
+        """Return how many answers had bytes of the object, and how many bytes."""
+        return self._blocks.answers, self._blocks.nbytes
+
     def missing(self, ranges: Iterable[Range]) -> list[Span]:
         with self._allowance.lock:
             parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
@@ -329,12 +333,16 @@ def _check(before: int, nbytes: int, limit: int, path: str) -> None:
 
 
 class Blocks:
-    """Ranges of one object in memory. The lock of the allowance must be held."""
+    """Ranges of one object in memory, and the number and the bytes of all answers.
+
+    The lock of the allowance must be held.
+    """
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
         self._begins: list[int] = []
         self._data: dict[int, bytes] = {}
+        self.answers = self.nbytes = 0
 
     def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
         """Return the blocks that have bytes of a range as (offset, bytes), and what is missing as (offset, size)."""
@@ -351,7 +359,9 @@ class Blocks:
         return kept, missing
 
     def add(self, begin: int, data: bytes) -> None:
-        """Keep bytes from ``begin``, except those that are kept already."""
+        """Keep the bytes of an answer from ``begin``, except those that are kept already."""
+        self.answers += 1
+        self.nbytes += len(data)
         for at, size in self.split(begin, begin + len(data))[1]:
             insort(self._begins, at)
             self._data[at] = data[at - begin : at - begin + size]
