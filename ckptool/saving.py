@@ -158,15 +158,15 @@ def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
     if not dry_run and not os.path.isdir(path):
-        # Fail before the work, not after it.
-        check_new(path, checkpoint.sources, force=force)
+        # Fail before the work, not after it. Publishing looks at what is there, and keeps that for its conditions.
+        check_new(path, checkpoint.sources, force=force or is_remote(path))
         refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
     return PlannedOutput(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
 
 
 def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, force: bool = False) -> None:
-    """Raise as ``save`` does if nothing may be written to a path. Of a remote one, only its name is checked."""
+    """Raise as ``save`` does if nothing may be written to a path."""
     if not is_remote(path):
         (check_folder_target if folder else check_output)(path, sources, force=force)
         return
@@ -175,7 +175,9 @@ def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, for
         raise _no_folder(path)
     from .remote.publishing import Target
 
-    Target(path, sources)
+    target = Target(path, sources)
+    if not force:
+        target.check_new()
 
 
 def _no_folder(path: str) -> RefusedError:
@@ -204,9 +206,10 @@ def write_output(
     size = plan.size
     sources = checkpoint.sources
     if dry_run:
+        traffic = _traffic(plan, path, sources)
         if checkpoint.deferred_changes:
             rehearse(plan)
-        return Saved(path, size, ready.exact, plan, shortage=ready.shortage, traffic=_traffic(plan, path, sources))
+        return Saved(path, size, ready.exact, plan, shortage=ready.shortage, traffic=traffic)
     if not staged:
         ready.check_space()
     expect = partial(expect_plan, path=checkpoint.path)

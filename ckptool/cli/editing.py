@@ -237,7 +237,8 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
     checkpoint, opened_fields = _with_fields(request.opener(path))
     with checkpoint:
         # A given saver checks by itself whether its output may exist.
-        in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
+        place = target or ""
+        in_folder = not how.dry_run or is_remote(place) or os.path.isdir(os.path.dirname(place) or os.curdir)
         if how.saver is None and target is not None and in_folder:
             folder = how.conversion.makes_folder(checkpoint, target)
             check_new(target, checkpoint.sources, folder=folder, force=how.force)

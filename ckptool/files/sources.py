@@ -28,8 +28,7 @@ _WHOLE: Final = 1 << 16
 class Source:
     """Random access to ``size`` bytes; ``name`` is the name that the user gave.
 
-    ``identity`` is equal for two sources of the same file, whatever their names. It is None for bytes that have no file
-    of their own.
+    ``identity`` is equal for two sources of one file, whatever their names; None for bytes without a file of their own.
     """
 
     name: str
@@ -52,6 +51,10 @@ class Source:
     def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
         """Return what reading these (offset, size) ranges would download; nothing for a file on a disk."""
         return ()
+
+    def readily(self, offset: int, size: int) -> int:
+        """Return how many of ``size`` bytes from ``offset`` can be read in advance: all, unless they are computed."""
+        return size
 
     def local_file(self) -> FileSource | None:
         """Return the open file if the source is a whole file on a disk, for work that needs its descriptor, or None."""

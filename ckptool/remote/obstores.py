@@ -88,6 +88,8 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
         raise Failed("query")
     if not _BUCKET.fullmatch(parts.host):
         raise Failed("bucket")
+    if parts.path.startswith("/"):
+        raise Failed("key")  # obstore would drop the slash, and botocore would not
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path

@@ -7,7 +7,7 @@ servers ignore conditions, so afterwards the object is looked at once more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -15,7 +15,7 @@ from itertools import chain
 from queue import Empty, Full, Queue
 from typing import Final
 
-from ..base.addresses import conceal, parse, reveal
+from ..base.addresses import conceal, parse, reveal, split_member
 from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
@@ -27,7 +27,7 @@ from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
 from ..files.write.output import output_exists
 from ..files.write.planned import COMPARED, Check, PlanSource
-from .source import RemoteSource, open_store
+from .source import RemoteSource, identity_of, open_store
 from .store import Copier, Facts, Failed, Range, current, error_of
 
 #: Where objects can be written.
@@ -95,10 +95,13 @@ class Target:
         self.store, self.key = open_store(self.address, settings, writing=True)
         if not self.key or self.key.endswith("/"):
             raise OutputError("it is a folder, not a file", path=self.name, next="name a file in it")
+        if split_member(text)[0]:
+            what = "'!' stands before a member of an archive, and archives are not written into"
+            raise OutputError(what, path=self.name, next="write it with a name without '!'")
         if "{hash" in parse(self.address).path:
             what = "the name of a remote output cannot have a hash of its content"
             raise OutputError(what, path=self.name, next="write to a local path, then upload it")
-        identity = (settings.endpoint_url, self.name)
+        identity = identity_of(self.address, settings)
         if any(source.identity == identity for source in sources):
             raise RefusedError("the output is the input", path=self.name, next="write to another name")
 
@@ -111,11 +114,16 @@ class Target:
                 return None
             raise self.error(failed) from None
 
+    def check_new(self) -> None:
+        """Raise RefusedError if the object exists."""
+        if self.facts():
+            raise output_exists(self.name)
+
     def copier(self, plan: Plan) -> Copier | None:
         """Return what writes a plan in parts, or None if it is small or the store cannot copy on the server."""
         return self.store.copies() if plan.size > _PART else None
 
-    def error(self, failed: Failed) -> Exception:
+    def error(self, failed: Failed) -> CkptoolError:
         return error_of(failed, self.address, writing=True)
 
 
@@ -271,7 +279,6 @@ class _Writing(NamedTuple):
                 self._put(cut.streamed, etag)
             else:
                 self._upload(cut, self.copier, etag)
-            self._check_written()
         except Failed as failed:
             raise self.target.error(failed) from None
         return traffic
@@ -343,9 +350,16 @@ class _Writing(NamedTuple):
             raise
 
     def _complete(self, request: Callable[[], None]) -> None:
-        """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced."""
+        """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced.
+
+        Afterwards raise OutputError if another object is there than the one that was written.
+        """
+        planned = PlanSource(self.plan, self.target.name)
         if self.check is not None:
-            self.check(PlanSource(self.plan, self.target.name))
+            self.check(planned)
+        size = min(COMPARED, planned.size)
+        ranges = [(begin, size) for begin in {0, planned.size - size} if planned.readily(begin, size) == size]
+        ends = {place: planned.read(*place) for place in ranges}
         for source in self.sources:
             source.check_unchanged()
         if self.target.facts() != self.former:
@@ -355,32 +369,32 @@ class _Writing(NamedTuple):
         except Failed:
             with suppress(CkptoolError, Failed):
                 found = self.target.facts()
-                if found != self.former and self._is_planned(found):
+                if found != self.former and self._is_planned(found, ends):
                     return  # only the answer was lost
             raise
-
-    def _check_written(self) -> None:
-        """Raise OutputError if another object is there than the one that was written."""
-        found = self.target.facts()
-        if not self._is_planned(found):
+        try:
+            found = self.target.facts()
+            written = self._is_planned(found, ends)
+        except (CkptoolError, Failed) as failed:
+            error = self.target.error(failed) if isinstance(failed, Failed) else failed
+            what, step = f"it was written, but cannot be read again: {error.what}", "see what is there"
+            raise OutputError(what, path=self.target.name, next=step) from None
+        if not written:
             there = "nothing" if found is None else f"an object of {found.size:,} bytes"
             what = f"it was written, but somebody replaced it: now there is {there}"
             raise OutputError(what, path=self.target.name, next="see what is there, then write again with another name")
 
-    def _is_planned(self, found: Facts | None) -> bool:
-        """Return whether an object has the planned size, and the planned bytes at both ends."""
+    def _is_planned(self, found: Facts | None, ends: Mapping[Range, bytes]) -> bool:
+        """Return whether an object has the planned size, and the planned bytes at its ends."""
         if found is None or found.size != self.plan.size:
             return False
-        planned = PlanSource(self.plan, self.target.name)
-        size = min(COMPARED, found.size)
-        ranges = [(begin, size) for begin in {0, found.size - size}]
         try:
-            answers = self.target.store.many(self.target.key, ranges, found.etag)
+            answers = self.target.store.many(self.target.key, [*ends], found.etag)
         except Failed as failed:
             if failed.status != 412:
                 raise
             return False
-        return [answer.data for answer in answers] == [planned.read(*place) for place in ranges]
+        return [answer.data for answer in answers] == [*ends.values()]
 
 
 class _Putting(Background):

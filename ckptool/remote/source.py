@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,6 +129,16 @@ def open_store(address: str, settings: Settings, *, writing: bool = False) -> tu
         raise error_of(failed, address, writing=writing) from None
 
 
+def identity_of(address: str, settings: Settings) -> object:
+    """Return the same for all addresses of one object, whatever it contains. Azure has several for each."""
+    parts = parse(address)
+    if parts.scheme not in ("az", "abfs", "abfss"):
+        return settings.endpoint_url, conceal(address)
+    container, _, host = parts.host.partition("@")
+    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    return settings.endpoint_url, account, container, parts.path
+
+
 class RemoteSource(Source):
     """A remote object. If it is replaced, ChangedError follows: every answer must have the ETag of the first one.
 
@@ -145,8 +156,7 @@ class RemoteSource(Source):
         blocks: Blocks | None = None,
     ) -> None:
         self.name = conceal(address)
-        #: The same for two sources of one object, whatever it contains.
-        self.identity: object = (settings.endpoint_url, self.name)
+        self.identity: object = identity_of(address, settings)
         self._store, self._address, self._settings, self._allowance = store, address, settings, allowance
         self._key, self.size, self._etag = facts
         self._begun = self._closed = False
@@ -155,6 +165,8 @@ class RemoteSource(Source):
         self.start: Callable[[], None] = self.begin
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
+        self._asked: list[Range] = []  # what threads that read are waiting for
+        self._arrived = threading.Condition(allowance.lock)
 
     def begin(self) -> None:
         """Ask for the first bytes and, unless they hold all metadata, for the last ones at the same time."""
@@ -195,14 +207,29 @@ class RemoteSource(Source):
             self.start()
         with self._allowance.lock:
             kept, gaps = self._blocks.split(offset, offset + size)
+            while gaps and self._is_under_way(gaps):
+                self._arrived.wait()
+                kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
                 begin = gaps[0][0]
                 self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
-                self._next = min(max(begin + self._window, offset + size), self.size)
-                missing = self.missing([(begin, self._next - begin)])
+                others = (at for at, _ in self._asked if at >= offset + size)
+                self._next = min(max(begin + self._window, offset + size), min(others, default=self.size))
+                wanted = begin, self._next - begin
+                missing = self.missing([wanted])
+                self._asked.append(wanted)
         if gaps:
-            kept += self._ask([part for span in missing for part in _requests(span)])
+            try:
+                kept += self._ask([part for span in missing for part in _requests(span)])
+            finally:
+                with self._allowance.lock:
+                    self._asked.remove(wanted)
+                    self._arrived.notify_all()
         return _cut(sorted(kept), offset, size)
+
+    def _is_under_way(self, gaps: Sequence[Range]) -> bool:
+        """Return whether another thread asked for bytes of these ranges."""
+        return any(at < begin + size and begin < at + count for at, count in self._asked for begin, size in gaps)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         fetch(self.missing(ranges))
@@ -302,9 +329,9 @@ class Allowance:
 
 
 def fetch(spans: Iterable[Span]) -> None:
-    """Download spans of several objects at the same time, as far as they fit into half of the memory."""
+    """Download spans of several objects at the same time, as far as memory has room for two such batches."""
     requests: list[tuple[RemoteSource, int, int]] = []
-    room = LIMITS.remote_bytes // 2
+    room = LIMITS.remote_bytes * 3 // 8  # the rest is for the ends of objects
     for source, offset, wanted in spans:
         assert isinstance(source, RemoteSource)
         size = min(wanted, room)

@@ -122,6 +122,18 @@ def test_computed_bytes(edit: list[str], shorter: Path, server: Server, tmp_path
     said = say(edit[0], SHORTER, *edit[1:], "-o", TARGET)
     assert said.code == 0, said.all
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert server.down < shorter.stat().st_size + MIB  # the read-back computes nothing again
+
+
+def test_the_read_back_downloads_nothing_again(large: Path, server: Server, tmp_path: Path) -> None:
+    local, new = tmp_path / "model.safetensors", tmp_path / "new.pth"
+    assert say("convert", large, "-o", local).code == say("convert", local, "-o", new).code == 0
+    server.put("bucket", "model.safetensors", local.read_bytes())
+    most = str(local.stat().st_size + MIB)
+    said = say("convert", "s3://bucket/model.safetensors", "-o", TARGET, "--max-download", most)
+    assert said.code == 0, said.all
+    assert server.get("bucket", "out/new.pth") == new.read_bytes()
+    assert server.down < local.stat().st_size + 100_000
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
@@ -442,6 +454,55 @@ def test_addresses_that_cannot_be_written(address: str, server: Server) -> None:
 def test_the_output_is_the_input(server: Server) -> None:
     said = say("strip-module", SOURCE, "-o", SOURCE, "--force")
     assert said.code == 4 and "the output is the input" in said.err
+
+
+@pytest.mark.parametrize("one", ["az://bucket", "abfss://bucket@account.dfs.core.windows.net"])
+@pytest.mark.parametrize("other", ["abfs://bucket@account", "az://bucket"])
+def test_an_object_of_azure_has_several_addresses(
+    one: str, other: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("CKPTOOL_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("CKPTOOL_ANONYMOUS", "1")
+    monkeypatch.setattr(server, "signed", False)
+    said = say("strip-module", f"{one}/small.pth", "-o", f"{other}/small.pth", "--force")
+    assert said.code == 4 and "the output is the input" in said.err
+
+
+def test_empty_parts_of_keys(server: Server) -> None:
+    """obstore drops a slash at the beginning of a key, and botocore does not."""
+    before = server.get("bucket", "small.pth")
+    for output in ("s3://bucket//small.pth", "s3://bucket//out/new.pth"):
+        said = say("strip-module", SOURCE, "-o", output, "--force")
+        assert said.code == 5 and "empty part" in said.err
+    assert say("keys", "s3://bucket//small.pth").code == say("scan", "s3://bucket//out/").code == 3
+    assert server.get("bucket", "small.pth") == before and [one for one in server.seen if one.method == "PUT"] == []
+
+
+def test_archives_are_not_written_into(server: Server) -> None:
+    said = say("strip-module", "s3://bucket/small.pth", "-o", "s3://bucket/out/z.zip!y.pth")
+    assert said.code == 5 and "archives are not written into" in said.err, said.all
+
+
+def test_a_dry_run_finds_the_output(server: Server) -> None:
+    server.put("bucket", "out/new.pth", b"there")
+    said = say("strip-module", SOURCE, "-o", TARGET, "--dry-run")
+    assert said.code == 4 and "the output exists" in said.err
+    assert say("strip-module", SOURCE, "-o", TARGET, "--dry-run", "--force").code == 0
+
+
+def test_an_output_that_cannot_be_read_again(command: list[str], server: Server) -> None:
+    """It is visible, so the error does not speak of a failed upload."""
+    assert say(*command, "-o", TARGET).code == 0
+    complete = max(at for at, one in enumerate(server.seen, 1) if one.method in ("PUT", "POST"))
+    requests = server.count()
+    for number in range(complete + 1, requests + 1):
+        del server.buckets["bucket"]["out/new.pth"]
+        server.clear()
+        server.faults = {number: "denied"}
+        said = say(*command, "-o", TARGET)
+        assert said.code == 5 and "it was written, but cannot be read again: " in said.err, said.all
+        assert server.get("bucket", "out/new.pth")
 
 
 def test_traffic_of_a_local_output(large: Path, server: Server) -> None:

@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -173,6 +174,25 @@ def test_threads_read_one_source(server: Server) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_threads_that_go_straight_on_share_what_they_read_ahead(server: Server) -> None:
+    server.put("bucket", "a", DATA)
+    found = open_remote("s3://bucket/a", Settings(server.url))
+    places, taken = iter(range(0, len(DATA), 50_000)), threading.Lock()
+
+    def read() -> None:
+        while True:
+            with taken:
+                place = next(places, None)
+            if place is None:
+                return
+            assert found.read(place, 50_000) == DATA[place : place + 50_000]
+
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(read) for _ in range(4)]:
+            one.result()
+    assert server.down == len(DATA)
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ class PlanSource(Source):
             place, offset = place + 1, self._begins[place + 1]
         return b"".join(parts)
 
+    def readily(self, offset: int, size: int) -> int:
+        """Return how many of ``size`` bytes come before the next piece that is computed from the inputs."""
+        place, end = bisect_right(self._begins, offset) - 1, offset
+        while end < min(offset + size, self.size) and not _is_computed(self._pieces[place]):
+            place, end = place + 1, self._begins[place + 1]
+        return min(end - offset, size)
+
     def _part(self, place: int, begin: int, size: int) -> bytes:
         piece = self._pieces[place]
         if isinstance(piece, Span):
@@ -53,6 +60,10 @@ class PlanSource(Source):
                 self._computed = place, b"".join(piece.chunks())
             piece = self._computed[1]
         return piece[begin : begin + size]
+
+
+def _is_computed(piece: Piece) -> bool:
+    return isinstance(piece, Computed) and not piece.late
 
 
 def _cut(chunks: Iterable[bytes], begin: int, end: int) -> bytes:

@@ -66,7 +66,7 @@ class Window:
         if size > _NEARBY:
             return self.source.read(offset, size), offset
         ahead = self._close >= 2 and not self.source.missing([(offset, _WINDOW)])
-        data = self.source.read(offset, _WINDOW if ahead else max(size, _STEP))
+        data = self.source.read(offset, max(size, self.source.readily(offset, _WINDOW if ahead else _STEP)))
         self._buffer = (offset, data)
         return data, offset
 
