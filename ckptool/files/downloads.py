@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Final, TypeVar
 
 from ..base import lazy
@@ -23,10 +23,12 @@ def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]
     """
     if not _any_remote():
         return
-    if missing := _missing(spans_of(pieces, checksums)):
+    spans = [*spans_of(pieces, checksums)]
+    if missing := _missing(spans):
         remote = lazy.module("remote.source")
         remote.announce(sum(span.size for span in missing), path or missing[0].source.name)
-        remote.fetch(missing)
+        before = accumulate((span.size for span in spans), initial=0)
+        prefetch(span for span, nbytes in zip(spans, before) if nbytes < _BATCH_SIZE)
 
 
 def spans_of(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]) -> Iterator[Span]:

@@ -22,6 +22,7 @@ from ckptool.base.errors import ReadBackError
 from ckptool.files.sources import BytesSource, Computed, Plan, SliceSource, Span, size_of
 from ckptool.files.write.planned import PlanSource
 from ckptool.remote import obstores, publishing
+from ckptool.remote import source as remote_source
 from ckptool.remote.publishing import cut_into_parts, publish, traffic_of
 from ckptool.remote.source import ENDS, open_remote
 from ckptool.remote.store import Account, Failed
@@ -134,6 +135,18 @@ def test_the_read_back_downloads_nothing_again(large: Path, server: Server, tmp_
     assert said.code == 0, said.all
     assert server.get("bucket", "out/new.pth") == new.read_bytes()
     assert server.down < local.stat().st_size + 100_000
+
+
+def test_pieces_are_asked_for_in_their_order_in_the_output(
+    large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A safetensors file has its tensors by name: what is asked for ahead must not be forgotten before."""
+    monkeypatch.setattr(remote_source, "LIMITS", remote_source.LIMITS._replace(remote_bytes=12 * MIB))
+    local = tmp_path / "new.safetensors"
+    assert say("convert", large, "--key", "state_dict", "-o", local).code == 0
+    said = say("convert", SOURCE, "--key", "state_dict", "-o", "s3://bucket/out/new.safetensors")
+    assert said.code == 0 and server.get("bucket", "out/new.safetensors") == local.read_bytes()
+    assert server.down < large.stat().st_size + 2 * MIB
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
