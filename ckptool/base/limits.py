@@ -67,7 +67,7 @@ class Limits(NamedTuple):
     #: requests for one remote file that are under way at once; more gain nothing on a line of 1 Gbit/s at 50 ms
     requests: int = 32
     #: bytes of one remote file that are kept in memory
-    remote_bytes: int = 48 << 20
+    remote_bytes: int = 40 << 20
     #: files in one remote folder; the largest models have some hundreds of shards, ranks of large runs some thousands
     remote_files: int = 100_000
     #: bytes of a remote object that is written; S3 allows this much
