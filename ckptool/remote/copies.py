@@ -67,6 +67,7 @@ class S3Copier:
             signature_version=UNSIGNED if anonymous else None,
             request_checksum_calculation="when_required",  # other servers do not know the new checksums
             response_checksum_validation="when_required",
+            ignore_configured_endpoint_urls=True,  # the store found the endpoint
             s3={"addressing_style": "path"} if endpoint else {},
         )
         return session.create_client(

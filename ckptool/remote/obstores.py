@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain
@@ -30,6 +31,9 @@ _CHUNK: Final = 1 << 18
 #: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
 _REQUEST_SECONDS: Final = 300
 _METADATA_SECONDS: Final = 1
+#: Variables with the endpoint of S3: the first one counts. The setting says that none counts.
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_IGNORED: Final = "ignore_configured_endpoint_urls"
 #: Where a machine in a cloud asks for its credentials, by scheme.
 _METADATA: Final = {"s3": "http://169.254.169.254", "gs": "http://metadata.google.internal"}
 _METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
@@ -123,14 +127,18 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     more = anonymous if settings.anonymous else _credentials(scheme, variables, settings.profile)
     endpoint = settings.endpoint_url
     if scheme == "s3":
-        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        endpoint = endpoint or next((variables[name] for name in names if name in variables), more.get("endpoint", ""))
+        endpoint = endpoint or _configured(settings.profile, variables)
         check_server(endpoint)
-        more |= {"endpoint": endpoint} if endpoint else {}
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
+        ignored = any(name in variables for name in _ENDPOINTS)  # obstore would not ignore it
 
         def in_region(**region: str) -> Any:
-            return _library().S3Store(host, **more | region, **_client(endpoint))
+            options = more | region
+            if endpoint or ignored:
+                near = [options.get("region"), variables.get("AWS_REGION"), variables.get("AWS_DEFAULT_REGION")]
+                amazon = f"https://s3.{next(filter(None, near), 'us-east-1')}.amazonaws.com"
+                options["endpoint"] = endpoint or amazon
+            return _library().S3Store(host, **options, **_client(endpoint))
 
         return ObStore(
             in_region(),
@@ -166,6 +174,46 @@ def _region(bucket: str, endpoint: str) -> str:
     return region
 
 
+def _configured(profile: str, variables: dict[str, str]) -> str:
+    """Return the endpoint of S3 that boto3 would use, "" for Amazon's; raises Failed.
+
+    Variables go first. Only botocore reads the files; it is not imported for files that have no endpoint.
+    """
+    given = next(filter(None, map(variables.get, _ENDPOINTS)), "")
+    text = ""
+    for path in _paths("s3", variables):
+        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            text += file.read()
+    ignored = variables.get(f"AWS_{_IGNORED.upper()}", "").lower() == "true"
+    if ignored or (_IGNORED if given else "endpoint_url") not in text:
+        return "" if ignored else given
+    try:
+        from botocore import exceptions
+        from botocore.session import Session
+    except ImportError:
+        raise Failed("botocore") from None
+    found = Session(profile=profile or None)
+    try:
+        if found.get_config_variable(_IGNORED):
+            return ""
+        own, services = found.get_scoped_config(), found.full_config.get("services", {})
+    except exceptions.ProfileNotFound:
+        raise Failed("profile") from None
+    except exceptions.BotoCoreError:
+        raise Failed("config") from None
+    service = services.get(own["services"]) if "services" in own else {}
+    if service is None:
+        raise Failed("config")
+    s3 = service.get("s3", {})
+    return str(given or (isinstance(s3, dict) and s3.get("endpoint_url")) or own.get("endpoint_url") or "")
+
+
+def _paths(scheme: str, variables: dict[str, str]) -> list[str]:
+    """Return the paths of the files with credentials."""
+    files = _FILES.get(scheme, ())
+    return [os.path.expanduser(variables.get(name, path)) for name, path in zip(files[::2], files[1::2])]
+
+
 @lru_cache(maxsize=8)
 def _copier(bucket: str, account: Account) -> Copier | None:
     """Return what copies within S3, or None without the extra ckptool[s3]."""
@@ -181,9 +229,7 @@ def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[s
 
     obstore asks variables, files of Google and the metadata of a machine, botocore the profiles of AWS.
     """
-    files = _FILES.get(scheme, ())
-    paths = (variables.get(name, path) for name, path in zip(files[::2], files[1::2]))
-    found = any(os.path.exists(os.path.expanduser(path)) for path in paths)
+    found = any(map(os.path.exists, _paths(scheme, variables)))
     given = any(name.startswith(_VARIABLES.get(scheme, ("AZURE_",))) for name in variables)
     if scheme == "s3" and (profile or (not given and (found or "AWS_PROFILE" in variables))):
         return _session(profile, variables)
@@ -224,7 +270,7 @@ def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str
 
 
 def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
-    """Return credentials, region and endpoint of a profile, as boto3 finds them; raises Failed."""
+    """Return credentials and region of a profile, as boto3 finds them; raises Failed."""
     try:
         from botocore import exceptions
         from botocore.session import Session
@@ -235,15 +281,19 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     try:
         provider = Boto3CredentialProvider(found, ttl=timedelta(minutes=15))
         provider()  # an expired sign-in fails here already, with an error that says so
-        region, endpoint = found.get_config_variable("region"), found.get_scoped_config().get("endpoint_url")
+        region = found.get_config_variable("region")
     except exceptions.ProfileNotFound:
         raise Failed("profile") from None
-    except exceptions.BotoCoreError:
+    except (exceptions.SSOError, exceptions.TokenRetrievalError):
         raise Failed("expired") from None
+    except exceptions.BotoCoreError:
+        raise Failed("gives") from None
+    except exceptions.ClientError as error:  # of the service that changes the keys of another profile
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        raise Failed("expired" if code.startswith("Expired") else "gives") from None
     except ValueError:
         raise Failed("none") from None
     more: dict[str, Any] = {"region": region} if region and "AWS_REGION" not in variables else {}
-    more |= {"endpoint": endpoint} if endpoint else {}
     return {"credential_provider": provider, **more}
 
 

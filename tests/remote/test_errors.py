@@ -243,6 +243,116 @@ def test_profiles(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert (error.what, error.next) == ("there is no such profile", "see which there are: aws configure list-profiles")
 
 
+CONFIG = """[default]
+region = us-east-1
+endpoint_url = http://default:1
+[profile direct]
+endpoint_url = http://direct:2
+[profile through]
+services = mine
+endpoint_url = http://all:3
+[services mine]
+s3 =
+  endpoint_url = http://mine:4
+[profile both]
+ignore_configured_endpoint_urls = true
+endpoint_url = http://ignored:5
+[profile plain]
+region = eu-west-1
+"""
+ENDPOINTS: list[tuple[str, dict[str, str], str]] = [
+    ("", {}, "http://default:1"),
+    ("direct", {}, "http://direct:2"),
+    ("through", {}, "http://mine:4"),
+    ("both", {}, ""),
+    ("both", {"AWS_ENDPOINT_URL": "http://variable:6"}, ""),
+    ("plain", {}, ""),
+    ("", {"AWS_PROFILE": "through"}, "http://mine:4"),
+    ("through", {"AWS_ENDPOINT_URL": "http://variable:6"}, "http://variable:6"),
+    ("", {"AWS_ENDPOINT_URL": "http://variable:6", "AWS_ENDPOINT_URL_S3": "http://s3:7"}, "http://s3:7"),
+    ("", {"AWS_ENDPOINT_URL": ""}, "http://default:1"),
+    ("", {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}, ""),
+    ("", {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true", "AWS_ENDPOINT_URL": "http://variable:6"}, ""),
+    ("both", {"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}, "http://ignored:5"),
+]
+
+
+@pytest.mark.parametrize("keys", ["variables", "files"])
+@pytest.mark.parametrize(("profile", "variables", "endpoint"), ENDPOINTS)
+def test_reading_and_copying_ask_the_server_that_boto3_asks(
+    profile: str,
+    variables: dict[str, str],
+    endpoint: str,
+    keys: str,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("botocore")
+    from botocore.session import Session
+
+    config, credentials = tmp_path / "config", tmp_path / "credentials"
+    config.write_text(CONFIG, encoding="utf-8")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    if keys == "files":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    pair = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    names = ("default", "direct", "through", "both", "plain")
+    credentials.write_text("".join(f"[{name}]\n{pair}" for name in names), encoding="utf-8")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for option in ("", server.url):
+        store: Any = obstores.open_store("s3://bucket/a", Settings(option, profile=profile))[0]
+        copier: Any = store.copies()
+        client = Session(profile=profile or None).create_client("s3", "us-east-1", endpoint_url=option or None)
+        copying = copier._clients[0].meta.endpoint_url
+        reading = store._store.config.get("endpoint", "")
+        if option or endpoint:
+            assert reading == copying == client.meta.endpoint_url == (option or endpoint)
+        else:
+            assert client.meta.endpoint_url == "https://s3.amazonaws.com"
+            assert ".amazonaws.com" in copying and reading in ("", "https://s3.us-east-1.amazonaws.com")
+
+
+def test_an_endpoint_of_a_file_without_boto3(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    config = tmp_path / "config"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    config.write_text(f"[default]\nendpoint_url = {server.url}\n", encoding="utf-8")
+    assert open_remote("s3://bucket/a").size == 1000
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    obstores._bucket.cache_clear()
+    assert failure("s3://bucket/a").next == "pip install 'ckptool[s3]'"
+    assert open_remote("s3://bucket/a", Settings(server.url)).size == 1000
+    config.write_text("[default]\nregion = us-east-1\n", encoding="utf-8")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert open_remote("s3://bucket/a").size == 1000
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        "aws_access_key_id = AK",
+        "credential_process = false",
+        "source_profile = missing\nrole_arn = arn:aws:iam::123456789012:role/x",
+    ],
+)
+def test_profiles_without_credentials(
+    profile: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("botocore")
+    config = tmp_path / "config"
+    config.write_text(f"[profile team]\nregion = us-east-1\n{profile}\n", encoding="utf-8")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    error = failure("s3://bucket/a", Settings(server.url, profile="team"))
+    assert error.what == "the profile gives no credentials"
+
+
 def test_what_is_not_installed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
