@@ -66,7 +66,7 @@ class CkptoolError(Exception):
     """
 
     exit_code: int = 70
-    #: Whether a request to a server failed, which says nothing about the file.
+    #: Whether a request to a server failed or was not allowed, which says nothing about the file.
     of_server: bool = False
 
     def __init__(self, what: str, *, path: str = "", next: AnyStep = "", again: Again | None = None) -> None:

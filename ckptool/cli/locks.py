@@ -109,10 +109,10 @@ def lock(
 def _locked(path: str, *, content: bool, rows: bool) -> Answer:
     from hashlib import sha256
 
-    from ..reports.comparing.lock import lock_of, lock_text
+    from ..reports.comparing.lock import lock_text, whole_lock
 
     with ckptool.open(path) as checkpoint:
-        lock = lock_of(checkpoint, content=content)
+        lock = whole_lock(checkpoint, content)
     if not rows:
         return Answer(FileVerdict(path, "locked", 0), data=(os.path.normpath(path).replace(os.sep, "/"), lock))
     return Answer(FileVerdict(path, "locked", 0, hash=sha256(lock_text(lock).encode("ascii")).hexdigest()))

@@ -84,8 +84,11 @@ class RemoteFolder(Folder):
     def files(self) -> dict[str, Facts]:
         """The facts of all files by their paths in the folder, with "/". Raises UnreadableError without a listing.
 
-        Empty objects that stand for folders are left out.
+        Empty objects that stand for folders are left out; another object with the name of a folder is an error.
         """
+        for path in self._folders & self._listed.keys():
+            if self._listed[path].size:
+                raise error_of(Failed("both"), addresses.join(self._address, path))
         return {path: facts for path, facts in self._listed.items() if path not in self._folders}
 
     @cached_property
@@ -114,7 +117,9 @@ class RemoteFolder(Folder):
             listed = {facts.key[start:]: facts for facts in alone(partial(store.list, prefix))}
             if any(not facts.key.startswith(prefix) for facts in listed.values()):
                 raise Failed("answer")
-            listed.pop("", None)  # an empty object that stands for the folder
+            itself = listed.pop("", None)
+            if itself and itself.size:
+                raise Failed("both")
             if any(_ODD.search(path) or addresses.parse(f"s3://b/{path}").query for path in listed):
                 raise Failed("key")
         except Failed as failed:

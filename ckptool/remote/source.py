@@ -285,7 +285,10 @@ class RemoteSource(Source):
         try:
             return request()
         except Failed as failed:
-            raise error_of(failed, self._address) from None
+            error = error_of(failed, self._address)
+            # The file is there, so this is no missing file of a folder.
+            error.of_server = error.of_server or failed.status in (401, 403)
+            raise error from None
 
     def _changed(self) -> ChangedError:
         return error_of(Failed("", 412), self._address)  # type: ignore[return-value]
@@ -356,7 +359,9 @@ def _check(before: int, nbytes: int, limit: int, path: str) -> None:
         after = f" after {human_bytes(before)}" if before else ""
         what = f"it would download {human_bytes(nbytes)}{after}, more than {human_bytes(limit)}"
         step = advice("download the file first, or allow more with ", Setting("max_download", None))
-        raise RefusedError(what, path=path, next=step)
+        error = RefusedError(what, path=path, next=step)
+        error.of_server = True
+        raise error
 
 
 class Blocks:

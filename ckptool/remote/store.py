@@ -195,6 +195,7 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     ),
     "query": ("parameters behind a question mark are not supported", "name the object alone"),
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
+    "both": ("it is a file and a folder at once", "rename one of them, or name single files"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,11 +11,13 @@ from typing import Any
 
 import pytest
 import remote.server as server_module
+from command_line import say
 from remote.server import MIB, Server
 
 pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, RefusedError, UnreadableError
+from ckptool.remote import folder as folder_module
 from ckptool.remote import obstores
 from ckptool.remote.folder import RemoteFolder, open_folder
 from ckptool.remote.source import ENDS
@@ -59,6 +63,50 @@ def test_a_whole_bucket_and_an_empty_folder(server: Server) -> None:
     assert folder(server, "s3://bucket/none/").names() == frozenset()
     assert folder(server, "s3://bucket/run").outer().names() == {"run", "run2"}
     assert (folder(server).name, folder(server).outer().path) == ("run", "s3://bucket")
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/both/", "s3://bucket/both/*.pth", "s3://bucket/**"])
+def test_an_object_with_the_name_of_a_folder_is_not_skipped(address: str, server: Server) -> None:
+    unsafe = b"cos\nsystem\n(S'true'\ntR."
+    server.put("bucket", "both/model.pth", unsafe)
+    server.put("bucket", "both/model.pth/other.pth", unsafe)
+    said = say("scan", address)
+    assert said.code == 3 and "s3://bucket/both/model.pth: it is a file and a folder at once" in said.err, said.all
+    server.put("bucket", "both/model.pth", b"")
+    folder_module._OPENED.clear()
+    assert "at once" not in say("scan", address).all  # an empty object stands for the folder
+    server.put("bucket", "both/", b"not empty")
+    folder_module._OPENED.clear()
+    assert "s3://bucket/both/: it is a file and a folder at once" in say("scan", "s3://bucket/both/").err
+
+
+def test_a_shard_without_permission_is_not_a_missing_shard(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a model must not pass for the whole; a server that fails says nothing about the file."""
+    torch = pytest.importorskip("torch")
+    names = [f"pytorch_model-0000{at}-of-00002.bin" for at in (1, 2)]
+    for at, name in enumerate(names):
+        file = io.BytesIO()
+        torch.save({f"layer{at}.weight": torch.full((200_000,), float(at))}, file)
+        server.put("bucket", f"half/{name}", file.getvalue())
+    index = {"metadata": {}, "weight_map": {f"layer{at}.weight": name for at, name in enumerate(names)}}
+    server.put("bucket", "half/pytorch_model.bin.index.json", json.dumps(index).encode())
+    commands = [["keys"], ["inspect"], ["hash"], ["lock"], ["stats"], ["diff", "s3://bucket/half"]]
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "1000000")
+    for words in commands:
+        said = say(words[0], "s3://bucket/half", *words[1:])
+        assert said.code == 4 and "it would download " in said.err and not said.out, said.all
+    monkeypatch.delenv("CKPTOOL_MAX_DOWNLOAD")
+    found = Server.object
+
+    def denied(self: Server, bucket: str, key: str, version: str = "") -> Any:
+        if key == f"half/{names[1]}":
+            raise server_module.Failure(403, "AccessDenied")
+        return found(self, bucket, key, version)
+
+    monkeypatch.setattr(Server, "object", denied)
+    for words in commands:
+        said = say(words[0], "s3://bucket/half", *words[1:])
+        assert said.code == 3 and "no permission to read it" in said.err and not said.out, said.all
 
 
 def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from changed_tensors import CUT, saved
+from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
 
 import ckptool
@@ -340,3 +342,19 @@ def test_a_lock_with_content_covers_storages_that_are_entries(inside: bool, tmp_
     notes = checked(tmp_path / "b.pth", lock)["lock-content"]["notes"]
     assert [note["where"] for note in notes] == [path]
     assert ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth")["same"] is False
+
+
+def test_a_part_of_a_model_has_no_lock(tmp_path: Path) -> None:
+    """A lock of the other shards would pass for a lock of the whole model."""
+    names = [f"model-0000{at}-of-00002.safetensors" for at in (1, 2)]
+    index = {"metadata": {}, "weight_map": {f"layer{at}.weight": name for at, name in enumerate(names)}}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for at, name in enumerate(names):
+        safetensors.torch.save_file({f"layer{at}.weight": torch.zeros(3)}, tmp_path / "m" / name)
+    assert say("lock", tmp_path / "m").code == 0
+    (tmp_path / "m" / names[1]).unlink()
+    for words in ([tmp_path / "m"], [tmp_path / "m", "-o", tmp_path / "lock.json"], [tmp_path / "m", tmp_path / "m"]):
+        said = say("lock", *words)
+        assert said.code in (3, 4) and "a lock of the rest would pass for the whole" in said.all, said.all
+        assert not (tmp_path / "lock.json").exists()

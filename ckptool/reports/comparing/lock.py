@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError, refuse_remote
-from ...base.findings import Finding
+from ...base.findings import INCOMPLETE, Finding
 from ...base.globs import MATCH_ALL, Globs
 from ...base.records import NamedTuple, TypedDict
 from ...base.steps import Line, argument, command
@@ -425,7 +425,19 @@ def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | 
     if folder:
         return _folder_lock(folder, content, progress)
     with opened(path) as checkpoint:
-        return lock_of(checkpoint, content=content, progress=progress)
+        return whole_lock(checkpoint, content, progress)
+
+
+def whole_lock(checkpoint: Checkpoint, content: bool, progress: Progress | None = None) -> Lock:
+    """Return the lock of a checkpoint; raise RefusedError, too, if some of its files are missing or unreadable."""
+    missing = next((one for one in checkpoint.container.problems if one.code == INCOMPLETE), None)
+    if missing is not None:
+        what, step = (
+            f"{missing.message}; a lock of the rest would pass for the whole",
+            "get the missing files, then lock it",
+        )
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    return lock_of(checkpoint, content=content, progress=progress)
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:
@@ -440,7 +452,7 @@ def _folder_lock(folder: str, content: bool, progress: Progress | None) -> Folde
         if isinstance(item, UnreadableError):
             raise item
         with open_checkpoint(item.path) as checkpoint:
-            files[_name_in(item.path, folder)] = lock_of(checkpoint, content=content, progress=progress)
+            files[_name_in(item.path, folder)] = whole_lock(checkpoint, content, progress)
     return {"schema": FOLDER_SCHEMA, "files": files}
 
 
@@ -466,7 +478,7 @@ def write_lock(
         return _write_folder_lock(_folder_lock(folder, content, progress), name, folder, force)
     with opened(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
-        lock = lock_of(checkpoint, content=content, progress=progress)
+        lock = whole_lock(checkpoint, content, progress)
         return write_file(_plan(lock), name, checkpoint.sources, force=force)
 
 
