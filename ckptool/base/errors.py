@@ -26,10 +26,13 @@ True
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
+from typing import Final
 
+from .lazy import regex
 from .records import NamedTuple
 from .steps import AnyStep, Setting, as_step, concealed, is_remote
 
@@ -211,6 +214,8 @@ A_DIRECTORY = "it is a directory, not a file"
 #: Why an address is refused.
 _REMOTE = "this does not work with remote files"
 _FILE_URI = "file:///"
+#: An address with one slash in place of two.
+_ONE_SLASH: Final = regex(r"(?i)(s3a?|gc?s|az|abfss?|wasbs?|https?|hf|s?ftp|ssh|hdfs):/(?!/)")
 
 
 def refuse_file_uri(path: str) -> None:
@@ -219,6 +224,19 @@ def refuse_file_uri(path: str) -> None:
         local = path[len(_FILE_URI) - 1 :]
         again = Again(before="name its path: ", words=((path, local),))
         raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
+
+
+def refuse_one_slash(path: str, error: type[CkptoolError]) -> None:
+    """Raise an error of this class if a path is an address that lost a slash, as in a ``pathlib.Path``."""
+    if ":/" not in path or not _ONE_SLASH.match(path) or os.path.lexists(path):
+        return
+    address = concealed(path.replace(":/", "://", 1))
+    raise error(
+        "an address has two slashes after its scheme",
+        path=address.replace("://", ":/", 1),
+        next=f"write it as text: {address}",
+        again=Again(before="write it with two: ", words=((path, address),)),
+    )
 
 
 def refuse_remote(path: str) -> None:

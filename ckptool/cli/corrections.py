@@ -18,7 +18,7 @@ from ..base.dtypes import dtype_named
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import is_pattern
 from ..base.map_location import from_python, is_device, is_device_map
-from ..base.steps import suggested_output
+from ..base.steps import is_remote, suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists, file_of
 from .options import Mendable, NoOutput
@@ -498,14 +498,17 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
     return [*words, "-o", suggested_output(path, *_suffix(ctx))] if path else None
 
 
-def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
-    """Name a folder for several outputs. ``convert`` also gets a format, because no suffix names it.
+def _in_folder(words: list[str], ctx: click.Context) -> list[str] | None:
+    """Name a folder for several outputs; None if they were meant for an address, where no folder can be written.
 
-    If all inputs are parts of one checkpoint, name that folder as the only input instead.
+    ``convert`` also gets a format, because no suffix names it. If all inputs are parts of one checkpoint, name that
+    folder as the only input instead.
     """
     output = ctx.params.get("output") or ""
     if output and (whole := _whole_of(paths := [word for word in words if word in ctx.params["paths"]])):
         return [whole if word == paths[0] else word for word in words if word not in paths[1:]]
+    if is_remote(output):
+        return None
     folder = ctx.params.get("out_dir") or os.path.splitext(output)[0] or "edited"
     words = without(words, "-o", "--output") if output else words
     if not ctx.params.get("out_dir"):

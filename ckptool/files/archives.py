@@ -17,7 +17,15 @@ from shlex import quote
 from typing import Any, Final, cast
 
 from ..base import lazy
-from ..base.errors import NO_FILE, MalformedError, RefusedError, UnreadableError, refuse_file_uri, refuse_remote_output
+from ..base.errors import (
+    NO_FILE,
+    MalformedError,
+    RefusedError,
+    UnreadableError,
+    refuse_file_uri,
+    refuse_one_slash,
+    refuse_remote_output,
+)
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import STDIN, as_step, command, concealed, is_remote
@@ -157,6 +165,7 @@ def parsed_object(text: str | bytes) -> dict[str, Any] | None:
 def refuse_address(path: str) -> None:
     """Raise RefusedError if an output path is an archive member or a remote address, because neither can be written."""
     refuse_remote_output(path)
+    refuse_one_slash(path, RefusedError)
     if is_address(path):
         archive, name = file_of(path), file_name(path)
         step = f"write a file such as {quote(name)}, then add it with zip or tar"
@@ -188,6 +197,7 @@ def open_any(path: FilePath) -> Source:
 
         return standard_input()
     outer, rest = _split(name)
+    refuse_one_slash(name, UnreadableError)
     file: Source
     if is_remote(name):
         refuse_file_uri(name)
@@ -199,13 +209,14 @@ def open_any(path: FilePath) -> Source:
                 raise
             if outer and remote.is_file(name):
                 return cast(Source, remote.open_remote(name))  # its own name has the separator
-            from ..base.nearest import missing_file  # only for missing files
+            from ..base.addresses import found_archive, splits
 
-            if any(char in name for char in "*?{"):
-                error.step = as_step("name each file: this command expands no patterns of addresses")
-                raise
-            near = lazy.module("remote.folder").near(outer or name)
-            raise (missing_file(NO_FILE, outer or name, near) if near else error) from None
+            known = next((each for each in splits(name)[:-1] if remote.is_file(each[0])), None)
+            if known is None:
+                raise _missing(outer or name, error) from None
+            outer, rest = known
+            found_archive(outer)
+            file = remote.open_remote(outer)
     else:
         file = open_source(outer or name)
     if not outer:
@@ -221,6 +232,17 @@ def open_any(path: FilePath) -> Source:
     except BaseException:
         file.close()
         raise
+
+
+def _missing(address: str, error: UnreadableError) -> UnreadableError:
+    """Return the error for an address without a file, with a file beside it that may be meant."""
+    from ..base.nearest import missing_file  # only for missing files
+
+    if any(char in address for char in "*?{"):
+        error.step = as_step("name each file: this command expands no patterns of addresses")
+        return error
+    near = lazy.module("remote.folder").near(address)
+    return missing_file(NO_FILE, address, near) if near else error
 
 
 def _open_member(source: Source, address: str, rest: str) -> Source:

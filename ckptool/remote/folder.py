@@ -60,7 +60,8 @@ def near(address: str) -> str:
     if not addresses.parse(folder.path).path:
         return ""  # the listing of a whole bucket may be long
     try:
-        name = nearest_file(addresses.name(address), sorted(folder.names()))
+        wanted = addresses.name(address)  # which may also be a folder, and was not found
+        name = nearest_file(wanted, sorted(folder.names() - {wanted}))
     except UnreadableError:
         return ""
     return folder.join(name) if name else ""

@@ -1,0 +1,82 @@
+"""Names that are easily taken for others: archives with ``!``, addresses that lost a slash, keys with one at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from command_line import say
+from conftest import FIXTURES
+from remote.server import Server
+
+import ckptool
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def objects(server: Server) -> None:
+    for name in ("bare.pth", "bare_module.pth"):
+        server.put("bucket", name, (FIXTURES / name).read_bytes())
+
+
+def test_an_archive_whose_name_has_the_separator(server: Server, tmp_path: Path) -> None:
+    """The address that ckptool prints for a member works, as for an archive on the disk."""
+    data = (FIXTURES / "bare.pth").read_bytes()
+    with ZipFile(tmp_path / "d!1!.zip", "w") as archive:
+        archive.writestr("run/m.pth", data)
+        archive.writestr("run!2/m.pth", data)
+    server.put("separators", "d!1!.zip", (tmp_path / "d!1!.zip").read_bytes())
+    for call in ("keys", "validate", "hash", "scan"):
+        for member in ("run/m.pth", "run!2/m.pth", "run/n.pth", "run!2/n.pth"):
+            remote = say(call, f"s3://separators/d!1!.zip!{member}")
+            local = say(call, tmp_path / f"d!1!.zip!{member}")
+            assert remote.code == local.code == (0 if "m.pth" in member else 3), remote.all
+            if not remote.code:
+                assert remote.out == local.out.replace(str(tmp_path), "s3://separators"), remote.all
+    said = say("keys", "s3://separators/d!1!.zip")
+    assert "-> ckptool keys 's3://separators/d!1!.zip!run/m.pth'" in said.err
+    said = say("keys", "s3://separators/d!1!.tar!run/m.pth")
+    assert said.code == 3 and "no such file" in said.err
+
+
+def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from pathlib.Path("s3://...")."""
+    monkeypatch.chdir(tmp_path)
+    what = "an address has two slashes after its scheme"
+    for words in (
+        ["keys", "s3:/bucket/bare.pth"],
+        ["validate", "s3:/bucket/run/"],
+        ["strip-module", FIXTURES / "bare_module.pth", "-o", "s3:/bucket/y.pth"],
+        ["strip-module", FIXTURES / "bare_module.pth", "--out-dir", "gs:/bucket/y"],
+        ["lock", FIXTURES / "bare.pth", "-o", "S3:/bucket/y.json"],
+    ):
+        said = say(*words)
+        assert said.code in (3, 4) and what in said.err and "mkdir" not in said.err, said.all
+    said = say("keys", "s3:/bucket/bare.pth")
+    assert "-> ckptool keys s3://bucket/bare.pth" in said.err
+    said = say("keys", "https:/user:SECRET@host/a.pth")
+    assert what in said.err and "SECRET" not in said.all
+    with pytest.raises(ckptool.errors.RefusedError) as caught, ckptool.open(FIXTURES / "bare_module.pth") as checkpoint:
+        ckptool.save(ckptool.strip_module(checkpoint), Path("s3://bucket/p.pth"))
+    assert caught.value.next == "write it as text: s3://bucket/p.pth"
+    assert "p.pth" not in server.buckets["bucket"]
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    (tmp_path / "s3:" / "bucket" / "bare.pth").write_bytes((FIXTURES / "bare.pth").read_bytes())
+    assert say("keys", "s3:/bucket/bare.pth").code == 0
+
+
+def test_several_inputs_for_one_address(server: Server) -> None:
+    """Nothing is said about an address that nobody typed."""
+    said = say("strip-module", "s3://bucket/bare.pth", "s3://bucket/bare_module.pth", "-o", "s3://bucket/o.pth")
+    assert said.code == 2
+    assert said.err.endswith("Error: Several inputs need --out-dir DIR instead of -o.\n")
+
+
+def test_a_name_that_was_not_found_is_not_suggested(server: Server) -> None:
+    data = (FIXTURES / "bare.pth").read_bytes()
+    server.put("again", "run/evil.pth/", data)
+    server.put("again", "run/ok.pth", data)
+    said = say("keys", "s3://again/run/evil.pth")
+    assert said.code == 3 and "no such file" in said.err and "is it" not in said.err
