@@ -1,4 +1,4 @@
-"""Names that are easily taken for others: archives with ``!``, addresses that lost a slash, keys with one at the end."""
+"""Names that are easily taken for others: archives with ``!``, addresses that lost a slash, keys that end with one."""
 
 from __future__ import annotations
 
