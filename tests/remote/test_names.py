@@ -74,9 +74,10 @@ def test_several_inputs_for_one_address(server: Server) -> None:
     assert said.err.endswith("Error: Several inputs need --out-dir DIR instead of -o.\n")
 
 
-def test_a_name_that_was_not_found_is_not_suggested(server: Server) -> None:
-    data = (FIXTURES / "bare.pth").read_bytes()
-    server.put("again", "run/evil.pth/", data)
-    server.put("again", "run/ok.pth", data)
+@pytest.mark.parametrize(("size", "what"), [(0, "no such file"), (9, "it is a file and a folder at once")])
+def test_a_name_that_was_not_found_is_not_suggested(size: int, what: str, server: Server) -> None:
+    """Listings have the name of ``run/evil.pth/`` without its slash."""
+    server.put("again", "run/evil.pth/", bytes(size))
+    server.put("again", "run/ok.pth", (FIXTURES / "bare.pth").read_bytes())
     said = say("keys", "s3://again/run/evil.pth")
-    assert said.code == 3 and "no such file" in said.err and "is it" not in said.err
+    assert said.code == 3 and what in said.err and "is it" not in said.err
