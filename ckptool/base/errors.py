@@ -226,14 +226,25 @@ def refuse_file_uri(path: str) -> None:
         raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
 
 
+def lost_a_slash(path: str) -> bool:
+    """Return whether a path is an address that lost a slash, as in a ``pathlib.Path``."""
+    return ":/" in path and _ONE_SLASH.match(path) is not None and not os.path.lexists(path)
+
+
+def without_secrets(path: str) -> str:
+    """Return an address that lost a slash without user information and query string, which may be secrets."""
+    return concealed(path.replace(":/", "://", 1)).replace("://", ":/", 1)
+
+
 def refuse_one_slash(path: str, error: type[CkptoolError]) -> None:
-    """Raise an error of this class if a path is an address that lost a slash, as in a ``pathlib.Path``."""
-    if ":/" not in path or not _ONE_SLASH.match(path) or os.path.lexists(path):
+    """Raise an error of this class if a path is an address that lost a slash."""
+    if not lost_a_slash(path):
         return
-    address = concealed(path.replace(":/", "://", 1))
+    shown = without_secrets(path)
+    address = shown.replace(":/", "://", 1)
     raise error(
         "an address has two slashes after its scheme",
-        path=address.replace("://", ":/", 1),
+        path=shown,
         next=f"write it as text: {address}",
         again=Again(before="write it with two: ", words=((path, address),)),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
-from ..base.errors import CkptoolError, EngineError, TargetError
+from ..base.errors import CkptoolError, EngineError, TargetError, lost_a_slash, without_secrets
 from ..base.globs import SYNTAX, Globs, is_pattern
 from ..base.records import NamedTuple
 from ..base.steps import command as command_line
@@ -61,7 +61,7 @@ class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Return the path, or fail as ``click.Path()`` does."""
         if os.path.exists(value) and not os.access(value, os.R_OK):
             click.Path().convert(value, param, ctx)
-        return concealed(value)
+        return without_secrets(value) if lost_a_slash(value) else concealed(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
         """Let the shell complete paths."""

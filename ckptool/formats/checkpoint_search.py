@@ -11,7 +11,14 @@ from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
+from ..base.errors import (
+    Again,
+    CkptoolError,
+    MalformedError,
+    NotACheckpointError,
+    UnreadableError,
+    lost_a_slash,
+)
 from ..base.records import NamedTuple
 from ..base.steps import NextStep, command, is_remote
 from ..base.suffixes import CHECKPOINTS
@@ -178,7 +185,7 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
 
 
 def _is_glob(path: str) -> bool:
-    if is_remote(path) and path.startswith("http"):
+    if (is_remote(path) and path.startswith("http")) or lost_a_slash(path):
         return False  # a web server lists no files
     return any(character in path for character in "*?[") and not os.path.lexists(path)
 

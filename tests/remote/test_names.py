@@ -56,8 +56,10 @@ def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatc
         assert said.code in (3, 4) and what in said.err and "mkdir" not in said.err, said.all
     said = say("keys", "s3:/bucket/bare.pth")
     assert "-> ckptool keys s3://bucket/bare.pth" in said.err
-    said = say("keys", "https:/user:SECRET@host/a.pth")
-    assert what in said.err and "SECRET" not in said.all
+    for call in ("keys", "validate", "scan", "hash", "lock", "inspect", "get"):
+        key = ["x"] if call == "get" else []
+        said = say(call, "https:/user:SECRET@host/a.pth?Signature=SECRET", *key)
+        assert said.code == 3 and what in said.err and "SECRET" not in said.all, said.all
     with pytest.raises(ckptool.errors.RefusedError) as caught, ckptool.open(FIXTURES / "bare_module.pth") as checkpoint:
         ckptool.save(ckptool.strip_module(checkpoint), Path("s3://bucket/p.pth"))
     assert caught.value.next == "write it as text: s3://bucket/p.pth"
