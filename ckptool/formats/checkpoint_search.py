@@ -186,7 +186,7 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
 
 def _is_glob(path: str) -> bool:
     if (is_remote(path) and path.startswith("http")) or lost_a_slash(path):
-        return False  # a web server lists no files
+        return False  # a web server lists no files, and an address without a slash is refused when it is opened
     return any(character in path for character in "*?[") and not os.path.lexists(path)
 
 

@@ -272,6 +272,8 @@ def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str
 def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     """Return credentials and region of a profile, as boto3 finds them; raises Failed."""
     try:
+        from json import JSONDecodeError
+
         from botocore import exceptions
         from botocore.session import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -286,7 +288,7 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
         raise Failed("profile") from None
     except (exceptions.SSOError, exceptions.TokenRetrievalError):
         raise Failed("expired") from None
-    except exceptions.BotoCoreError:
+    except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # two are of a program that makes the credentials
         raise Failed("gives") from None
     except exceptions.ClientError as error:  # of the service that changes the keys of another profile
         code = str(error.response.get("Error", {}).get("Code", ""))

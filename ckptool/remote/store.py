@@ -179,7 +179,10 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "keys": ("{host} does not accept the credentials", "check the key, the secret and the profile"),
     "none": ("there are no credentials for {host}", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
     "profile": ("there is no such profile", "see which there are: aws configure list-profiles"),
-    "gives": ("the profile gives no credentials", "check the profile: aws sts get-caller-identity"),
+    "gives": (
+        "the profile gives no credentials",
+        "check its keys in ~/.aws/credentials and its settings in ~/.aws/config",
+    ),
     "config": ("the settings of the profile cannot be read", "check ~/.aws/config and ~/.aws/credentials"),
     "account": ("the storage account is not known", "set AZURE_STORAGE_ACCOUNT_NAME, or use abfs://CONTAINER@ACCOUNT/"),
     "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),

@@ -337,6 +337,8 @@ def test_an_endpoint_of_a_file_without_boto3(server: Server, monkeypatch: pytest
     [
         "aws_access_key_id = AK",
         "credential_process = false",
+        "credential_process = no-such-program-anywhere",
+        "credential_process = echo no-json",
         "source_profile = missing\nrole_arn = arn:aws:iam::123456789012:role/x",
     ],
 )
