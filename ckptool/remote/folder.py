@@ -20,6 +20,8 @@ _ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
 _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 #: Files whose ends are asked for at the same time: they take half of the memory for remote files.
 _GROUP: Final = 64
+#: Addresses where there is a folder, and no file of the same name.
+_ALONE: Final[Recent[bool]] = Recent(1000, seconds=30)
 #: Folders that somebody asked for.
 _OPENED: Final[Recent[RemoteFolder]] = Recent(64, seconds=2)
 
@@ -41,10 +43,10 @@ def folder_at(address: str) -> RemoteFolder | None:
     Raises UnreadableError if it can only be a folder, and cannot be listed, or if the server fails.
     """
     folder = open_folder(address)
-    if not addresses.is_folder(folder.path) and is_file(address):
+    if not _ALONE.get(conceal(address)) and is_file(address):
         return None
     try:
-        return folder if folder.files else None
+        return folder if folder.files and _ALONE.keep(conceal(address), True) else None
     except UnreadableError as error:
         parts = addresses.parse(meant(address))
         if error.of_server or parts.path.endswith("/") or not parts.path:
@@ -109,6 +111,8 @@ class RemoteFolder(Folder):
         listed = self._ask() if self._given is None else self._given
         if listed:
             addresses.found_folder(self.path)
+        if listed and self._given is not None:
+            _ALONE.keep(self.path, True)  # the folder around it would have told of a file
         return listed
 
     def _ask(self) -> dict[str, Facts]:

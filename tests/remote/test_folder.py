@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import remote.server as server_module
 from command_line import say
+from conftest import FIXTURES
 from remote.server import MIB, Server
 
 pytest.importorskip("obstore")
@@ -78,6 +79,15 @@ def test_an_object_with_the_name_of_a_folder_is_not_skipped(address: str, server
     server.put("bucket", "both/", b"not empty")
     folder_module._OPENED.clear()
     assert "s3://bucket/both/: it is a file and a folder at once" in say("scan", "s3://bucket/both/").err
+
+
+@pytest.mark.parametrize("name", ["run", "run.pth"])
+@pytest.mark.parametrize("words", [("{}/", "{}"), ("{}", "{}/"), ("{}",)])
+def test_a_folder_does_not_hide_the_object_of_its_name(name: str, words: tuple[str, ...], server: Server) -> None:
+    server.put("hiding", name, b"cos\nsystem\n(S'true'\ntR.")
+    server.put("hiding", f"{name}/ok.pth", (FIXTURES / "bare.pth").read_bytes())
+    said = say("scan", *(word.format(f"s3://hiding/{name}") for word in words))
+    assert said.code == 1 and f"s3://hiding/{name}: unsafe" in said.out, said.all
 
 
 def test_a_shard_without_permission_is_not_a_missing_shard(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
