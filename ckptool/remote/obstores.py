@@ -31,7 +31,7 @@ _CHUNK: Final = 1 << 18
 #: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
 _REQUEST_SECONDS: Final = 300
 _METADATA_SECONDS: Final = 1
-#: Variables with the endpoint of S3: the first one counts. The setting says that none counts.
+#: Variables with the endpoint of S3: the first one counts, unless the setting turns all endpoints off.
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _IGNORED: Final = "ignore_configured_endpoint_urls"
 #: Where a machine in a cloud asks for its credentials, by scheme.
@@ -288,9 +288,9 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
         raise Failed("profile") from None
     except (exceptions.SSOError, exceptions.TokenRetrievalError):
         raise Failed("expired") from None
-    except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # two are of a program that makes the credentials
+    except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # also from the program in credential_process
         raise Failed("gives") from None
-    except exceptions.ClientError as error:  # of the service that changes the keys of another profile
+    except exceptions.ClientError as error:  # another profile's keys gave no role
         code = str(error.response.get("Error", {}).get("Code", ""))
         raise Failed("expired" if code.startswith("Expired") else "gives") from None
     except ValueError:

@@ -350,10 +350,7 @@ class _Writing(NamedTuple):
             raise
 
     def _complete(self, request: Callable[[], None]) -> None:
-        """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced.
-
-        Afterwards raise OutputError if another object is there than the one that was written.
-        """
+        """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced."""
         planned = PlanSource(self.plan, self.target.name)
         if self.check is not None:
             self.check(planned)
@@ -372,6 +369,10 @@ class _Writing(NamedTuple):
                 if found != self.former and self._is_planned(found, ends):
                     return  # only the answer was lost
             raise
+        self._check_written(ends)
+
+    def _check_written(self, ends: Mapping[Range, bytes]) -> None:
+        """Raise OutputError if another object is there than the one that was written, or it cannot be read."""
         try:
             found = self.target.facts()
             written = self._is_planned(found, ends)

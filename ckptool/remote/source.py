@@ -332,9 +332,9 @@ class Allowance:
 
 
 def fetch(spans: Iterable[Span]) -> None:
-    """Download spans of several objects at the same time, as far as memory has room for two such batches."""
+    """Download spans of several objects at the same time, until they fill two fifths of the memory."""
     requests: list[tuple[RemoteSource, int, int]] = []
-    room = LIMITS.remote_bytes * 2 // 5  # the rest is for the ends of objects
+    room = LIMITS.remote_bytes * 2 // 5  # the batch before this one may still be needed, and the ends of objects
     for source, offset, wanted in spans:
         assert isinstance(source, RemoteSource)
         size = min(wanted, room)

@@ -429,13 +429,11 @@ def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | 
 
 
 def whole_lock(checkpoint: Checkpoint, content: bool, progress: Progress | None = None) -> Lock:
-    """Return the lock of a checkpoint; raise RefusedError, too, if some of its files are missing or unreadable."""
+    """Return the lock of a checkpoint; raise RefusedError if some of its files are missing or unreadable."""
     missing = next((one for one in checkpoint.container.problems if one.code == INCOMPLETE), None)
     if missing is not None:
-        what, step = (
-            f"{missing.message}; a lock of the rest would pass for the whole",
-            "get the missing files, then lock it",
-        )
+        what = f"{missing.message}; a lock of the rest would pass for the whole"
+        step = "get the files again that are missing or damaged, then lock it"
         raise RefusedError(what, path=checkpoint.path, next=step)
     return lock_of(checkpoint, content=content, progress=progress)
 
