@@ -112,7 +112,7 @@ class RemoteFolder(Folder):
         if listed:
             addresses.found_folder(self.path)
         if listed and self._given is not None:
-            _ALONE.keep(self.path, True)  # the folder around it would have told of a file
+            _ALONE.keep(self.path, True)  # else the folder around it names a file, too
         return listed
 
     def _ask(self) -> dict[str, Facts]:
