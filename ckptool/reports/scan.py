@@ -193,8 +193,13 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
         except CkptoolError as error:
             folder = whole if folder_at(whole) is not None else os.path.dirname(whole) or os.curdir
             inner = f"{os.path.relpath(error.path, folder)}: " if error.path not in ("", whole) else ""
-            kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
-            scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (inner + error.what,))))
+            if error.of_server:
+                scans.append(
+                    _scan(whole, None, "", error=advised(inner + error.what, error.step), next=error.step.line)
+                )
+            else:
+                kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
+                scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (inner + error.what,))))
             for item in find_all([folder], within=True):
                 if isinstance(item, str) and folder_at(item) is not None:
                     folders.append(item)

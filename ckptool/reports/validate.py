@@ -190,6 +190,7 @@ def validation_report(
     except CkptoolError as error:  # this includes ChangedError: another process writes to the file
         if isinstance(error, NotACheckpointError):
             file_format = error.kind
+        _name_file(error, name)
         report = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
         report["damaged"] = file_format in ("empty", "zeros")
     report["bytes"], report["format"] = size, file_format
@@ -241,6 +242,13 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
         report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
     report["coverage"], report["not_checked"] = ("complete", []) if known else ("partial", ["other file"])
     return report
+
+
+def _name_file(error: CkptoolError, path: str) -> None:
+    """Let an error about a file in the folder ``path`` begin with the name of that file."""
+    folder = os.path.join(path, "")
+    if error.path.startswith(folder):
+        error.what, error.path = f"{error.path.removeprefix(folder)}: {error.what}", path
 
 
 def _unreadable(error: CkptoolError) -> Check:

@@ -105,6 +105,10 @@ def test_a_shard_without_permission_is_not_a_missing_shard(server: Server, monke
     for words in commands:
         said = say(words[0], "s3://bucket/half", *words[1:])
         assert said.code == 4 and "it would download " in said.err and not said.out, said.all
+    judged = [["match", "s3://bucket/half"], ["validate"], ["validate", "--quick"], ["scan"]]
+    for words in judged:
+        said = say(words[0], "s3://bucket/half", *words[1:])
+        assert said.code in (3, 4) and f"{names[1]}: it would download " in said.err, said.all
     monkeypatch.delenv("CKPTOOL_MAX_DOWNLOAD")
     found = Server.object
 
@@ -117,6 +121,9 @@ def test_a_shard_without_permission_is_not_a_missing_shard(server: Server, monke
     for words in commands:
         said = say(words[0], "s3://bucket/half", *words[1:])
         assert said.code == 3 and "no permission to read it" in said.err and not said.out, said.all
+    for words in judged:
+        said = say(words[0], "s3://bucket/half", *words[1:])
+        assert said.code == 3 and f"{names[1]}: no permission to read it" in said.err, said.all
 
 
 def test_a_long_listing_comes_in_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
