@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
@@ -23,8 +22,9 @@ from .store import ARRIVED, Account, Answer, Copier, Facts, Failed, Range, Setti
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
-#: Bytes of one part of an upload.
+#: Bytes of one part of an upload, at least, and the most parts that S3 and Google Cloud Storage take.
 _PART: Final = 8 << 20
+_MOST_PARTS: Final = 10_000
 _PARTS_AT_ONCE: Final = 3
 #: Bytes of an answer that are counted at a time.
 _CHUNK: Final = 1 << 18
@@ -427,16 +427,13 @@ class ObStore:
                 raise Failed("many")
         return found
 
-    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
-        parts, first = iter(chunks), bytearray()
-        while len(first) < _PART and (part := next(parts, None)) is not None:
-            first += part
-        data = bytes(first)
-        if len(data) >= _PART:
-            whole = chain([data], parts)
-            _ask(lambda: self._store.put(key, whole, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE))
+        if size >= _PART:
+            part = max(_PART, -(-size // _MOST_PARTS))
+            _ask(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=_PARTS_AT_ONCE))
             return
+        data = b"".join(chunks)
         mode: Any = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
         try:
             _ask(lambda: self._store.put(key, data, mode=mode))
@@ -490,5 +487,5 @@ class Http(ObStore):
     def list(self, prefix: str) -> Sequence[Facts]:
         raise Failed("listing")
 
-    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         raise Failed("writing")

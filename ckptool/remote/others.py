@@ -96,7 +96,7 @@ class _System:
             raise Failed("many")
         return [_facts(path.removeprefix(self._base), facts) for path, facts in sorted(found.items())]
 
-    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
+    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         raise Failed("writing")
 
     def copies(self) -> None:

@@ -285,7 +285,7 @@ class _Writing(NamedTuple):
 
     def _put(self, streamed: Plan, etag: str) -> None:
         """Stream the object."""
-        with _Putting(self.target, etag, self.progress) as putting:
+        with _Putting(self.target, streamed.size, etag, self.progress) as putting:
             stream_pieces(streamed, putting.put)
             self._complete(putting.finish)
 
@@ -401,9 +401,9 @@ class _Writing(NamedTuple):
 class _Putting(Background):
     """Writes one object from chunks that the caller puts. If the caller fails, nothing is written."""
 
-    def __init__(self, target: Target, etag: str, progress: Progress) -> None:
+    def __init__(self, target: Target, size: int, etag: str, progress: Progress) -> None:
         super().__init__(True)
-        self._target, self._etag, self._progress = target, etag, progress
+        self._target, self._size, self._etag, self._progress = target, size, etag, progress
         self._chunks: Queue[bytes | None] = Queue(_QUEUED)
 
     def put(self, data: Buffer) -> None:
@@ -424,7 +424,7 @@ class _Putting(Background):
         raise self._error
 
     def _run(self) -> None:
-        self._target.store.put(self._target.key, self._taken(), self._etag)
+        self._target.store.put(self._target.key, self._taken(), self._size, self._etag)
 
     def _taken(self) -> Iterator[bytes]:
         while not self._stopped.is_set():

@@ -94,8 +94,8 @@ class Store(Protocol):
         """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is ""."""
         ...
 
-    def put(self, key: str, chunks: Iterable[bytes], former: str) -> None:
-        """Write an object. ``former`` is the ETag of the object that it may replace, "" if there must be none.
+    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
+        """Write an object of ``size`` bytes. ``former`` is the ETag of what it may replace, "" if there must be none.
 
         Nothing is visible before the last chunk. If the chunks raise an error, nothing is written, and ``Failed`` does
         not say which error it was. A large object takes no condition.

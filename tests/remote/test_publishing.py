@@ -10,6 +10,7 @@ from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command_line import say
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from remote.server import MIB, Server
 
 from ckptool.base.errors import ReadBackError
+from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource, Computed, Plan, SliceSource, Span, size_of
 from ckptool.files.write.planned import PlanSource
 from ckptool.remote import obstores, publishing
@@ -300,6 +302,25 @@ def test_a_plan_is_a_source() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptool.files.write.planned._KEPT", 100)
         assert PlanSource(Plan(pieces), "name").read(690, 200) == whole[690:890]
+
+
+@pytest.mark.parametrize("size", [8 * MIB, 2 << 30, 1 << 37, LIMITS.object_bytes])
+def test_a_streamed_output_has_as_many_parts_as_s3_takes(size: int) -> None:
+    store = Mock()
+    obstores.ObStore(store).put("key", [], size, "")
+    part = store.put.call_args.kwargs["chunk_size"]
+    assert -(-size // part) <= 10_000
+    assert part == 8 * MIB or size > 2 << 30  # parts are in memory
+
+
+def test_a_streamed_output_of_few_parts(
+    server: Server, tmp_path: Path, large: Path, without_boto3: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstores, "_MOST_PARTS", 2)
+    local = tmp_path / "new.pth"
+    assert say("strip-module", large, "-o", local).code == say("strip-module", SOURCE, "-o", TARGET).code == 0
+    assert server.get("bucket", "out/new.pth") == local.read_bytes()
+    assert sum("partNumber" in one.query for one in server.seen) == 2
 
 
 # -- what stays as it is --------------------------------------------------------------------------------------------
