@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Final
 
-from ..base.errors import CkptoolError, ReadBackError
+from ..base.errors import CkptoolError, ReadBackError, of_file
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, Manifest
@@ -51,7 +51,7 @@ def check_folder(promise: Promise, path: str) -> None:
 
 @contextmanager
 def _reporting(promise: Promise) -> Iterator[None]:
-    """Turn an error of reading the output into ReadBackError."""
+    """Turn an error of reading the output into ReadBackError, unless a server failed."""
     try:
         yield
     except ReadBackError:
@@ -60,7 +60,8 @@ def _reporting(promise: Promise) -> Iterator[None]:
         if isinstance(error.__cause__, OSError):
             # A failing disk is no bug in ckptool: the writer reports it like its other I/O errors.
             raise error.__cause__ from None
-        raise ReadBackError(f"it does not read: {error.what}", promised=promise.format, read=error.what) from error
+        what = of_file(error).what
+        raise ReadBackError(f"it does not read: {what}", promised=promise.format, read=what) from error
 
 
 def _check(promise: Promise, source: Source, container: Container) -> None:

@@ -127,9 +127,9 @@ class S3Copier:
         try:
             return getattr(self._clients[name in _SLOW], name)(Bucket=self.bucket, **parameters)
         except exceptions.ClientError as error:
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            facts = error.response.get("ResponseMetadata", {})
             code = str(error.response.get("Error", {}).get("Code", ""))
-            failed = Failed("", status, code)
+            failed = Failed("", facts.get("HTTPStatusCode", 0), code, once=facts.get("RetryAttempts") == 0)
         except exceptions.BotoCoreError as error:
             failed = Failed(next((kind for known, kind in _KINDS if isinstance(error, known)), ""))
         raise failed  # out of reach of the error of botocore: no traceback shows it

@@ -276,31 +276,32 @@ class _Writing(NamedTuple):
         etag = self.former.etag if self.former else ""
         try:
             if self.copier is None:
-                self._put(cut.streamed, etag)
+                self._put(cut, etag)
             else:
                 self._upload(cut, self.copier, etag)
         except Failed as failed:
             raise self.target.error(failed) from None
         return traffic
 
-    def _put(self, streamed: Plan, etag: str) -> None:
+    def _put(self, cut: Cut, etag: str) -> None:
         """Stream the object."""
-        with _Putting(self.target, streamed.size, etag, self.progress) as putting:
-            stream_pieces(streamed, putting.put)
-            self._complete(putting.finish)
+        ends = _Ends(cut)
+        with _Putting(self.target, self.plan.size, etag, self.progress) as putting:
+            stream_pieces(cut.streamed, ends.remembering(putting.put))
+            self._complete(putting.finish, ends)
 
     def _upload(self, cut: Cut, copier: Copier, etag: str) -> None:
         """Write the object in parts."""
-        key = self.target.key
+        key, ends = self.target.key, _Ends(cut)
         upload = copier.begin(key)
         try:
-            etags = self._send(cut, copier, upload)
-            self._complete(partial(copier.complete, key, upload, etags, etag))
+            etags = self._send(cut, copier, upload, ends)
+            self._complete(partial(copier.complete, key, upload, etags, etag), ends)
         except BaseException:
             copier.abort(key, upload)
             raise
 
-    def _send(self, cut: Cut, copier: Copier, upload: str) -> list[str]:
+    def _send(self, cut: Cut, copier: Copier, upload: str, ends: _Ends) -> list[str]:
         """Send all parts, or let the server copy them; return their ETags."""
         parts = [*enumerate(cut.parts, 1)]
         left = deque((number, part.size) for number, part in parts if part.span is None)
@@ -325,7 +326,7 @@ class _Writing(NamedTuple):
                 if span is not None:
                     copy = partial(self._copy, copier, upload, number, span)
                     etags[number] = pool.submit(self._counted, copy, size)
-            stream_pieces(cut.streamed, put)
+            stream_pieces(cut.streamed, ends.remembering(put))
             return [etags[number].result() for number, _ in parts]
         finally:
             # A part that arrives after the upload is removed would stay: wait for all that are on their way.
@@ -349,27 +350,24 @@ class _Writing(NamedTuple):
                 source.check_unchanged()
             raise
 
-    def _complete(self, request: Callable[[], None]) -> None:
+    def _complete(self, request: Callable[[], None], ends: _Ends) -> None:
         """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced."""
-        planned = PlanSource(self.plan, self.target.name)
         if self.check is not None:
-            self.check(planned)
-        size = min(COMPARED, planned.size)
-        ranges = [(begin, size) for begin in {0, planned.size - size} if planned.readily(begin, size) == size]
-        ends = {place: planned.read(*place) for place in ranges}
+            self.check(PlanSource(self.plan, self.target.name))
+        known = ends.known()
         for source in self.sources:
             source.check_unchanged()
         if self.target.facts() != self.former:
             raise Failed("", 412)
         try:
             request()
-        except Failed:
+        except Failed as failed:
             with suppress(CkptoolError, Failed):
-                found = self.target.facts()
-                if found != self.former and self._is_planned(found, ends):
+                found, refused = self.target.facts(), failed.status == 412 and failed.once
+                if found != self.former and not refused and self._is_planned(found, ends.known(_PART)):
                     return  # only the answer was lost
             raise
-        self._check_written(ends)
+        self._check_written(known)
 
     def _check_written(self, ends: Mapping[Range, bytes]) -> None:
         """Raise OutputError if another object is there than the one that was written, or it cannot be read."""
@@ -396,6 +394,42 @@ class _Writing(NamedTuple):
                 raise
             return False
         return [answer.data for answer in answers] == [*ends.values()]
+
+
+class _Ends:
+    """What is known of the bytes of an object: both ends, and all bytes if it is small and streams."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._parts = cut.parts
+        self._kept = _PART if sum(part.size for part in cut.parts) <= _PART else COMPARED
+        self._first, self._last = bytearray(), bytearray()
+
+    def remembering(self, put: Callable[[Buffer], None]) -> Callable[[Buffer], None]:
+        """Return a function that puts a chunk, and remembers the first and the last bytes that stream."""
+
+        def remember(data: Buffer) -> None:
+            self._first += data[: self._kept - len(self._first)]
+            self._last += data[-self._kept :]
+            del self._last[: -self._kept]
+            put(data)
+
+        return remember
+
+    def known(self, most: int = COMPARED) -> dict[Range, bytes]:
+        """Return the bytes of both ends by their ranges, at most ``most`` bytes each."""
+        if not self._parts:
+            return {}
+        first, last, size = self._parts[0], self._parts[-1], sum(part.size for part in self._parts)
+        begin, end = (min(most, self._kept, part.size) for part in (first, last))
+        return {
+            (0, begin): _part_of(first, 0, begin, self._first),
+            (size - end, end): _part_of(last, last.size - end, end, self._last[-end:]),
+        }
+
+
+def _part_of(part: Part, begin: int, size: int, streamed: bytearray) -> bytes:
+    """Return a range of a copied part from its input, or of one that streamed."""
+    return part.span.source.read(part.span.offset + begin, size) if part.span else bytes(streamed[:size])
 
 
 class _Putting(Background):

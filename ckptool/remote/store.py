@@ -146,12 +146,13 @@ class Origin(NamedTuple):
 class Failed(Exception):
     """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
 
-    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "".
+    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "". ``once`` tells that the
+    request was sent once only: no earlier answer was lost.
     """
 
-    def __init__(self, kind: str = "", status: int = 0, code: str = "") -> None:
+    def __init__(self, kind: str = "", status: int = 0, code: str = "", *, once: bool = False) -> None:
         super().__init__(kind, status, code)
-        self.kind, self.status, self.code = kind, status, code
+        self.kind, self.status, self.code, self.once = kind, status, code, once
 
 
 _ANONYMOUS: Final = Setting("anonymous")

@@ -247,7 +247,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
 def _name_file(error: CkptoolError, path: str) -> None:
     """Let an error about a file in the folder ``path`` begin with the name of that file."""
     folder = os.path.join(path, "")
-    if error.path.startswith(folder):
+    if error.path.startswith(folder) and error.path != folder:
         error.what, error.path = f"{error.path.removeprefix(folder)}: {error.what}", path
 
 

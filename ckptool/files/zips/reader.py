@@ -319,9 +319,9 @@ def read_archive(source: Source) -> Archive:
 
 
 def _find_end(source: Source) -> EndRecords:
-    at = start = -1
-    tail = b""
-    for begin in (max(source.size - _SEARCH_CHUNK, 0), end_search_start(source.size)):
+    at, start, tail = -1, -1, b""
+    # Most archives end with the record. Before it, a planned archive may have bytes that are still to be computed.
+    for begin in (max(source.size - _END.size, 0), max(source.size - _SEARCH_CHUNK, 0), end_search_start(source.size)):
         if at < 0 and begin != start:
             start, tail = begin, source.read(begin, source.size - begin)
             at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
