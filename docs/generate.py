@@ -325,11 +325,11 @@ def codes() -> str:
 def remote_errors() -> str:
     """Return the messages about remote files, with their next steps."""
     places = {
-        "https://HOST/model.pth": ("listing", "address", "whole"),
+        "https://HOST/model.pth": ("listing", "address", "whole", "password", "refused"),
         "hf://ORGANISATION/MODEL": ("repository", "revision", "gated", "names", "hub"),
         "sftp://HOST/model.pth": ("fsspec", "package", "scheme"),
     }
-    failures = [*map(Failed, MESSAGES), *(Failed("", status) for status in (401, 403, 404, 412, 503))]
+    failures = [Failed(kind, 503) for kind in MESSAGES]
     place_of = {kind: place for place, kinds in places.items() for kind in kinds}
     found = [error_of(failed, place_of.get(failed.kind, "s3://BUCKET/model.pth")) for failed in failures]
     steps = {error.what: as_step(error.step) for error in found}

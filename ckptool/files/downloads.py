@@ -24,7 +24,7 @@ def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]
     if not _any_remote():
         return
     spans = [*spans_of(pieces, checksums)]
-    if missing := _missing(spans):
+    if missing := missing_of(spans):
         remote = lazy.module("remote.source")
         remote.announce(sum(span.size for span in missing), path or missing[0].source.name)
         before = accumulate((span.size for span in spans), initial=0)
@@ -48,7 +48,7 @@ def expect_plan(plan: Plan | FolderPlan, path: str) -> None:
 def prefetch(spans: Iterable[Span]) -> None:
     """Announce that spans of several files are read next; remote ones are fetched together, if memory has room."""
     if _any_remote():
-        lazy.module("remote.source").fetch(_missing(spans))
+        lazy.module("remote.source").fetch(missing_of(spans))
 
 
 def ahead(items: Iterable[Item], spans: Callable[[Item], Iterable[Span]]) -> Iterator[Item]:
@@ -77,7 +77,7 @@ def _any_remote() -> bool:
     return lazy.is_loaded("remote.source")
 
 
-def _missing(spans: Iterable[Span]) -> list[Span]:
+def missing_of(spans: Iterable[Span]) -> list[Span]:
     """Return what must be downloaded to read the spans: each byte once, and neighbours together."""
     missing = list(chain.from_iterable(map(origins, spans)))
     for _ in range(2):  # a source that is made of others returns parts of these

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import closing
+from typing import cast
 
 from ..base import lazy
 from ..base.errors import UnreadableError
@@ -165,14 +166,12 @@ class LocalFolder(Folder):
 def open_folder(path: str) -> Folder:
     """Return the folder at a path or address, whether or not it exists; "" means the working folder."""
     if is_remote(path):
-        folder: Folder = lazy.module("remote.folder").open_folder(path)
-        return folder
+        return cast(Folder, lazy.module("remote.folder").open_folder(path))
     return LocalFolder(path or os.curdir)
 
 
 def folder_at(path: str) -> Folder | None:
     """Return the folder at a path, or at an address that may lack its slash; None if no folder is there."""
     if is_remote(path):
-        folder: Folder | None = lazy.module("remote.folder").folder_at(path)
-        return folder
+        return cast("Folder | None", lazy.module("remote.folder").folder_at(path))
     return LocalFolder(path) if os.path.isdir(path) else None

@@ -58,7 +58,6 @@ class S3Copier:
         endpoint, _, anonymous, environment = self.account
         variables = dict(environment)
         region = variables.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
-        authority = next((variables[name] for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE") if name in variables), None)
         config = Config(
             connect_timeout=LIMITS.connect_seconds,
             read_timeout=seconds,
@@ -70,9 +69,8 @@ class S3Copier:
             ignore_configured_endpoint_urls=True,  # the store found the endpoint
             s3={"addressing_style": "path"} if endpoint else {},
         )
-        return session.create_client(
-            "s3", region_name=region, endpoint_url=endpoint or None, verify=authority, config=config
-        )
+        authority = variables.get("AWS_CA_BUNDLE", variables.get("SSL_CERT_FILE"))
+        return session.create_client("s3", region, endpoint_url=endpoint or None, verify=authority, config=config)
 
     def begin(self, key: str) -> str:
         known = self._unfinished(key)

@@ -77,7 +77,8 @@ def _listed(site: str, kind: str, name: str, revision: str, token: str) -> tuple
         api, timeout = HfApi(endpoint=site, token=token or False), LIMITS.read_seconds
         found = api.repo_info(name, repo_type=kind[:-1], revision=revision, timeout=timeout, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-        if not _COMMIT.fullmatch(found.sha) or not all(map(_is_file, sizes.items())):
+        sound = all(isinstance(path, str) and isinstance(size, int) and size >= 0 for path, size in sizes.items())
+        if not sound or not _COMMIT.fullmatch(found.sha):
             raise ValueError
         return found.sha, sizes
     except errors.HFValidationError:
@@ -95,10 +96,6 @@ def _listed(site: str, kind: str, name: str, revision: str, token: str) -> tuple
     except Exception as error:  # errors of httpx, and of parsing whatever was answered
         failed = Failed(next(kind for kind, words in _WORDS if words.search(f"{type(error).__name__}: {error}")))
     raise failed
-
-
-def _is_file(item: tuple[object, object]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], int) and item[1] >= 0
 
 
 class _Repository(Http):

@@ -7,7 +7,6 @@ unknown to it. This module sets limits, finds credentials where people have them
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,13 +17,13 @@ from typing import Any, Final, TypeVar
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import ARRIVED, Account, Answer, Copier, Facts, Failed, Range, Settings, Store, at_once, kind_of
+from .store import ARRIVED, Account, Answer, Copier, Facts, Failed, Settings, Store, at_once, kind_of
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
 #: Bytes of one part of an upload, at least, and the most parts that S3 and Google Cloud Storage take.
-_PART: Final = 8 << 20
-_MOST_PARTS: Final = 10_000
+PART: Final = 8 << 20
+MOST_PARTS: Final = 10_000
 _PARTS_AT_ONCE: Final = 3
 #: Bytes of an answer that are counted at a time.
 _CHUNK: Final = 1 << 18
@@ -39,8 +38,8 @@ _METADATA: Final = {"s3": "http://169.254.169.254", "gs": "http://metadata.googl
 _METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
 #: Files with credentials, and variables from which obstore takes them, by scheme.
 _FILES: Final = {
-    "s3": ("AWS_CONFIG_FILE", "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
-    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "~/.config/gcloud/application_default_credentials.json"),
+    "s3": (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")),
+    "gs": (("GOOGLE_APPLICATION_CREDENTIALS", "~/.config/gcloud/application_default_credentials.json"),),
 }
 _VARIABLES: Final = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE"),
@@ -123,12 +122,11 @@ def http_store(address: str, headers: Mapping[str, str]) -> Any:
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
 def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple[str, str], ...]) -> Store:
     variables = dict(environment)
-    anonymous: dict[str, Any] = {"skip_signature": True}
-    more = anonymous if settings.anonymous else _credentials(scheme, variables, settings.profile)
-    endpoint = settings.endpoint_url
+    signed = not settings.anonymous
+    more = _credentials(scheme, variables, settings.profile) if signed else {"skip_signature": True}
+    endpoint = settings.endpoint_url or (_configured(settings.profile, variables) if scheme == "s3" else "")
+    check_server(endpoint)
     if scheme == "s3":
-        endpoint = endpoint or _configured(settings.profile, variables)
-        check_server(endpoint)
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
         ignored = any(name in variables for name in _ENDPOINTS)  # obstore would not ignore it
 
@@ -143,9 +141,8 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
         return ObStore(
             in_region(),
             copies=partial(_copier, host, reached),
-            elsewhere=lambda: in_region(region=_region(host, endpoint)),
+            elsewhere=lru_cache(maxsize=1)(lambda: in_region(region=_region(host, endpoint))),
         )
-    check_server(endpoint)
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
         return ObStore(_library().GCSStore(host, **more, **_client(endpoint)), by_etag=False)
@@ -157,21 +154,18 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
 
 def _region(bucket: str, endpoint: str) -> str:
     """Return the region of a bucket, which S3 tells everybody in a header that obstore hides; raises Failed."""
-    from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     request = Request(f"{endpoint.rstrip('/') or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")
-    region: str | None = None
+    headers: Any = {}
     try:
         with urlopen(request, timeout=LIMITS.connect_seconds) as answer:
-            region = answer.headers.get("x-amz-bucket-region")
-    except HTTPError as error:
-        region = error.headers.get("x-amz-bucket-region")
-    except OSError:
-        pass
-    if not region:
-        raise Failed("region")
-    return region
+            headers = answer.headers
+    except Exception as error:  # urllib also raises http.client's errors, which quote the endpoint or the answer
+        headers = getattr(error, "headers", {})  # an answer with an error status
+    if region := headers.get("x-amz-bucket-region"):
+        return str(region)
+    raise Failed("region")
 
 
 def _configured(profile: str, variables: dict[str, str]) -> str:
@@ -210,8 +204,7 @@ def _configured(profile: str, variables: dict[str, str]) -> str:
 
 def _paths(scheme: str, variables: dict[str, str]) -> list[str]:
     """Return the paths of the files with credentials."""
-    files = _FILES.get(scheme, ())
-    return [os.path.expanduser(variables.get(name, path)) for name, path in zip(files[::2], files[1::2])]
+    return [os.path.expanduser(variables.get(name, path)) for name, path in _FILES.get(scheme, ())]
 
 
 @lru_cache(maxsize=8)
@@ -348,16 +341,16 @@ def may_pass(failed: Failed) -> bool:
 
 def _body(found: Any, size: int) -> bytes:
     """Return the bytes of an answer. A body of more than ``size`` bytes is not read to its end: it may have none."""
-    parts: list[bytes] = []
+    data = bytearray()
     for part in found.stream(min_chunk_size=max(min(size, _CHUNK), 1)):
-        parts.append(bytes(part))
-        ARRIVED.add(len(parts[-1]))
-        if sum(map(len, parts)) > size:
+        data += part
+        ARRIVED.add(len(part))
+        if len(data) > size:
             raise Failed("length")
-    return b"".join(parts)
+    return bytes(data)
 
 
-class ObStore:
+class ObStore(Store):
     """A bucket or container.
 
     ``by_etag`` says whether an object can be replaced on the condition that it has an ETag. ``copies`` returns what
@@ -376,7 +369,7 @@ class ObStore:
         self._store = store
         self.has_tail = has_tail
         self._by_etag, self._copies = by_etag, copies
-        self._elsewhere, self._moving = elsewhere, threading.Lock()
+        self._elsewhere = elsewhere
 
     def facts(self, meta: Any) -> Facts:
         """Return the facts of an object. Without an ETag, the time of its last change takes its place.
@@ -413,9 +406,6 @@ class ObStore:
 
         return self._try(ask)
 
-    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
-        return at_once(ranges, lambda one: self.get(key, *one, etag))
-
     def list(self, prefix: str) -> Sequence[Facts]:
         return at_once([prefix], lambda one: self._try(lambda: self._list(one)), LIMITS.listing_seconds)[0]
 
@@ -429,8 +419,8 @@ class ObStore:
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
-        if size >= _PART:
-            part = max(_PART, -(-size // _MOST_PARTS))
+        if size >= PART:
+            part = max(PART, -(-size // MOST_PARTS))
             _ask(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=_PARTS_AT_ONCE))
             return
         data = b"".join(chunks)
@@ -448,22 +438,15 @@ class ObStore:
 
     def _try(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again in the region where the bucket really is."""
-        store = self._store
         try:
             return self._patiently(do)
         except Failed as failed:
             # An answer to HEAD has no code.
-            if not (kind_of(failed) == "region" or (failed.status, failed.code) == (400, "")) or not self._moved(store):
+            elsewhere = kind_of(failed) == "region" or (failed.status, failed.code) == (400, "")
+            if not (elsewhere and self._elsewhere):
                 raise
+        self._store = self._elsewhere()
         return self._patiently(do)
-
-    def _moved(self, store: Any) -> bool:
-        """Return whether the bucket is reached in another region than by ``store``, with which a request failed."""
-        with self._moving:
-            if self._store is store and self._elsewhere:
-                elsewhere, self._elsewhere = self._elsewhere, None
-                self._store = elsewhere()
-        return self._store is not store
 
     def _patiently(self, do: Callable[[], T]) -> T:
         """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
@@ -486,6 +469,3 @@ class Http(ObStore):
 
     def list(self, prefix: str) -> Sequence[Facts]:
         raise Failed("listing")
-
-    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
-        raise Failed("writing")

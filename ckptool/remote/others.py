@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.limits import LIMITS
-from .store import ARRIVED, Answer, Facts, Failed, Range, Store
+from .store import ARRIVED, Answer, Facts, Failed, Store
 
 T = TypeVar("T")
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
@@ -55,10 +55,8 @@ def _ask(do: Callable[[], T]) -> T:
     raise failed
 
 
-class _System:
+class _System(Store):
     """The files of a file system of fsspec whose paths begin with ``base``."""
-
-    has_tail = False
 
     def __init__(self, system: Any, base: str) -> None:
         self._system, self._base = system, base
@@ -72,35 +70,21 @@ class _System:
         return _facts(key, found)
 
     def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
-        return self.many(key, [(begin, size)], etag)[0]
-
-    def tail(self, key: str, size: int) -> Answer:
-        raise Failed("whole")
-
-    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
         before = self._first.get(key) or self._first.setdefault(key, self.head(key))
-        begins = [begin for begin, _ in ranges]
-        ends = [min(begin + size, before.size) for begin, size in ranges]
-        paths = [self._base + key] * len(ranges)
-        found = _ask(lambda: self._system.cat_ranges(paths, begins, ends, on_error="raise"))
+        end = min(begin + size, before.size)
+        data = bytes(_ask(lambda: self._system.cat_file(self._base + key, begin, end)))
         if self.head(key) != before or etag not in ("", before.etag):
             raise Failed("", 412)
-        if any(len(data) != end - begin for data, begin, end in zip(found, begins, ends)):
+        if len(data) != end - begin:
             raise Failed("length")
-        ARRIVED.add(sum(map(len, found)))
-        return [Answer(bytes(data), before) for data in found]
+        ARRIVED.add(len(data))
+        return Answer(data, before)
 
     def list(self, prefix: str) -> Sequence[Facts]:
         found: Mapping[str, Any] = _ask(lambda: self._system.find(self._base + prefix, detail=True))
         if len(found) > LIMITS.remote_files:
             raise Failed("many")
         return [_facts(path.removeprefix(self._base), facts) for path, facts in sorted(found.items())]
-
-    def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
-        raise Failed("writing")
-
-    def copies(self) -> None:
-        return None
 
 
 def _facts(key: str, found: Mapping[str, Any]) -> Facts:

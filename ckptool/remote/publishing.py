@@ -21,28 +21,25 @@ from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..base.text import human_bytes
-from ..files.downloads import prefetch, spans_of
+from ..files.downloads import missing_of, prefetch, spans_of
 from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, part_of, size_of
 from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
 from ..files.write.output import output_exists
 from ..files.write.planned import COMPARED, Check, PlanSource
-from .source import RemoteSource, identity_of, open_store
-from .store import Copier, Facts, Failed, Range, current, error_of
+from .obstores import MOST_PARTS, PART
+from .source import REQUEST, RemoteSource, identity_of, open_store
+from .store import Copier, Facts, Failed, Range, current, error_of, together
 
 #: Where objects can be written.
 _SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
-#: Bytes of a part of an upload, except the last one; of the parts that stream; and the most parts. From the S3 API.
+#: Bytes of a part of an upload, except the last one, at least and at most. From the S3 API.
 _MIN_PART: Final = 5 << 20
 _MAX_PART: Final = 5 << 30
-_PART: Final = 8 << 20
-_MOST_PARTS: Final = 10_000
 #: Parts in memory: one is filled, the others are on their way.
 _SENDING: Final = 4
 #: Chunks that wait to be taken by a store.
 _QUEUED: Final = 4
-#: Bytes of one request for an input.
-_REQUEST: Final = 4 << 20
 #: Codes and statuses of servers that cannot copy a range, but can take the bytes.
 _CANNOT_COPY: Final = {405, 501, "NotImplemented", "InvalidRequest", "InvalidArgument", "MethodNotAllowed"}
 
@@ -121,7 +118,7 @@ class Target:
 
     def copier(self, plan: Plan) -> Copier | None:
         """Return what writes a plan in parts, or None if it is small or the store cannot copy on the server."""
-        return self.store.copies() if plan.size > _PART else None
+        return self.store.copies() if plan.size > PART else None
 
     def error(self, failed: Failed) -> CkptoolError:
         return error_of(failed, self.address, writing=True)
@@ -166,18 +163,13 @@ def planned_traffic(plan: Plan, path: str, sources: Sequence[Source]) -> Traffic
 
 def traffic_of(plans: Iterable[Plan], sources: Sequence[Source]) -> Traffic:
     """Return what it takes to read the inputs of plans; writing local files takes no more."""
-    ranges: dict[RemoteSource, list[Range]] = {source: [] for source in sources if isinstance(source, RemoteSource)}
-    for plan in plans:
-        for span in chain.from_iterable(map(origins, spans_of(plan.pieces, plan.expected_checksums))):
-            if isinstance(span.source, RemoteSource):
-                ranges.setdefault(span.source, []).append((span.offset, span.size))
-    requests = down = 0
-    for source, places in ranges.items():
-        missing = sum(span.size for span in source.missing(places))
-        answers, nbytes = source.received()
-        requests += answers - (-missing // _REQUEST)
-        down += nbytes + missing
-    return Traffic(requests, down, 0, 0)
+    read = (spans_of(plan.pieces, plan.expected_checksums) for plan in plans)
+    spans = [*chain.from_iterable(map(origins, chain.from_iterable(read)))]
+    missing = missing_of(spans)
+    inputs = {source for source in (*sources, *(span.source for span in spans)) if isinstance(source, RemoteSource)}
+    received = [source.received() for source in inputs]
+    requests = sum(answers for answers, _ in received) + sum(-(-span.size // REQUEST) for span in missing)
+    return Traffic(requests, sum(nbytes for _, nbytes in received) + sum(span.size for span in missing), 0, 0)
 
 
 def cut_into_parts(plan: Plan, copier: Copier | None) -> Cut:
@@ -188,14 +180,14 @@ def cut_into_parts(plan: Plan, copier: Copier | None) -> Cut:
     if copier is not None:
         plan = plan._replace(pieces=merge_pieces(_with_equal_gaps(plan.pieces)))
     least = _MIN_PART
-    while len((cut := _cut(plan, copier, least)).parts) > _MOST_PARTS:
+    while len((cut := _cut(plan, copier, least)).parts) > MOST_PARTS:
         least *= 2
     return cut
 
 
 def _cut(plan: Plan, copier: Copier | None, least: int) -> Cut:
     """Cut a plan into parts; copied parts have at least ``least`` bytes."""
-    part = max(_PART, -(-plan.size // (_MOST_PARTS // 2)))
+    part = max(PART, -(-plan.size // (MOST_PARTS // 2)))
     parts: list[Part] = []
     streamed: list[Piece] = []
     run = 0  # bytes that stream and are in no part yet
@@ -364,7 +356,7 @@ class _Writing(NamedTuple):
         except Failed as failed:
             with suppress(CkptoolError, Failed):
                 found, refused = self.target.facts(), failed.status == 412 and failed.once
-                if found != self.former and not refused and self._is_planned(found, ends.known(_PART)):
+                if found != self.former and not refused and self._is_planned(found, ends.known(PART)):
                     return  # only the answer was lost
             raise
         self._check_written(known)
@@ -387,8 +379,9 @@ class _Writing(NamedTuple):
         """Return whether an object has the planned size, and the planned bytes at its ends."""
         if found is None or found.size != self.plan.size:
             return False
+        get = self.target.store.get
         try:
-            answers = self.target.store.many(self.target.key, [*ends], found.etag)
+            answers = together([partial(get, self.target.key, *place, found.etag) for place in ends])
         except Failed as failed:
             if failed.status != 412:
                 raise
@@ -401,7 +394,7 @@ class _Ends:
 
     def __init__(self, cut: Cut) -> None:
         self._parts = cut.parts
-        self._kept = _PART if sum(part.size for part in cut.parts) <= _PART else COMPARED
+        self._kept = PART if sum(part.size for part in cut.parts) <= PART else COMPARED
         self._first, self._last = bytearray(), bytearray()
 
     def remembering(self, put: Callable[[Buffer], None]) -> Callable[[Buffer], None]:

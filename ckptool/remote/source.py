@@ -38,7 +38,7 @@ ENDS: Final = 256 << 10
 #: are under way at once, and traffic is paid for.
 _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
-_REQUEST: Final = 4 << 20
+REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
@@ -220,7 +220,9 @@ class RemoteSource(Source):
                 self._asked.append(wanted)
         if gaps:
             try:
-                kept += self._ask([part for span in missing for part in _requests(span)])
+                self.allow(sum(span.size for span in missing))
+                requests = [part for span in missing for part in _requests(span)]
+                kept += at_once(requests, lambda one: self.fetch(*one))
             finally:
                 with self._allowance.lock:
                     self._asked.remove(wanted)
@@ -252,24 +254,17 @@ class RemoteSource(Source):
         """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
         self._allowance.spend(nbytes, self.name)
 
-    def fetch(self, begin: int, size: int) -> None:
-        """Download a range that was allowed, and keep it in memory."""
-        self._keep(begin, self._do(lambda: self._store.get(self._key, begin, size, self._etag)))
+    def fetch(self, begin: int, size: int) -> tuple[int, bytes]:
+        """Download a range that was allowed, keep it in memory, and return it as (offset, bytes)."""
+        answer = self._do(lambda: self._store.get(self._key, begin, size, self._etag))
+        self._keep(begin, answer)
+        return begin, answer.data
 
     def close(self) -> None:
         self._closed = True
-        if not self._owned:
-            return  # a folder keeps them for the next reader of the file
-        with self._allowance.lock:
-            self._blocks.clear()
-
-    def _ask(self, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
-        """Download ranges, and return the (offset, bytes) of each, which are kept too."""
-        self.allow(sum(size for _, size in ranges))
-        answers = self._do(lambda: self._store.many(self._key, ranges, self._etag))
-        for (at, _), answer in zip(ranges, answers, strict=True):
-            self._keep(at, answer)
-        return [(at, answer.data) for (at, _), answer in zip(ranges, answers)]
+        if self._owned:  # else the folder keeps them for the next reader of the file
+            with self._allowance.lock:
+                self._blocks.clear()
 
     def _keep(self, at: int, answer: Answer) -> None:
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
@@ -411,7 +406,7 @@ class Blocks:
 def _requests(span: Span) -> Iterator[Range]:
     """Yield a span as ranges that are small enough for one request."""
     end = span.offset + span.size
-    return ((at, min(_REQUEST, end - at)) for at in range(span.offset, end, _REQUEST))
+    return ((at, min(REQUEST, end - at)) for at in range(span.offset, end, REQUEST))
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:

@@ -68,31 +68,30 @@ class Answer(NamedTuple):
     facts: Facts
 
 
-class Store(Protocol):
-    """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``."""
+class Store:
+    """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``.
 
-    #: Whether the last bytes can be asked for without knowing the size.
-    has_tail: bool
+    A store that is only read has ``head``, ``get`` and ``list``; one with ``has_tail`` also ``tail``.
+    """
+
+    #: Whether ``tail`` returns the last bytes of an object whose size is unknown.
+    has_tail = False
 
     def head(self, key: str) -> Facts:
         """Return the facts of an object."""
-        ...
+        raise NotImplementedError
 
     def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
         """Return ``size`` bytes from ``begin``, fewer at the end; with ``etag``, only from the object that has it."""
-        ...
+        raise NotImplementedError
 
     def tail(self, key: str, size: int) -> Answer:
         """Return the last ``size`` bytes, or all if there are fewer."""
-        ...
-
-    def many(self, key: str, ranges: Sequence[Range], etag: str = "") -> list[Answer]:
-        """Return the bytes of several ranges, asked for at the same time."""
-        ...
+        raise NotImplementedError
 
     def list(self, prefix: str) -> Sequence[Facts]:
         """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is ""."""
-        ...
+        raise NotImplementedError
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write an object of ``size`` bytes. ``former`` is the ETag of what it may replace, "" if there must be none.
@@ -100,11 +99,11 @@ class Store(Protocol):
         Nothing is visible before the last chunk. If the chunks raise an error, nothing is written, and ``Failed`` does
         not say which error it was. A large object takes no condition.
         """
-        ...
+        raise Failed("writing")
 
     def copies(self) -> Copier | None:
         """Return what writes objects from parts that the server copies from other objects, or None."""
-        ...
+        return None
 
 
 class Copier(Protocol):
@@ -212,6 +211,19 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "fsspec": ("fsspec is not installed, which reads {scheme}://", Line("pip install fsspec")),
     "package": ("a package is missing that fsspec needs for {scheme}://", "install it, or download the file first"),
     "scheme": ("addresses with {scheme}:// are not supported", "download it first"),
+    "unsigned": ("{host} wants credentials", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
+    "password": ("{host} wants credentials", "check the address"),
+    "denied": (
+        "no permission to {verb} it, or no such file and no permission to list {bucket}",
+        "check the name and the permissions",
+    ),
+    "refused": ("{host} refuses it", "check the address; signed ones expire"),
+    "missing": (NO_FILE, ""),
+    "changed": ("the file changed while it was read", "try again when nobody writes to it"),
+    "removed": ("the upload was removed meanwhile", "try again"),
+    "written": ("somebody else wrote to it meanwhile", "see what is there, then try again"),
+    "fails": ("{host} fails with status {status}, also when asked again", "try again later"),
+    "status": ("{host} answers with status {status}", "check the address"),
     "unknown": ("the request failed", "try again, or download it first"),
 }
 #: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
@@ -230,16 +242,15 @@ _CODES: Final = {
     "AuthenticationFailed": "keys",
     "InvalidPart": "parts",
 }
-#: The errors of failed uploads by their status.
-_WRITING: Final = {
-    404: ("the upload was removed meanwhile", "try again"),
-    409: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
-    412: ("somebody else wrote to it meanwhile", "see what is there, then try again"),
-}
+#: The kinds of failures by the status of an answer, and those that mean something else while writing or in a scheme.
+_STATUSES = {401: "unsigned", 403: "denied", 404: "missing", 407: "proxy", 410: "missing", 412: "changed"}
+_STATUSES |= {416: "changed", 429: "fails"}
+_WEB: Final = {401: "password", 403: "refused"}
+_STATUSES_OF: Final = {"hf": {401: "repository", 403: "gated"}, "http": _WEB, "https": _WEB}
+_STATUSES_OF["writing"] = {404: "removed", 409: "written", 412: "written"}
 #: The beginnings of variables with credentials.
 _CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
-_HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"}
-_HOSTS |= {"az": "Azure", "abfs": "Azure", "abfss": "Azure"}
+_HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"} | dict.fromkeys(("az", "abfs", "abfss"), "Azure")
 
 
 def kind_of(failed: Failed) -> str:
@@ -249,43 +260,24 @@ def kind_of(failed: Failed) -> str:
 
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
     """Return the error for a failed request about the object at an address."""
-    parts, status = parse(address), failed.status
-    web = parts.scheme in ("http", "https")
-    host = parts.host if web else _HOSTS.get(parts.scheme, f"{parts.scheme}://{parts.host}")
-    bucket = parts.host.partition("@")[0]
-    kind = kind_of(failed)
-    if web:  # the codes of a signed address say nothing about credentials of the user
+    parts, status, kind = parse(address), failed.status, kind_of(failed)
+    host, bucket = _HOSTS.get(parts.scheme, f"{parts.scheme}://{parts.host}"), parts.host.partition("@")[0]
+    if parts.scheme in ("http", "https"):  # the codes of a signed address say nothing about credentials of the user
+        host = parts.host
         kind = "address" if kind == "expired" else "redirect" if failed.kind == "region" else failed.kind
-    error: type[CkptoolError] = RefusedError if kind == "writing" else OutputError if writing else UnreadableError
-    plain = f"{{host}} answers with status {status}", "check the address"
-    what, step = MESSAGES.get(kind or ("" if status else "unknown"), plain)
-    if kind == "none" and parts.scheme == "s3":
+    statuses = _STATUSES | _STATUSES_OF.get("writing" if writing else parts.scheme, {})
+    said = kind or statuses.get(status) or ("fails" if status >= 500 else "status" if status else "unknown")
+    what, step = MESSAGES[said]
+    if said == "none" and parts.scheme == "s3":
         keys = "set AWS_ACCESS_KEY_ID and its secret, choose a "
         step = advice(keys, Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
-    elif kind in MESSAGES or not status:
-        pass
-    elif status in (401, 403) and parts.scheme == "hf":
-        what, step = MESSAGES["repository" if status == 401 else "gated"]
-    elif status == 401:
-        what, step = "{host} wants credentials", "check the address" if web else MESSAGES["none"][1]
-    elif status == 403 and web:
-        what, step = "{host} refuses it", "check the address; signed ones expire"
-    elif status == 403:
-        verb = "write" if writing else "read"
-        what = f"no permission to {verb} it, or no such file and no permission to list {{bucket}}"
-        step = "check the name and the permissions"
-    elif writing and status in _WRITING:
-        what, step = _WRITING[status]
-    elif status in (404, 410):
-        what, step = NO_FILE, ""
-    elif status == 407:
-        what, step = MESSAGES["proxy"]
-    elif status in (412, 416):
-        error, what, step = ChangedError, "the file changed while it was read", "try again when nobody writes to it"
-    elif status == 429 or status >= 500:
-        what, step = f"{{host}} fails with status {status}, also when asked again", "try again later"
-    found = error(what.format(host=host, bucket=bucket, scheme=parts.scheme), path=conceal(address), next=step)
-    found.of_server = kind != "listing" and (kind in MESSAGES or status not in (401, 403, 404, 410))
+    what = what.format(
+        host=host, bucket=bucket, scheme=parts.scheme, status=status, verb="write" if writing else "read"
+    )
+    error: type[CkptoolError] = OutputError if writing else UnreadableError
+    error = {"writing": RefusedError, "changed": ChangedError}.get(said, error)
+    found = error(what, path=conceal(address), next=step)
+    found.of_server = kind != "listing" and (kind != "" or status not in (401, 403, 404, 410))
     return found
 
 

@@ -44,7 +44,7 @@ def test_a_folder(files: Any) -> None:
     assert [found.open(name).read(5, 5) for name in ("a.pth", "b.pth")] == [DATA[5:10]] * 2
 
 
-@pytest.mark.parametrize("moment", ["cat_ranges", "info"])
+@pytest.mark.parametrize("moment", ["cat_file", "info"])
 def test_a_file_replaced_between_two_calls(moment: str, files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_remote("memory://bucket/run/a.pth")
     real = getattr(type(files), moment)
@@ -92,7 +92,7 @@ def test_exceptions_of_file_systems(error: Exception, what: str, files: Any, mon
     def fail(*args: object, **more: object) -> None:
         raise error
 
-    monkeypatch.setattr(type(files), "cat_ranges", fail)
+    monkeypatch.setattr(type(files), "cat_file", fail)
     with pytest.raises(CkptoolError) as caught:
         found.read(1 << 20, 10)
     assert caught.value.what == what

@@ -326,7 +326,7 @@ def test_a_streamed_output_has_as_many_parts_as_s3_takes(size: int) -> None:
 def test_a_streamed_output_of_few_parts(
     server: Server, tmp_path: Path, large: Path, without_boto3: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstores, "_MOST_PARTS", 2)
+    monkeypatch.setattr(obstores, "MOST_PARTS", 2)
     local = tmp_path / "new.pth"
     assert say("strip-module", large, "-o", local).code == say("strip-module", SOURCE, "-o", TARGET).code == 0
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
