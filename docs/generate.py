@@ -329,7 +329,7 @@ def remote_errors() -> str:
         "hf://ORGANISATION/MODEL": ("repository", "revision", "gated", "names", "hub"),
         "sftp://HOST/model.pth": ("fsspec", "package", "scheme"),
     }
-    failures = [Failed(kind, 503) for kind in MESSAGES]
+    failures = [Failed(kind, 400 if kind == "status" else 503) for kind in MESSAGES]
     place_of = {kind: place for place, kinds in places.items() for kind in kinds}
     found = [error_of(failed, place_of.get(failed.kind, "s3://BUCKET/model.pth")) for failed in failures]
     steps = {error.what: as_step(error.step) for error in found}

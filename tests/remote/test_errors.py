@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import socket
 import ssl
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,26 @@ def test_wrong_credentials(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     assert error.what.startswith("no permission to read it")
     server.signed = False
     assert open_remote("s3://bucket/a", Settings(server.url, anonymous=True)).size == 1000
+
+
+@pytest.mark.parametrize("endpoint", ["http://user:SECRET@localhost", "http://localhost:1", "garbage"])
+def test_the_region_is_asked_of_an_odd_server(endpoint: str) -> None:
+    """Errors of http.client quote the endpoint, or what the server answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(b"garbage SECRETANSWER\r\n\r\n")
+
+        if endpoint == "garbage":
+            endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(Failed) as caught:
+            obstores._region("bucket", endpoint)
+    assert caught.value.kind == "region"
+    assert caught.value.__context__ is None
 
 
 @pytest.mark.parametrize("error", [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")])

@@ -217,13 +217,13 @@ def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> N
     data = random.Random(size).randbytes(size)
     store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
     chunks = [data[at : at + 3_000_000] for at in range(0, size, 3_000_000)]
-    store.put(key, iter(chunks), "")
+    store.put(key, iter(chunks), size, "")
     assert server.get("bucket", "new") == data
-    store.put(key, iter(chunks), server.object("bucket", "new").etag)
+    store.put(key, iter(chunks), size, server.object("bucket", "new").etag)
     if size < 8 * MIB:  # larger ones take no condition
         for former in ("", '"another"'):
             with pytest.raises(Failed) as caught:
-                store.put(key, iter(chunks), former)
+                store.put(key, iter(chunks), size, former)
             assert caught.value.status == 412
     assert server.uploads == {}
 
@@ -236,10 +236,10 @@ def test_a_server_that_compares_etags_without_quotes(replaced: bool, server: Ser
     if replaced:
         server.replaced = {1: ("bucket", "new", b"two")}
         with pytest.raises(Failed) as caught:
-            store.put(key, [b"three"], former)
+            store.put(key, [b"three"], 5, former)
         assert caught.value.status == 412
     else:
-        store.put(key, [b"three"], former)
+        store.put(key, [b"three"], 5, former)
     assert server.get("bucket", "new") == (b"two" if replaced else b"three")
 
 
@@ -251,6 +251,6 @@ def test_an_upload_that_fails_leaves_nothing(server: Server) -> None:
         raise OSError("the disk")
 
     with pytest.raises(Failed):
-        store.put(key, chunks(), "")
+        store.put(key, chunks(), 20 * MIB, "")
     assert server.uploads == {}
     assert "new" not in server.buckets["bucket"]
