@@ -80,7 +80,7 @@ def _any_remote() -> bool:
 def missing_of(spans: Iterable[Span]) -> list[Span]:
     """Return what must be downloaded to read the spans: each byte once, and neighbours together."""
     missing = list(chain.from_iterable(map(origins, spans)))
-    for _ in range(2):  # a source that is made of others returns parts of these
+    for _ in range(2):  # first slices become parts of their files, then the parts of a file are joined
         ranges: dict[Source, list[tuple[int, int]]] = {}
         for source, offset, size in missing:
             ranges.setdefault(source, []).append((offset, size))

@@ -19,10 +19,10 @@ from botocore.config import Config
 from ..base.limits import LIMITS
 from .store import Account, Failed, Origin, Range
 
-#: Seconds in which a server must have copied a part, which may have 5 GiB, or joined all parts, and these requests.
+#: Seconds to wait for the slow requests: to copy a part of up to 5 GiB, and to complete an upload.
 _COPY_SECONDS: Final = 600
 _SLOW: Final = ("upload_part_copy", "complete_multipart_upload")
-#: The age of an unfinished upload that a killed run left.
+#: Unfinished uploads that are older were left by a killed run.
 _OLD: Final = timedelta(days=1)
 #: The kinds of failures by errors of botocore, in the order in which they are looked for.
 _KINDS: Final = (
@@ -130,7 +130,7 @@ class S3Copier:
             failed = Failed("", facts.get("HTTPStatusCode", 0), code, once=facts.get("RetryAttempts") == 0)
         except exceptions.BotoCoreError as error:
             failed = Failed(next((kind for known, kind in _KINDS if isinstance(error, known)), ""))
-        raise failed  # out of reach of the error of botocore: no traceback shows it
+        raise failed  # not inside ``except``: no traceback shows the error of botocore
 
 
 def _field(answer: Mapping[str, Any], name: str) -> str:

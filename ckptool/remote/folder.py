@@ -18,7 +18,7 @@ _DIGITS: Final = regex(r"\d+")
 #: Paths that lead to another folder, or that a path on the disk cannot have.
 _ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
 _INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
-#: Files whose ends are asked for at the same time: they take half of the memory for remote files.
+#: Files whose ends are asked for at the same time: at most 32 MiB, of 40 MiB in ``LIMITS.remote_bytes``.
 _GROUP: Final = 64
 #: Addresses where there is a folder, and no file of the same name.
 _ALONE: Final[Recent[bool]] = Recent(1000, seconds=30)
@@ -62,7 +62,7 @@ def near(address: str) -> str:
     if not addresses.parse(folder.path).path:
         return ""  # the listing of a whole bucket may be long
     try:
-        wanted = addresses.name(address)  # which may also be a folder, and was not found
+        wanted = addresses.name(address)  # may be the name of a folder, too
         name = nearest_file(wanted, sorted(folder.names() - {wanted}))
     except UnreadableError:
         return ""
@@ -112,7 +112,7 @@ class RemoteFolder(Folder):
         if listed:
             addresses.found_folder(self.path)
         if listed and self._given is not None:
-            _ALONE.keep(self.path, True)  # else the folder around it names a file, too
+            _ALONE.keep(self.path, True)  # a file of its name would have failed in the folder around it
         return listed
 
     def _ask(self) -> dict[str, Facts]:
@@ -214,6 +214,6 @@ class RemoteFolder(Folder):
 
 
 def _alike(name: str) -> str:
-    """Return what names of files that belong together have in common; shards belong to their index."""
+    """Return the name of a file with 0 for every number; an index belongs to its shards."""
     name = _INDEX.sub(r"-0-of-0\1", name)
     return _DIGITS.sub("0", name)

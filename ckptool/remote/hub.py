@@ -22,7 +22,7 @@ _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
 #: A commit, as it stands in addresses.
 _COMMIT: Final = regex(r"[0-9A-Za-z]{4,128}")
-#: The kinds of failures by the errors of huggingface_hub and of its HTTP client, and the kinds that may pass.
+#: The kinds of failures by the names and texts of errors of huggingface_hub and its HTTP client; the first one counts.
 _WORDS: Final = (
     ("timeout", regex("Timeout")),
     ("redirect", regex("TooManyRedirects|UnsupportedProtocol|InvalidURL")),

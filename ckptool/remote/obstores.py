@@ -51,7 +51,7 @@ _PAUSE: Final = 0.1
 _BUCKET: Final = regex(r"[\w.@$~-]+")
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
-#: What servers and users wrote in the text of an error.
+#: Parts of an error's text that quote the server or the address; removed before ``_WORDS`` are looked for.
 _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"\\])*"')
 #: The kinds of failures by words in the text of an error, in the order in which they are looked for.
 _WORDS: Final = (
@@ -128,7 +128,9 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     check_server(endpoint)
     if scheme == "s3":
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
-        ignored = any(name in variables for name in _ENDPOINTS)  # obstore would not ignore it
+        ignored = any(
+            name in variables for name in _ENDPOINTS
+        )  # obstore would read it all the same
 
         def in_region(**region: str) -> Any:
             options = more | region
@@ -218,7 +220,7 @@ def _copier(bucket: str, account: Account) -> Copier | None:
 
 
 def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[str, Any]:
-    """Return how to sign requests; raises Failed if nobody knows.
+    """Return the options of obstore with credentials; raises Failed if there are none.
 
     obstore asks variables, files of Google and the metadata of a machine, botocore the profiles of AWS.
     """
@@ -283,7 +285,7 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
         raise Failed("expired") from None
     except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # also from the program in credential_process
         raise Failed("gives") from None
-    except exceptions.ClientError as error:  # another profile's keys gave no role
+    except exceptions.ClientError as error:  # the role of the profile was refused
         code = str(error.response.get("Error", {}).get("Code", ""))
         raise Failed("expired" if code.startswith("Expired") else "gives") from None
     except ValueError:

@@ -45,7 +45,7 @@ _CANNOT_COPY: Final = {405, 501, "NotImplemented", "InvalidRequest", "InvalidArg
 
 
 class Traffic(NamedTuple):
-    """What an output takes: ``requests``, about; bytes ``down`` and ``up``, and bytes copied on the server.
+    """The cost of an output: about how many ``requests``; bytes ``down``, ``up``, and ``copied`` on the server.
 
     It includes what was read to plan the output.
     """

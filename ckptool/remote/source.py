@@ -165,7 +165,7 @@ class RemoteSource(Source):
         self.start: Callable[[], None] = self.begin
         self._next = -1  # where a reader would go straight on
         self._window = _GAP
-        self._asked: list[Range] = []  # what threads that read are waiting for
+        self._asked: list[Range] = []  # ranges that threads download
         self._arrived = threading.Condition(allowance.lock)
 
     def begin(self) -> None:

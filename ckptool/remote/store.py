@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 
 class Settings(NamedTuple):
-    """How stores are reached; every field has a default that asks the environment.
+    """How stores are reached. An empty field means that the environment tells.
 
     ``max_download`` is the most bytes that one command reads from afar.
     """
@@ -45,7 +45,7 @@ def current() -> Settings:
 
 
 class Account(NamedTuple):
-    """How S3 is reached: its endpoint, "" for Amazon's; the profile; the variables with keys and files of keys."""
+    """How S3 is reached: its endpoint, "" for Amazon's; a profile, or without signatures; the variables with keys."""
 
     endpoint: str
     profile: str
@@ -169,7 +169,7 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     ),
     "proxy": ("the proxy gives no connection to {host}", "check HTTPS_PROXY and NO_PROXY"),
     "body": ("{host} broke off its answer, also when asked again", "try again later"),
-    "length": ("{host} sends fewer bytes than it should, also when asked again", "try again later"),
+    "length": ("{host} sends a wrong number of bytes, also when asked again", "try again later"),
     "reset": ("{host} broke off the connection, also when asked again", "try again later"),
     "whole": ("{host} cannot send a part of a file", "download it first"),
     "region": ("the bucket {bucket} is in another region", "set AWS_REGION to the region of the bucket"),
@@ -187,7 +187,7 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "account": ("the storage account is not known", "set AZURE_STORAGE_ACCOUNT_NAME, or use abfs://CONTAINER@ACCOUNT/"),
     "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
     "listing": ("{host} cannot list files", "name one file"),
-    "endless": ("the list of its files has no end", "name one file"),
+    "endless": (f"listing its files takes more than {LIMITS.listing_seconds:.0f} seconds", "name one file"),
     "answer": ("{host} does not answer as it should", "check the address and the endpoint, or download it first"),
     "parts": ("{host} does not have all parts of the upload", "try again"),
     "server": ("the address or the endpoint does not name a server", "write it as https://HOST or https://HOST:PORT"),
@@ -254,7 +254,7 @@ _HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"} | dict.from
 
 
 def kind_of(failed: Failed) -> str:
-    """Return the kind of a failure, also by the server's code; "" if its status says more."""
+    """Return the kind that the server's code stands for, otherwise the kind of the failure."""
     return _CODES.get(failed.code, failed.kind)
 
 

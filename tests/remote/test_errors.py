@@ -68,7 +68,7 @@ EXPECTED = {
     ),
     "reset": ("S3 broke off the connection, also when asked again", "try again later"),
     "short": ("S3 broke off its answer, also when asked again", "try again later"),
-    "length": ("S3 sends fewer bytes than it should, also when asked again", "try again later"),
+    "length": ("S3 sends a wrong number of bytes, also when asked again", "try again later"),
     "whole": ("S3 cannot send a part of a file", "download it first"),
 }
 EXPECTED["expired 403"] = EXPECTED["expired"]

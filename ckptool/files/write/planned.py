@@ -1,4 +1,4 @@
-"""A plan before and after it is executed: its bytes as a source, and the check of a file against it."""
+"""Read the bytes of a plan without executing it, and check a written file against its plan."""
 
 from __future__ import annotations
 
