@@ -128,9 +128,7 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     check_server(endpoint)
     if scheme == "s3":
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
-        ignored = any(
-            name in variables for name in _ENDPOINTS
-        )  # obstore would read it all the same
+        ignored = any(name in variables for name in _ENDPOINTS)  # obstore would read it all the same
 
         def in_region(**region: str) -> Any:
             options = more | region
