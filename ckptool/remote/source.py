@@ -40,6 +40,8 @@ _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
+#: The bytes of an answer before which reading ahead stops: somebody reads there, and memory may have lost it again.
+_LARGE: Final = 1 << 20
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
@@ -213,8 +215,9 @@ class RemoteSource(Source):
             if gaps:
                 begin = gaps[0][0]
                 self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
-                others = (at for at, _ in self._asked if at >= offset + size)
-                self._next = min(max(begin + self._window, offset + size), min(others, default=self.size))
+                end = offset + size
+                others = [at for at, _ in self._asked if at >= end]  # other threads read from there
+                self._next = min(max(begin + self._window, end), self._blocks.next_large(end, self.size), *others)
                 wanted = begin, self._next - begin
                 missing = self.missing([wanted])
                 self._asked.append(wanted)
@@ -369,6 +372,7 @@ class Blocks:
         self._allowance = allowance
         self._begins: list[int] = []
         self._data: dict[int, bytes] = {}
+        self._large: list[int] = []  # where large answers began, also those that memory had no room for
         self.answers = self.nbytes = 0
 
     def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
@@ -393,6 +397,13 @@ class Blocks:
             insort(self._begins, at)
             self._data[at] = data[at - begin : at - begin + size]
             self._allowance.use(self, at, size)
+            if size >= _LARGE:
+                insort(self._large, at)
+
+    def next_large(self, begin: int, end: int) -> int:
+        """Return where the first large answer from ``begin`` on began, in memory or not; ``end`` without one."""
+        place = bisect_left(self._large, begin)
+        return self._large[place] if place < len(self._large) else end
 
     def remove(self, begin: int) -> None:
         self._begins.remove(begin)
