@@ -132,9 +132,9 @@ def _traffic(report: EditReport) -> str:
     if "traffic" not in report:
         return ""
     traffic = report["traffic"]
-    moved = [("down", "downloaded"), ("up", "uploaded"), ("copied", "copied on the server")]
+    moved = [("down", "down"), ("up", "up"), ("copied", "copied on the server")]
     parts = [f"{human_bytes(traffic[name])} {words}" for name, words in moved if traffic[name]]
-    return f"; {', '.join(parts) or 'nothing moved'}, about {pluralize(traffic['requests'], 'request')}"
+    return "; " + ", ".join([f"about {pluralize(traffic['requests'], 'request')}", *parts])
 
 
 def _short(report: EditReport) -> str:

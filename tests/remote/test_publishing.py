@@ -241,7 +241,7 @@ def test_the_library_writes_to_an_address(server: Server) -> None:
 def test_a_dry_run_tells_what_moves(server: Server) -> None:
     said = say("strip-module", SOURCE, "-o", TARGET, "--dry-run")
     assert said.code == 0, said.all
-    assert "downloaded, " in said.out and "uploaded, " in said.out and "copied on the server" in said.out
+    assert " down, " in said.out and " up, " in said.out and "copied on the server" in said.out
     assert [one for one in server.seen if one.method in ("PUT", "POST", "DELETE")] == []
     before = server.down
     again = say("strip-module", SOURCE, "-o", TARGET)
