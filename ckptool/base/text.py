@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from math import isfinite
 from typing import Final
 
+from .errors import TargetError
 from .lazy import regex
 from .limits import LIMITS
 from .records import NamedTuple
@@ -23,6 +24,7 @@ class Brevity(NamedTuple):
     lines: bool = False
 
 
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _WHOLE: Final = Brevity()
 #: The brevity of messages that are made now.
 BREVITY: Final = ContextVar("brevity", default=_WHOLE)
@@ -54,6 +56,14 @@ def human_bytes(size: int) -> str:
         value, unit = value / 1000, unit + 1
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {('kB', 'MB', 'GB', 'TB', 'PB', 'EB')[unit]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raise TargetError for other texts."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
+    if not match or match[2].lower() not in _UNITS:
+        raise TargetError(f"{text!r} is not a number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def human_count(count: int) -> str:

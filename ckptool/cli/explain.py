@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from ..base.lazy import regex
-from ..base.steps import STDIN, command
+from ..base.steps import STDIN, command, is_remote
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
 from .messages import is_checkpoint, is_log, is_partly_read, is_waited_for, lists_files, piped, read_message
@@ -83,4 +83,5 @@ def _lines(report: ExplainReport) -> list[str]:
     lines = [*wrap(report["message"], _WIDTH), ""] if report["message"] else []
     lines += wrap(report["why"], _WIDTH)
     lines += ["", *step_lines(report["next"])] if report["next"] else []
-    return [*lines, "", "In Python:", indent(report["python"], "    ")] if report["python"] else lines
+    title = "In Python, with the file downloaded:" if is_remote(report["path"]) else "In Python:"
+    return [*lines, "", title, indent(report["python"], "    ")] if report["python"] else lines

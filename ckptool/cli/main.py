@@ -123,11 +123,11 @@ _NO_COLOR: Final = click.Option(
 def _for_remote(ctx: click.Context, param: click.Parameter, given: Any) -> None:
     """Set the variable of a remote option for this process and the processes that it starts."""
     if param.name == "max_download" and given is not None:
-        from ..reports.expectations import parse_bytes
+        from ..base.text import parse_bytes
 
-        given = parse_bytes(given)
+        given = str(parse_bytes(given))
     if given:
-        os.environ[f"CKPTOOL_{str(param.name).upper()}"] = "1" if given is True else str(given)
+        os.environ[f"CKPTOOL_{str(param.name).upper()}"] = "1" if given is True else given
 
 
 #: Options of every command that reads files: how remote ones are reached.

@@ -119,7 +119,7 @@ def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...])
 
 
 def _size(text: str) -> int:
-    from ..reports.expectations import parse_bytes
+    from ..base.text import parse_bytes
 
     size = parse_bytes(text)
     if not size:

@@ -17,6 +17,7 @@ from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, Refu
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Line, Setting, advice
+from ..base.text import parse_bytes
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -37,11 +38,14 @@ class Settings(NamedTuple):
 
 
 def current() -> Settings:
-    """Return the settings of this process: the options of a command are in variables, which its workers inherit."""
+    """Return the settings of this process: the options of a command are in variables, which its workers inherit.
+
+    Raises TargetError if the limit of downloads is not a number of bytes.
+    """
     endpoint_url, anonymous, profile, most = (
         os.environ.get(f"CKPTOOL_{name.upper()}", "") for name in Settings._fields
     )
-    return Settings(endpoint_url, bool(anonymous), profile, int(most) if most.isdigit() else LIMITS.download_bytes)
+    return Settings(endpoint_url, bool(anonymous), profile, parse_bytes(most) if most else LIMITS.download_bytes)
 
 
 class Account(NamedTuple):

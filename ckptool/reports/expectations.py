@@ -14,14 +14,12 @@ from ..base.globs import MATCH_ALL, Globs
 from ..base.map_location import is_device
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
-from ..base.text import human_bytes, join_limited, pluralize, quoted
+from ..base.text import human_bytes, join_limited, parse_bytes, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check
-
-_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 class Policy(NamedTuple):
@@ -152,14 +150,6 @@ def _value(name: str, key: str, value: Any, path: str) -> Any:
         return parse_bytes(str(value))
     expected = "true or false" if name in _FLAGS else "a string" if name in _STRINGS else "a list of strings"
     raise TargetError(f"{key} = {value!r} is not {expected}", path=path)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raise TargetError for other texts."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
-    if not match or match[2].lower() not in _UNITS:
-        raise TargetError(f"{text!r} is not a number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:

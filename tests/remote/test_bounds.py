@@ -73,6 +73,21 @@ def test_a_tensor_is_refused_by_its_own_size(server: Server, monkeypatch: pytest
         monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "900000")
 
 
+@pytest.mark.parametrize("limit", ["3MB", "2.5 MiB", "0"])
+def test_the_limit_may_have_a_unit(limit: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "")
+    assert say("hash", A, "--max-download", limit).code == 4
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", limit)
+    assert say("hash", A).code == 4
+
+
+def test_a_limit_that_is_no_number_is_never_ignored(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert say("hash", A, "--max-download", "1X").code == 2
+    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "1X")
+    said = say("hash", A)
+    assert said.code == 2 and "'1X' is not a number of bytes; write 4096" in said.err, said.all
+
+
 def test_what_needs_no_values_is_not_refused(server: Server, tmp_path: Path) -> None:
     for call in (["keys"], ["inspect"], ["validate", "--quick"], ["scan"], ["hash", "--no-values"]):
         assert say(*call, A).code == 0

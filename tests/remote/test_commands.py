@@ -215,6 +215,9 @@ def test_a_log_in_a_bucket_is_explained(server: Server) -> None:
     said = say("explain", "s3://bucket/train.log", "s3://bucket/bare.pth")
     assert said.code == 0
     assert "KeyError: 'state_dict'" in said.out
+    assert (
+        'In Python, with the file downloaded:\n    state = torch.load("bare.pth"' in said.out
+    )  # torch opens no address
 
 
 def test_what_a_remote_file_cannot(server: Server) -> None:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from ...base import addresses
 from ...base.findings import CODES, JOINED, NO_INDEX, PROGRAM, Effect
 from ...base.lazy import regex
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
-from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
+from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, is_remote, suggested_output
 from ...base.text import join_limited
 from ...edits.matching.sizes import size_causes
 from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
@@ -141,7 +142,8 @@ def sentence(text: str) -> str:
 
 
 def as_python(path: str) -> str:
-    """Return a path as a Python string, in double quotes if possible."""
+    """Return a path as a Python string, in double quotes if possible; of an address, the name of the file."""
+    path = addresses.name(path) if is_remote(path) else path
     return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
 
 
