@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
+import random
 import struct
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from safetensors.torch import load, save_file
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.files.sources import BytesSource, Source, open_source
+from ckptool.formats.safetensors.reader import read
 
 
 def both(pickle: bytes) -> bytes:
@@ -72,3 +77,95 @@ def test_one_that_ends_in_a_zip_archive_is_both(tmp_path: Path) -> None:
     assert ckptool.scan(path)["verdict"] == "unknown"
     assert ckptool.validate(plain)["status"] == "valid"
     assert ckptool.scan(plain)["verdict"] == "weights-only"
+
+
+def headed(size: int, nbytes: int, name: str = "w", dtype: str = "U8") -> bytes:
+    """Return the start of a file: its header of ``size`` bytes, which ends in blanks, has one tensor."""
+    shape = [nbytes if dtype == "U8" else nbytes // 2]
+    header = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= size
+    return struct.pack("<Q", size) + text.ljust(size)
+
+
+#: A pickle that names a global, on lines of its own.
+CODE = b"0cos\nsystem\n(S'true'\ntR."
+
+
+class Counted(Source):
+    """Passes bytes on, and keeps the largest offset that was read."""
+
+    def __init__(self, whole: Source) -> None:
+        self.name, self.size, self.whole, self.most = "a.safetensors", whole.size, whole, 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self.whole.read(offset, size)
+        self.most = max(self.most, offset + len(data))
+        return data
+
+
+@pytest.mark.parametrize("fill", [b"\1", b"\x80?", b"\0\0\x80?", random.Random(4).randbytes(1 << 16)])
+def test_opening_reads_no_values(fill: bytes) -> None:
+    values = fill * (3_000_000 // len(fill))
+    for size in range(1 << 19, (1 << 19) + 256):
+        source = Counted(BytesSource(headed(size, len(values), "layers.0.V", "BF16") + values))
+        container = read(source)
+        assert source.most <= size + 8
+        assert not container.problems
+        assert not container.audit(())
+
+
+@pytest.mark.parametrize("first", [b"I0", b"L7", b"F3", b"V\1", b'S"'])
+@pytest.mark.parametrize("values", [1000, 1_000_000])
+def test_a_line_that_ends_in_the_values(first: bytes, values: int, tmp_path: Path) -> None:
+    """The C unpickler reads a number up to a NUL, and skips the rest of its line."""
+    end = (b'"\n' if first[:1] == b"S" else b"\n") + CODE
+    line = b"a" * (values - len(end)) + end
+    data = headed(int.from_bytes(first, "little"), len(line), dtype="BF16") + line
+    assert len(load(data)) == 1
+    with pytest.raises(TypeError):  # it reached the code, which the test makes harmless
+        Harmless(io.BytesIO(data)).load()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    assert ckptool.scan(path)["verdict"] == "unknown"
+    assert ckptool.validate(path)["status"] == "invalid"
+    with zipfile.ZipFile(tmp_path / "both.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(path, "model.safetensors")
+    assert ckptool.scan(tmp_path / "both.zip")["verdict"] == "unknown"
+
+
+class Harmless(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> None:
+        assert (module, name) == ("os", "system")
+
+
+@pytest.mark.parametrize("length", [1_000_000, 70_000_000])
+def test_a_string_of_many_values(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for code in (CODE, b"0" * len(CODE)):
+        path.write_bytes(both(b"B" + length.to_bytes(4, "little") + bytes(length) + code))
+        with closing(open_source(path)) as source:
+            container = read(source)
+            assert not container.problems
+            assert bool(container.audit(())) == (code == CODE)
+        assert (ckptool.scan(path)["verdict"] == "weights-only") == (code != CODE)
+
+
+def test_a_string_that_begins_in_the_header_of_a_large_file(tmp_path: Path) -> None:
+    """BF16 is BINBYTES and a length of 574 MB: only the bytes after as many tell, and only scan reads them."""
+    nbytes, size = 600_000_000, ord("X") + 256 * 18
+    data = headed(size, nbytes, dtype="BF16")
+    begin = data.index(b"BF16")
+    assert begin == 5 + 18
+    path = tmp_path / "model.safetensors"
+    for code, verdict in ((b"", "weights-only"), (CODE, "unknown")):
+        with path.open("wb") as file:
+            file.write(data)
+            file.seek(begin + 5 + int.from_bytes(data[begin + 1 : begin + 5], "little"))
+            file.write(code)
+            file.truncate(len(data) + nbytes)
+        assert ckptool.scan(path)["verdict"] == verdict
+        with closing(open_source(path)) as source:
+            counted = Counted(source)
+            assert not read(counted).problems
+            assert counted.most <= size + 8 + (1 << 18)

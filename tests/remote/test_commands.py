@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from remote.server import FAULTS, KEY, MIB, SECRET, Server
 
 from ckptool.cli import progress
 from ckptool.formats import folder_format
+from ckptool.remote import folder, source
 from ckptool.remote.store import ARRIVED
 
 pytest.importorskip("obstore")
@@ -546,3 +549,29 @@ def test_a_folder_shows_what_arrives(impatient: None, server: Server) -> None:
     finally:
         server.delay = 0
     raise AssertionError(said.all)
+
+
+@pytest.mark.parametrize("filler", [0, 300_000])
+def test_a_header_size_that_begins_like_a_pickle(filler: int, impatient: None, server: Server) -> None:
+    """P, X and p are instructions of a pickle: one file in ten begins with one of them."""
+    values = random.Random(1).randbytes(3 * MIB)
+    entry = {"dtype": "F32", "shape": [len(values) // 4], "data_offsets": [0, len(values)]}
+    counts: dict[int, list[int]] = {}
+    for first in b"\0PXp":
+        counts[first] = []
+        names = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
+        size = filler + 0x800 + first - filler % 256
+        for name in names:
+            header = json.dumps({"__metadata__": {"filler": "x" * filler}, name: entry}).encode().ljust(size)
+            server.put("twins", f"{first}/{name}", struct.pack("<Q", size) + header + values)
+        index = {"metadata": {}, "weight_map": {name: name for name in names}}
+        server.put("twins", f"{first}/model.safetensors.index.json", json.dumps(index).encode())
+        for command in ("keys", "inspect", "scan"):
+            for address in (f"s3://twins/{first}/{names[0]}", f"s3://twins/{first}"):
+                source._OPENED.clear()
+                folder._OPENED.clear()
+                server.clear()
+                assert say(command, address).code == 0
+                counts[first].append(sum(each.path.endswith(".safetensors") for each in server.seen))
+    assert counts[80] == counts[88] == counts[112] == counts[0]
+    assert filler or counts[0] == [1, 3, 1, 3, 2, 6]  # scan also reads the end, which may be that of an archive

@@ -13,11 +13,11 @@ from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import TWO_FORMATS, Finding
 from ...base.steps import OUTPUT, advice
-from ...checkpoint.container import Container, Manifest, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.zips.reader import ends_in_directory
-from ...pickles.nodes import Global, Graph
+from ...pickles.nodes import Graph
 from ..foreign.identification import explain
 from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
 from .sharding_info import is_piece
@@ -56,17 +56,9 @@ def load_rule(container: Container, source: Source, torch: str) -> str:
     return ""
 
 
-#: Pickle opcodes that skip the zeros in the header size: counted strings, lines of text, FRAME, floats.
-_SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8d\x8e\x8a\x8b\x95\x96GVSILFcipgP")
-
-
-def _is_pickle_too(source: Source) -> bool:
-    """Return whether an unpickler that reads the file from its start reaches a global that it would import."""
-    from ..search.pickle_search import bare_pickles  # needed for one file in ten
-
-    pickles = bare_pickles(source, 0, "", after_damage=False)
-    nodes = (node for pickle in pickles if pickle.graph for node in pickle.graph.nodes)
-    return any(type(node) is Global and node.module.replace(".", "_").isidentifier() for node in nodes)
+#: Pickle opcodes that skip the zeros in the header size: strings, numbers and persistent ids. Others cannot begin a
+#: pickle here: PUT and GET need a memo, the size in FRAME would include a byte of the JSON, GLOBAL would name zeros.
+_SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8a\x8bVSILFP")
 
 
 class Safetensors(Container):
@@ -84,9 +76,12 @@ class Safetensors(Container):
         if is_piece(self.metadata):
             what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
             self.problems.append(Finding.of("piece", "warning", what))
-        if source.read(0, 1) in _SWALLOWING and _is_pickle_too(source):
-            what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
-            self.problems.append(Finding.of(TWO_FORMATS, "error", what, refused=True))
+        #: Whether it may also be a pickle: the bytes that were read to open the file do not tell.
+        self._doubtful = False
+        if source.read(0, 1) in _SWALLOWING:
+            twin = self._twin(whole=False)
+            self._doubtful = twin is None
+            self.problems += twin or ()
         self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
         for key, entry in self.entries.items():
             if entry.dtype not in BY_SAFETENSORS or entry.dtype == "F4":
@@ -135,11 +130,36 @@ class Safetensors(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
 
+    def _twin(self, *, whole: bool) -> list[Finding] | None:
+        """Return the finding that the file is also a pickle, if it is; None if the bytes do not tell.
+
+        Only ``whole`` reads values to find out.
+        """
+        from .pickle_twin import names_global  # needed for one file in ten
+
+        found = names_global(self.source, 8 + int.from_bytes(self.source.read(0, 8), "little"), whole=whole)
+        what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
+        return [Finding.of(TWO_FORMATS, "error", what, refused=True)] if found else None if found is None else []
+
+    @cached_property
+    def _doubts(self) -> list[Finding]:
+        """The findings of a look into the values, for a file whose header does not tell whether it is also a pickle."""
+        twin = self._twin(whole=True) if self._doubtful else []
+        if twin is None and self.source.read(0, 1) != b"P":  # pickle.load itself refuses a persistent id
+            what = "it is a safetensors file and may be a pickle at once: its first 64 MiB do not tell"
+            return [Finding.of(TWO_FORMATS, "warning", what)]
+        return twin or []
+
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        """Yield a note if the file may also be a pickle, which a search through nested files asks for."""
+        for problem in () if quick else self._doubts:
+            yield FoundPickle("", None, problem.message, unchecked=True)
+
     def audit(self, keys: Collection[str]) -> Sequence[Finding]:
         if not ends_in_directory(self.source):
-            return ()
+            return self._doubts
         what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
-        return [Finding.of(TWO_FORMATS, "error", what, refused=True)]
+        return [*self._doubts, Finding.of(TWO_FORMATS, "error", what, refused=True)]
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
