@@ -455,6 +455,9 @@ class UndoReport(TypedDict):
     left: int
 
 
+_NO_VERSIONS = "remote files are never edited in place, so they have no former versions"
+
+
 def history(path: CheckpointOrPath) -> HistoryReport:
     """Return the versions in a file that was edited in place, oldest first.
 
@@ -465,7 +468,7 @@ def history(path: CheckpointOrPath) -> HistoryReport:
     [None, 'set: epoch: 41 -> 42']
     """
     name = file_of(path)
-    refuse_remote(name)
+    refuse_remote(name, _NO_VERSIONS, "")
     with closing(open_any(name)) as source:
         oldest_first = versions(source, _end_of_versions(source))[::-1]
     listed: list[NumberedVersion] = [
@@ -484,7 +487,7 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
     1
     """
     name = file_of(path)
-    refuse_remote(name)
+    refuse_remote(name, _NO_VERSIONS, "")
     with closing(open_any(name)) as source:
         if isinstance(source, MemberSource):
             what = "it is a file within an archive, which cannot be changed in place"

@@ -211,8 +211,6 @@ def adding_path(path: str) -> Iterator[None]:
 #: What an address is not, if there is no such file.
 NO_FILE = "no such file"
 A_DIRECTORY = "it is a directory, not a file"
-#: Why an address is refused.
-_REMOTE = "this does not work with remote files"
 _FILE_URI = "file:///"
 #: An address with one slash in place of two.
 _ONE_SLASH: Final = regex(r"(?i)(s3a?|gc?s|az|abfss?|wasbs?|https?|hf|s?ftp|ssh|hdfs):/(?!/)")
@@ -250,17 +248,20 @@ def refuse_one_slash(path: str, error: type[CkptoolError]) -> None:
     )
 
 
-def refuse_remote(path: str) -> None:
+def refuse_remote(
+    path: str,
+    what: str = "this must be a local file",
+    step: str = "download it first, then run the command on the file",
+) -> None:
     """Raise UnreadableError if a path to read is the address of a remote file, or a ``file`` URI."""
     if not is_remote(path):
         return
     refuse_file_uri(path)
-    step = "download it first, then run the command on the file"
-    raise UnreadableError(_REMOTE, path=concealed(path), next=step)
+    raise UnreadableError(what, path=concealed(path), next=step)
 
 
 def refuse_remote_output(path: str) -> None:
     """Raise RefusedError if a path to write is the address of a remote file."""
     if is_remote(path):
         step = "write to a local path, then upload it"
-        raise RefusedError(_REMOTE, path=concealed(path), next=step)
+        raise RefusedError("this output must be a local file", path=concealed(path), next=step)

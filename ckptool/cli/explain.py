@@ -9,6 +9,8 @@ import click
 
 from ..base.lazy import regex
 from ..base.steps import STDIN, command, is_remote
+from ..files.archives import open_any
+from ..files.folders import folder_at
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
 from .messages import is_checkpoint, is_log, is_partly_read, is_waited_for, lists_files, piped, read_message
@@ -61,6 +63,8 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
     """Return the message, the log that it was read from or "", and the path of the checkpoint or ""."""
     if is_checkpoint(text):
         if is_checkpoint(path):
+            if is_remote(text) and folder_at(text) is None:
+                open_any(text).close()  # raises an error if it does not exist
             step = command("explain", path)
             raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
         text, path = path, text

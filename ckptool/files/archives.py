@@ -239,7 +239,8 @@ def _missing(address: str, error: UnreadableError) -> UnreadableError:
     from ..base.nearest import missing_file  # only for missing files
 
     if any(char in address for char in "*?{"):
-        error.step = as_step("name each file: this command expands no patterns of addresses")
+        error.what = "this command expands no patterns of addresses, and no file has this name"
+        error.step = as_step("name each file")
         return error
     near = lazy.module("remote.folder").near(address)
     return missing_file(NO_FILE, address, near) if near else error

@@ -143,8 +143,9 @@ def test_a_library_takes_addresses(folder: Path) -> None:
 REMOTE = "s3://bucket/run/"
 #: The same with secrets, as S3, Azure and presigned addresses have them.
 SECRETS = ("s3://AK:se/CRET@bucket/run/", "http://CRET@nobody.invalid/run?X-Sig=CRET&n=")
-READ_REFUSAL = "this does not work with remote files; download it first, then run the command on the file"
-WRITE_REFUSAL = "this does not work with remote files; write to a local path, then upload it"
+READ_REFUSAL = "this must be a local file; download it first, then run the command on the file"
+NO_VERSIONS = "remote files are never edited in place, so they have no former versions"
+WRITE_REFUSAL = "this output must be a local file; write to a local path, then upload it"
 #: What a command says that tried to open an address: no test here has credentials, or a server.
 OPENED = ("there are no credentials for S3", "obstore is not installed", "nobody.invalid cannot be found")
 OPENED += ("nobody.invalid does not answer", "no connection to nobody.invalid")
@@ -176,7 +177,7 @@ def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder:
     said = said_with(name, parameter, REMOTE, folder)
     assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
     assert REMOTE in said.err
-    assert READ_REFUSAL in said.err or was_opened(said)
+    assert READ_REFUSAL in said.err or NO_VERSIONS in said.err or was_opened(said)
 
 
 @pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
@@ -186,7 +187,7 @@ def test_secrets_of_an_address_are_not_printed(
 ) -> None:
     said = said_with(name, parameter, start, folder)
     cut = parameter.opts[0] == "--merge-entry" and start == SECRETS[1]  # a query string goes to the end of the word
-    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err or was_opened(said)
+    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err or NO_VERSIONS in said.err or was_opened(said)
     assert "/run" in said.err
     assert "CRET" not in said.all
 
@@ -230,7 +231,7 @@ def test_every_kind_of_remote_path(name: str, rest: str, offline: None) -> None:
     said = say(name, REMOTE + rest)
     assert said.code == 3
     assert REMOTE.rstrip("/") in said.all
-    assert READ_REFUSAL in said.err if name in ("history", "undo") else was_opened(said)
+    assert NO_VERSIONS in said.err if name in ("history", "undo") else was_opened(said)
 
 
 def test_every_scheme_is_remote() -> None:
@@ -250,10 +251,8 @@ def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path, offline
     say(name, "--files-from", names, "--since", journal)
     assert "CRET" not in journal.read_text()
     for option in ("--files-from", "--since"):
-        assert (
-            "this does not work with remote files"
-            in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
-        )
+        refusal = READ_REFUSAL if option == "--files-from" else WRITE_REFUSAL
+        assert refusal in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
 
 
 def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +262,7 @@ def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeyp
     for words in ([], ["--policy", policy]):
         said = say("validate", folder / "plain" / "bare.pth", *words)
         assert said.code == 2
-        assert f"{REMOTE}lock.json" in said.err and "this does not work with remote files" in said.err
+        assert f"{REMOTE}lock.json" in said.err and "this must be a local file" in said.err
         assert "CRET" not in said.all
 
 
