@@ -14,8 +14,8 @@ from typing import Final
 from .lazy import regex
 from .records import NamedTuple
 
-#: An address: one line that begins with a scheme. One letter is a drive of Windows.
-_ADDRESS: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://.*\Z")
+#: The scheme and host of an address. One letter is a drive of Windows. Any path may follow, even one with a line feed.
+_ADDRESS: Final = regex(r"[A-Za-z][A-Za-z0-9+.-]+://[^/\n]*(?:/|\Z)")
 #: Schemes whose text before ``@`` is a container or a repository, not user information.
 _AT_IS_PLAIN: Final = frozenset(("abfs", "abfss", "hf", "wasb", "wasbs"))
 #: Schemes whose query string may have any names. In other addresses ``?`` belongs to a key or a pattern, except before

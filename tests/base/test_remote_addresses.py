@@ -17,6 +17,7 @@ CASES = [
     ("s3://AK:S/K@b/x", Address("s3", "AK:S/K", "b", "x", ""), "s3://b/x"),
     ("s3://b/x.pth?versionId=a", Address("s3", "", "b", "x.pth", "?versionId=a"), "s3://b/x.pth"),
     ("s3://b/model?.pth", Address("s3", "", "b", "model?.pth", ""), "s3://b/model?.pth"),
+    ("s3://b/a\nb/c", Address("s3", "", "b", "a\nb/c", ""), "s3://b/a\nb/c"),
     ("s3://b/a@b#c", Address("s3", "", "b", "a@b#c", ""), "s3://b/a@b#c"),
     ("abfss://box@acc.net/x", Address("abfss", "", "box@acc.net", "x", ""), "abfss://box@acc.net/x"),
     ("az://box/x?sv=1&sig=a", Address("az", "", "box", "x", "?sv=1&sig=a"), "az://box/x"),
