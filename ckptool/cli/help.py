@@ -222,6 +222,9 @@ class GroupedCommand(Helpful):
             if records := [record for record in shown if record is not None]:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        if "--endpoint-url" in left:
+            formatter.write_paragraph()
+            formatter.write_text("A path may be an address, too: s3://, gs://, az://, https:// or hf://.")
         if left:
             from textwrap import wrap  # start-up imports this module
 

@@ -201,7 +201,8 @@ class _Commands(Helpful, click.Group):
             if own is not None:
                 own.callback = _verbose
             command.params += [_NO_COLOR, HELP_ALL, *([] if own else [_VERBOSE])]
-            if any(getattr(param.type, "reads", False) for param in command.params):
+            reads = any(getattr(param.type, "reads", False) for param in command.params)
+            if reads and module != "versions":  # remote files have no edits in place
                 command.params += _REMOTE
         return command
 

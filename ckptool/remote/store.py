@@ -207,7 +207,10 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
     "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
     "fork": ("a forked process cannot read what its parent opened", "start processes with spawn or forkserver"),
-    "repository": ("there is no such repository, or it is private", "check the name, or set HF_TOKEN"),
+    "repository": (
+        "there is no such repository, or it is private",
+        "check the name, or set an HF_TOKEN that may read it",
+    ),
     "revision": ("the repository has no such revision", "see its branches and tags on its page"),
     "gated": ("the repository is for those who accepted its terms", "accept them on its page, and set HF_TOKEN"),
     "names": ("it is not an address of the hub", "write hf://ORGANISATION/MODEL/FILE"),
