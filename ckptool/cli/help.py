@@ -223,8 +223,7 @@ class GroupedCommand(Helpful):
                 with formatter.section(title):
                     formatter.write_dl(records)
         if "--endpoint-url" in left:
-            formatter.write_paragraph()
-            formatter.write_text("A path may be an address, too: s3://, gs://, az://, https:// or hf://.")
+            formatter.write("\nA path may be an address, too: s3://, gs://, az://, https:// or hf://.\n")
         if left:
             from textwrap import wrap  # start-up imports this module
 
