@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Final, TypeAlias
 
@@ -20,7 +20,7 @@ _KEPT: Final = 64 << 20
 
 
 class PlanSource(Source):
-    """The bytes of a planned output, which need not be written for it.
+    """The bytes of a planned output, which need not be written for it. One thread reads them.
 
     Computed pieces are computed again when they are read. The numbers on which late pieces depend must be known: the
     plan was executed, or it has none.
@@ -31,7 +31,8 @@ class PlanSource(Source):
         self.size = plan.size
         self._pieces = plan.pieces
         self._begins = [0, *accumulate(map(size_of, plan.pieces))]
-        self._computed: tuple[int, bytes] = -1, b""  # the last computed piece: its place, and its bytes
+        # The last computed piece: its place, its bytes as far as they were read, and the chunks behind these.
+        self._computed: tuple[int, bytearray, Iterator[bytes]] = -1, bytearray(), iter(())
 
     def read(self, offset: int, size: int) -> bytes:
         parts, end = [], min(offset + size, self.size)
@@ -57,8 +58,11 @@ class PlanSource(Source):
             if piece.size > _KEPT:
                 return _cut(piece.chunks(), begin, begin + size)
             if self._computed[0] != place:
-                self._computed = place, b"".join(piece.chunks())
-            piece = self._computed[1]
+                self._computed = place, bytearray(), iter(piece.chunks())
+            _, data, chunks = self._computed
+            while len(data) < begin + size and (chunk := next(chunks, None)) is not None:
+                data += chunk
+            return bytes(data[begin : begin + size])
         return piece[begin : begin + size]
 
 
