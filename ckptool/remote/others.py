@@ -1,4 +1,4 @@
-"""Every other protocol that fsspec knows, such as SFTP: only read, and looked at again after each answer."""
+"""Every other protocol that fsspec knows, such as SFTP. Files are only read, and looked at again after each answer."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ class _Writing(NamedTuple):
 
 
 class _Ends:
-    """What is known of the bytes of an object: both ends, and all bytes if it is small and streams."""
+    """The first and the last bytes of an object that is written; all bytes if it is small."""
 
     def __init__(self, cut: Cut) -> None:
         self._parts = cut.parts

@@ -40,7 +40,8 @@ _GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
-#: The bytes of an answer before which reading ahead stops: somebody reads there, and memory may have lost it again.
+#: Reading ahead stops where an answer of at least so many bytes began: another reader was there, and what it read may
+#: be gone from memory.
 _LARGE: Final = 1 << 20
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
@@ -372,7 +373,7 @@ class Blocks:
         self._allowance = allowance
         self._begins: list[int] = []
         self._data: dict[int, bytes] = {}
-        self._large: list[int] = []  # where large answers began, also those that memory had no room for
+        self._large: list[int] = []  # where large answers began, whether or not they are still in memory
         self.answers = self.nbytes = 0
 
     def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
