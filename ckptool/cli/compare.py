@@ -162,9 +162,15 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
 
 def _verdict(report: DiffReport, top: int) -> list[str]:
     """Return the verdict and the sections that need no distances between values."""
+    from ..reports.comparing.diff import all_equal
+
     verdict = report["verdict"]
-    text = wrapped(clean(f"{verdict}: {_same(report) if report['same'] else report['stat']}"), 2)
-    lines = [judged(verdict, "the same" if report["same"] else verdict) + text.removeprefix(verdict)]
+    text = f"{verdict}: {_same(report) if report['same'] else report['stat']}"
+    if all_equal(report):
+        verdict, _, rest = report["stat"].partition(", ")
+        text = f"{verdict}; {rest}"
+    drawn = wrapped(clean(text), 2)
+    lines = [judged(verdict, "the same" if report["same"] else verdict) + drawn.removeprefix(verdict)]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["include"] or report["exclude"]:

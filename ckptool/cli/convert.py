@@ -95,9 +95,10 @@ def convert(
         if how.output is None:
             message = "Name the format: with --to-format, or by the suffix of -o."
             raise NoOutput(message, click.get_current_context())
-        # New shards keep the format of a folder; any other output needs a suffix that names its format.
-        if not how.conversion.shard_size or named_format(how.output) is not None:
-            how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
+        # Shards hold weights alone, so they are safetensors; any other output needs a suffix that names its format.
+        named = named_format(how.output) is not None or not how.conversion.shard_size
+        target = output_format(how.output) if named else "safetensors"
+        how = how._replace(conversion=how.conversion._replace(format=target))
     how = how._replace(conversion=how.conversion._replace(deepspeed_16bit=bool(deepspeed_16bit), alone=True))
     edits = []
     if unflatten is not None or model is not None:

@@ -26,7 +26,7 @@ from .render import Typed, retyped, say_error, swapped_words, without
 from .synonyms import COMMANDS, DEVICES, KEYS, OPTIONS, PARTIAL, PARTS, VALUES
 
 #: Arguments that are keys or patterns.
-_OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "KEY", "[NAME]"))
+_OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "[KEY]", "KEY", "[NAME]"))
 #: File names suggested for options that a command requires.
 _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")

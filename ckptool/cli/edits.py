@@ -13,6 +13,7 @@ from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import Call, applied, calls
 from ..edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter
+from ..files.archives import exists
 from .edit_report import rename_lines, sanitize_lines
 from .editing import EditRequest, WithFields, edit_all
 from .help import EDITS as EDIT_HEADINGS
@@ -53,7 +54,12 @@ Examples:
 
 
 class Ordered(GroupedCommand):
-    """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed."""
+    """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed.
+
+    ``bare`` is the name of the option whose values may also stand after the paths, without it; "" for none.
+    """
+
+    bare = ""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -64,7 +70,26 @@ class Ordered(GroupedCommand):
             for param in order
             if (name := param.name) in ctx.params and param.opts[-1].startswith("--")
         ]
+        if self.bare:
+            self._take_bare(ctx)
         return rest
+
+    def _take_bare(self, ctx: click.Context) -> None:
+        """Take the last words that are no files as values of the option ``bare``, or raise MissingParameter."""
+        option = next(param for param in self.params if f"--{self.bare}" in param.opts)
+        words, name = list(ctx.params["paths"]), str(option.name)
+        several = isinstance(ctx.params[name], tuple)
+        given: list[str] = []
+        wanted = several or ctx.params[name] is None
+        while wanted and len(words) > 1 and not exists(words[-1]) and ("=" in words[-1] or not several):
+            given.insert(0, words.pop())
+            wanted = several
+        ctx.params["paths"] = tuple(words)
+        if given:
+            ctx.params[name] = (*ctx.params[name], *given) if several else given[0]
+        elif wanted and not several:
+            raise click.MissingParameter(ctx=ctx, param=option)
+        ctx.params["typed"] += [(self.bare, value) for value in given]
 
 
 def __getattr__(name: str) -> click.Command:
@@ -84,7 +109,8 @@ def _command(kind: Edit) -> click.Command:
         command = reclaim_option(command)
     if "include" in kind.scope:
         command = choosing(command)
-    required = len(_ways(kind)) == 1
+    bare = next((each for each in kind.parameters if each.bare), None)
+    required = len(_ways(kind)) == 1 and not bare
     for parameter in reversed(kind.parameters):
         if parameter.kind == "other_key":
             command = other_key_option(command)
@@ -92,8 +118,12 @@ def _command(kind: Edit) -> click.Command:
             command = _added(parameter, parameter.spelled, parameter.help, kind.in_order, required)(command)
     one = any(parameter.argument for parameter in kind.parameters)
     command = (one_path if one else paths)(command)
-    made = click.command(kind.name, Ordered, help=cleandoc(kind.summary), epilog=_epilog(kind.examples))
-    return made(command)
+    made = click.command(kind.name, Ordered, help=cleandoc(kind.summary), epilog=_epilog(kind.examples))(command)
+    if bare:
+        made.bare = bare.spelled
+        argument = next(each for each in made.params if each.name == "paths")
+        argument.metavar = f"{argument.metavar} [{bare.metavar}]"
+    return made
 
 
 def _ways(kind: Edit) -> list[Parameter]:
@@ -148,7 +178,7 @@ def step_option(name: str, multiple: bool = True) -> Callable[[Command], Command
     variable = name.replace("-", "_")
     step = (parameter or Parameter(variable))._replace(name=variable, argument=False)
     if parameter is not None:
-        metavar = parameter.metavar.removesuffix("...") + ",..." * parameter.commas
+        metavar = parameter.metavar.strip("[].") + ",..." * parameter.commas
         step = step._replace(metavar=metavar)
     return _added(step, name, step.help or kind.title, multiple=multiple)
 

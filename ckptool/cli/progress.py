@@ -25,6 +25,8 @@ BarUpdate: TypeAlias = "Callable[[int], None] | None"
 _PATIENCE: Final = 1.0
 #: Seconds between two checks of how many bytes were read.
 _INTERVAL: Final = 0.2
+#: Seconds between two drawings of a bar.
+_REDRAWN: Final = 0.1
 
 
 @contextmanager
@@ -54,29 +56,33 @@ def _bar(total: int, label: str, wanted: bool, unit: str) -> Iterator[BarUpdate]
         yield None
         return
     known: dict[str, Any] = {"length": total} if total > 0 else {"iterable": count()}
-    done = 0
-    begun, bar = monotonic(), None
+    done = drawn = 0
+    begun, last, bar = monotonic(), -_REDRAWN, None
     with ExitStack() as stack:
 
         def update(step: int) -> None:
-            nonlocal done, bar
+            nonlocal done, drawn, last, bar
             done += step
-            taken = monotonic() - begun
+            now = monotonic()
+            taken = now - begun
             if bar is None:
                 if taken < _PATIENCE or done == total:
                     return
                 shown: Any = click.progressbar(
                     **known, label=clean(label), file=sys.stderr, width=0, item_show_func=lambda text: text
                 )
-                bar, step = stack.enter_context(shown), done
+                bar = stack.enter_context(shown)
                 bar.start = bar.last_eta = time() - taken  # estimate the time left from the true beginning
+            if now - last < _REDRAWN and done != total:
+                return
             if unit == "bytes":
                 of = f" of {human_bytes(total)}" if total > 0 else ""
                 rate = f"{human_bytes(done)}{of}, {human_bytes(int(done / taken))}/s"
             else:
                 of = f" of {total:,}" if total > 0 else ""
                 rate = f"{done:,}{of} {unit}, {done / taken:,.0f}/s"
-            bar.update(step, rate)
+            bar.update(done - drawn, rate)
+            drawn, last = done, now
 
         yield update
 

@@ -14,6 +14,7 @@ from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.objects import scalar, values_of
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import dotted, selected
 from ..checkpoint.survey import StateDict
@@ -40,14 +41,15 @@ def average(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Return the first checkpoint with its floating-point tensors replaced by the mean over all checkpoints.
+    """Return the latest checkpoint with its floating-point tensors replaced by the mean over all checkpoints.
 
+    The latest has the highest epoch or step at its top level; without any, it is the first.
     Only tensors in state dicts are averaged. The others must have the same state dicts with the same keys, shapes and
     dtypes. Sums are computed in ``sum_dtype`` (float64 or float32), with one of ``weights`` per checkpoint (default:
     equal). With a ``base``, the result is task arithmetic instead: the first checkpoint, plus the difference of each
     other one from the base, times its weight (default: 1), rounded once. Integer tensors and everything else come from
-    the first checkpoint. Raise TargetError for invalid weights
-    and dtypes, RefusedError if the checkpoints do not match.
+    the latest checkpoint, with a ``base`` from the first. Raise TargetError for invalid weights and dtypes,
+    RefusedError if the checkpoints do not match.
 
     >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
     >>> mean.changes[0].words
@@ -58,6 +60,11 @@ def average(
     opened, only = [as_checkpoint(item) for item in checkpoints], Globs(include, exclude)
     need_torch("averaging values", opened[0].path if opened else "")
     factors = _factors(opened, weights) if base is None else _signed(opened, weights)
+    counts = [_counts(checkpoint) for checkpoint in opened]
+    latest = max(range(len(opened)), key=lambda index: [counts[index].get(name, -1) for name in _COUNTS])
+    if base is None and latest:
+        opened.insert(0, opened.pop(latest))
+        factors.insert(0, factors.pop(latest))
     opened += [] if base is None else [as_checkpoint(base)]
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
@@ -121,9 +128,22 @@ def average(
     averaged = {state_dict.path for state_dict in selected(first, key)}
     kept = [entry.key for entry in first.survey.entries if "" not in averaged and entry.path not in averaged]
     if kept:
-        notes.append(f"also copied from {first.path}: {join_limited(kept, most=6)}")
+        highest = ", ".join(f"{name} {count:g}" for name, count in counts[latest].items()) if base is None else ""
+        why = f", the latest ({highest})" if highest and any(each != counts[latest] for each in counts) else ""
+        notes.append(f"also copied from {first.path}{why}: {join_limited(kept, most=6)}")
     changes = [Change("average", key or "", tensors, integers, summary, tuple(notes))]
     return work.done(changes, others=others)
+
+
+#: Top-level entries that count training, the most telling first.
+_COUNTS = ("epoch", "global_step", "step", "iteration", "iter")
+
+
+def _counts(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the numbers at the top level that count training."""
+    entries = values_of(checkpoint.graph, checkpoint.graph.root)
+    values = {name: scalar(checkpoint.graph, entries[name]) for name in _COUNTS if name in entries}
+    return {name: value for name, value in values.items() if isinstance(value, int | float) and value == value}
 
 
 def average_with(checkpoint: Checkpoint, others: Sequence[str], base: str | None = None, **how: Any) -> Checkpoint:

@@ -27,20 +27,34 @@ _PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf":
 
 
 @takes_path
-def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
+def extract(checkpoint: Checkpoint, key: str | None = None) -> Checkpoint:
     """Make the entry at the path ``key`` the whole checkpoint; drop storages that only other entries use.
 
-    Raise TargetError if nothing is at ``key``.
+    Without ``key``, take the only state dict. Raise TargetError if nothing is at ``key``, or there is no such state
+    dict, or more than one.
 
     >>> list(ckptool.extract("training.pth", "state_dict"))[:2]
     ['module.stem.0.weight', 'module.stem.1.weight']
     """
+    if key is None:
+        key = _only_state_dict(checkpoint)
     entry = lookup(checkpoint, key)
     graph = checkpoint.graph
     if entry.ref == graph.root:
         return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
     change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} extracted as a standalone checkpoint")
     return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change], by_name=True)
+
+
+def _only_state_dict(checkpoint: Checkpoint) -> str:
+    """Return the path of the only state dict. Raise TargetError if there is none, or more than one."""
+    dicts = [item.path or "." for item in checkpoint.state_dicts]
+    if len(dicts) != 1:
+        found = f"the state dicts are {join_limited(dicts)}" if dicts else "it holds no state dict"
+        step = command("extract", checkpoint.path, dicts[0], output=suggested_output(checkpoint.path, "weights"))
+        step = step if dicts else command("inspect", checkpoint.path)
+        raise TargetError(f"say what to extract: {found}", path=checkpoint.path, next=step)
+    return dicts[0]
 
 
 @takes_path

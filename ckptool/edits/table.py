@@ -24,7 +24,8 @@ class Parameter(NamedTuple):
 
     ``ckptool edit`` has the same option: ``--step`` applies the edit with this value, unless another edit has that
     name, and a parameter without a step modifies the steps of its edit. ``commas`` separate several values of a step.
-    ``rest`` marks the parameter for all inputs after the first; equal steps in a row give it their values together.
+    ``rest`` marks the parameter for all inputs after the first; equal steps in a row give it their values together. The
+    value of a ``bare`` parameter may also stand after the paths of its command.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Parameter(NamedTuple):
     argument: bool = False
     many: bool = False
     rest: bool = False
+    bare: bool = False
     commas: bool = False
     kind: Literal["", "file", "device", "keys", "other_key"] = ""
     choices: tuple[str, ...] = ()
@@ -128,12 +130,14 @@ _EDITS: Final = (
         "extract",
         "entries.extract",
         "Save one entry as a standalone checkpoint.",
-        (Parameter("key", metavar="KEY", step="extract", argument=True, kind="keys"),),
-        scope=(),
+        (Parameter("key", metavar="[KEY]", step="extract", argument=True, kind="keys"),),
+        scope=("key",),
         summary="""Save one entry as a standalone checkpoint: a state dict without the training around it.
 
-        KEY is its path as inspect prints it. Tensors that only other entries use are dropped.""",
-        examples="""ckptool extract training.pth state_dict -o weights.pth
+        KEY is its path as inspect prints it; without it, the only state dict is taken. Tensors that only other entries
+        use are dropped.""",
+        examples="""ckptool extract training.pth -o weights.pth
+        ckptool extract training.pth state_dict -o weights.pth
         ckptool extract lightning.ckpt hyper_parameters -o hparams.pth""",
     ),
     Edit(
@@ -252,6 +256,7 @@ _EDITS: Final = (
                 " matched.",
                 "OLD=NEW",
                 step="rename",
+                bare=True,
                 parse="keys.parse_glob",
             ),
             Parameter(
@@ -279,7 +284,7 @@ _EDITS: Final = (
 
         _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
         two keys that would become one.""",
-        examples="""ckptool rename model.pth --rename 'backbone.*=encoder.*' -o renamed.pth
+        examples="""ckptool rename model.pth 'backbone.*=encoder.*' -o renamed.pth
         ckptool rename model.pth --rename-regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
         ckptool rename model.pth --rename-table names.json -o renamed.pth
         ckptool rename model.pth --rename-like other.pth --by-order -o renamed.pth""",
@@ -336,6 +341,7 @@ _EDITS: Final = (
                 "Convert floating-point tensors to float32, bfloat16, float16, float8_e4m3fn ...",
                 "DTYPE",
                 step="to-dtype",
+                bare=True,
             ),
             Parameter("no_overflow", "Refuse finite values that would become infinite or NaN."),
             Parameter("optimizer", "Also convert optimizer state."),
@@ -348,7 +354,7 @@ _EDITS: Final = (
         are computed with torch while the output is written: the file is never in memory. Finite values that become
         infinite are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs
         on: here they are 0xffff, as on x86.""",
-        examples="""ckptool cast model.pth --to-dtype bfloat16 -o model.bf16.pth
+        examples="""ckptool cast model.pth bf16 -o model.bf16.pth
         ckptool cast model.pth --to-dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
         ckptool cast model.pth --to-dtype float32 --include 'head.*' -o model.new.pth""",
     ),
@@ -479,8 +485,8 @@ _EDITS: Final = (
         in_place=False,
         summary="""Average the weights of several checkpoints of one model.
 
-        The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
-        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
+        The output is the latest checkpoint (with the highest epoch or step; without any, the first) with the mean of
+        all in place of its floating-point tensors. The mean is computed piece by piece while writing.
 
         With --base the output is the first checkpoint plus weighted differences (task arithmetic): A + w (B - BASE).
         Weights of either sign stand for the checkpoints after the first; without any, each weight is 1.""",

@@ -138,7 +138,6 @@ TYPED = {
     "cast training.pth --to-dtype bf16 model_ema -o z.pth": (
         "cast training.pth --to-dtype bf16 -o z.pth --key model_ema"
     ),
-    "extract training.pth --key model_ema -o z.pth": "extract training.pth model_ema -o z.pth",
     "drop training.pth --include optimizer -o z.pth": "drop training.pth optimizer -o z.pth",
     "get training.pth --key epoch": "get training.pth epoch",
     "inspect bare.pth --map_location cpu": "inspect bare.pth --map-location cpu",

@@ -13,6 +13,7 @@ from command_line import say
 from conftest import FIXTURES
 from lora_adapters import factors, write_adapter
 
+import ckptool
 from ckptool.cli.main import COMMANDS
 from ckptool.edits.redact import KINDS
 from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, function
@@ -169,3 +170,52 @@ def test_several_inputs_are_averaged_at_once(folder: Path) -> None:
     assert say("average", "in.pth", "one.pth", "two.pth", *weights, "-o", "alone.pth").code == 0
     assert say("edit", "in.pth", "--average", "one.pth", "--average", "two.pth", *weights, "-o", "both.pth").code == 0
     assert (folder / "alone.pth").read_bytes() == (folder / "both.pth").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("cast in.pth bf16", "cast in.pth --to-dtype bf16"),
+        ("cast in.pth other.pth float16", "cast in.pth other.pth --to-dtype float16"),
+        ("rename in.pth module.*=a.*", "rename in.pth --rename module.*=a.*"),
+        (
+            "rename in.pth other.pth module.*=a.* a.stem.*=a.root.*",
+            "rename in.pth other.pth --rename module.*=a.* --rename a.stem.*=a.root.*",
+        ),
+        (
+            "rename in.pth --rename-regex s/module/b/ b.*=c.*",
+            "rename in.pth --rename-regex s/module/b/ --rename b.*=c.*",
+        ),
+        ("extract in.pth --key state_dict", "extract in.pth state_dict"),
+    ],
+)
+def test_a_value_may_stand_after_the_paths(typed: str, meant: str, folder: Path) -> None:
+    results = []
+    for number, call in enumerate((typed, meant)):
+        out = folder / f"out{number}"
+        said = say(*call.split(), "--out-dir", str(out))
+        results.append((said.code, {path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else {}))
+    assert results[0] == results[1]
+    assert results[0][0] == 0
+    assert results[0][1]
+
+
+def test_a_file_named_like_a_value_is_a_file(folder: Path) -> None:
+    shutil.copy(folder / "in.pth", folder / "bf16")
+    said = say("cast", "in.pth", "bf16", "--out-dir", "out")
+    assert said.code == 2
+    assert "Missing option '--to-dtype'" in said.err
+
+
+def test_extract_takes_the_only_state_dict(folder: Path) -> None:
+    only = [path.name for path in folder.glob("*.pth") if len(ckptool.open(path).state_dicts) == 1]
+    assert only
+    for name in only:
+        path = ckptool.open(folder / name).state_dicts[0].path or "."
+        for out, call in (("a.pth", [name]), ("b.pth", [name, path])):
+            assert say("extract", *call, "-o", out, "--force").code == 0
+        assert (folder / "a.pth").read_bytes() == (folder / "b.pth").read_bytes()
+    shutil.copy(FIXTURES / "gan.pth", folder)
+    said = say("extract", "gan.pth", "-o", "c.pth")
+    assert said.code == 2
+    assert "the state dicts are" in said.err

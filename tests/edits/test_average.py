@@ -262,3 +262,18 @@ def test_task_arithmetic_of_the_corpus(out: Path) -> None:
     first, second, base = (ARITHMETIC / "in" / f"{name}.pt" for name in "abc")
     ckptool.save(ckptool.average([first, second], weights=[weight], base=base), out)
     assert oracle.difference(load_file(ARITHMETIC / "expected.safetensors"), oracle.load(out)) == ""
+
+
+@pytest.mark.parametrize("name", ["epoch", "global_step", "step", "iteration", "iter"])
+@pytest.mark.parametrize("latest", [0, 1, 2])
+def test_entries_come_from_the_latest(name: str, latest: int, tmp_path: Path, out: Path) -> None:
+    torch.manual_seed(2)
+    numbers = [3, 3, 3]
+    numbers[latest] = 12
+    files = [{"state_dict": {"a.w": torch.randn(5)}, name: n, "lr": 0.1 * i} for i, n in enumerate(numbers)]
+    paths = [saved(file, tmp_path / f"{number}.pth") for number, file in enumerate(files)]
+    weights = [0.5, 0.25, 0.125]
+    expected = {**files[latest], "state_dict": {"a.w": mean([f["state_dict"]["a.w"] for f in files], weights)}}  # type: ignore[index]
+    assert oracle.difference(expected, averaged(paths, out, weights=weights)) == ""
+    said = say("average", *paths, "-o", out, "--force")
+    assert f"{latest}.pth, the latest ({name} 12): {name} and lr" in " ".join(said.out.split())

@@ -344,3 +344,17 @@ def test_a_format_is_imported_only_when_a_file_may_be_of_it(tmp_path: Path) -> N
     others = ("safetensors", "hf", "dcp", "programs", "foreign")
     assert found.code == 0
     assert [name for name in formats if name.split(".")[2] in others or "legacy" in name or "tar_reader" in name] == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [["stats", "bare.pth"], ["validate", "--load", "bare.pth"], ["cast", "bare.pth", "bf16", "-o", "OUT"]],
+    ids=" ".join,
+)
+def test_torch_says_nothing_of_a_missing_numpy(call: list[str], tmp_path: Path) -> None:
+    words = [
+        str(FIXTURES / word) if word.endswith(".pth") else word.replace("OUT", str(tmp_path / "o.pth")) for word in call
+    ]
+    code = f"import sys; sys.modules['numpy'] = None; from ckptool.cli.main import run; sys.exit(run({words!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

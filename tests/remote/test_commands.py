@@ -485,6 +485,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "watched", lambda: True)
     monkeypatch.setattr(progress, "_PATIENCE", -1.0)
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
+    monkeypatch.setattr(progress, "_REDRAWN", 0.0)
     for command in ("validate", "locks", "stats"):
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
 

@@ -473,6 +473,8 @@ def _stat_line(report: DiffReport) -> str:
     words = [f"{sums['differ']:,} of {total} {'differs' if sums['differ'] == 1 else 'differ'}"]
     if not sums["in_both"]:
         words = ["no tensor in both"]
+    elif all_equal(report):
+        words = [f"all {total}{' in both' * (sums['in_both'] < max(sums['in_a'], sums['in_b']))} are equal"]
     if not report["same"]:
         for name, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
             tensors, entries = sum(item["tensors"] for item in items), sum(not item["tensors"] for item in items)
@@ -493,6 +495,13 @@ def _stat_line(report: DiffReport) -> str:
     if sums["within_tolerance"]:
         words.append(f"{sums['within_tolerance']:,} within the tolerance")
     return ", ".join(words)
+
+
+def all_equal(report: DiffReport) -> bool:
+    """Return whether two checkpoints differ although all tensors in both are equal, bit for bit."""
+    sums = report["tensors"]
+    unequal = sums["differ"] or sums["attributes_differ"] or sums["within_tolerance"]
+    return sums["in_both"] > 0 and not (unequal or report["same"] or {"values", "dtype"} & {*report["ignored"]})
 
 
 def _differ(items: Sequence[object]) -> str:

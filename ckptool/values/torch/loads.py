@@ -29,9 +29,16 @@ _threads: list[int] = []
 
 
 def need_torch(purpose: str, path: str = "") -> Any:
-    """Return the module torch; raise UnreadableError if it is not installed."""
+    """Return the module torch; raise UnreadableError if it is not installed.
+
+    Without numpy, torch warns at its first import, because it compiles a function that could use arrays. ckptool passes
+    bytes to torch and needs none.
+    """
+    import warnings
+
     try:
-        with _signals_after():
+        with _signals_after(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             import torch
     except ImportError as error:
         hint = "pip install torch (a CPU build is enough)"
