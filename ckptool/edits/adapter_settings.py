@@ -19,7 +19,7 @@ from ..base.steps import AnyStep, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
-from ..values.elements import storage_reader
+from ..values.elements import elements, storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor
 
 CONFIG: Final = "adapter_config.json"
@@ -140,6 +140,14 @@ def stored(adapter: Adapter, key: str) -> StoredTensor:
     """Return a tensor of an adapter as plain data."""
     tensor = adapter.tensors[key]
     return StoredTensor(key, storage_reader(adapter.checkpoint, tensor.storage), vector(tensor))
+
+
+def has_values_of(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same shape and bytes."""
+    if one.view.shape != other.view.shape or one.view.dtype != other.view.dtype:
+        return False
+    first, second = (b"".join(elements(part.storage, part.view)) for part in (one, other))
+    return first == second
 
 
 def vector(tensor: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from .adapter_settings import (
     by_pattern,
     check_rank,
     fit,
+    has_values_of,
     is_set,
     number_setting,
     scale,
@@ -48,12 +49,16 @@ from .storages import refuse_bits
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
 _KEY: Final = regex(
-    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|lokr_t2|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
+#: Before the name of a parameter in a module that was trained as a whole: the parameter before the training.
+_ORIGINAL: Final = ".original_module."
 #: The two matrices that all modules of VeRA share.
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
+#: The tensors of LoHa: two products of two matrices, each of convolutions perhaps with a core.
+_LOHA: Final = ("t1", "w1_a", "w1_b", "t2", "w2_a", "w2_b")
 #: The tensors of LoKr, and which of them make two factors: matrices, or products of them.
 _LOKR: Final = ("w1", "w1_a", "w1_b", "w2", "t2", "w2_a", "w2_b")
 _LOKR_FORMS: Final = tuple(
@@ -108,6 +113,12 @@ _ORDER: Final = (
 )
 #: Kinds of steps that replace or multiply.
 _NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
+
+
+def module_of(key: str) -> str:
+    """Return the name of the module that a tensor of an adapter changes."""
+    match = _KEY.match(key)
+    return match["module"] if match else key.rpartition(".")[0]
 
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -270,10 +281,12 @@ def _modules(adapter: Adapter) -> dict[str, dict[str, str]]:
     for key in adapter.tensors:
         if key in _PROJECTIONS and adapter.config.get("peft_type") == "VERA":
             continue
+        if _ORIGINAL in key and key.replace(_ORIGINAL, ".") in adapter.tensors:
+            continue  # the base's own values, which bias="all" saves beside the trained ones
         match = _KEY.match(key)
         if match is None:
             module, _, last = key.rpartition(".")
-            if adapter_keys([key]) or not module:
+            if adapter_keys([key]):
                 raise adapter.refusal(f"its tensor {quoted(key)} is not known, and would not be used", BY_PEFT)
             modules.setdefault(module, {})[f"copy.{last}"] = key
             continue
@@ -281,8 +294,9 @@ def _modules(adapter: Adapter) -> dict[str, dict[str, str]]:
         part, last = match["part"], match["last"] or "weight"
         part = "copy" if part in ("base_layer", "modules_to_save") else part.removeprefix("token_adapter.")
         parts = modules.setdefault(match["module"], {})
-        if f"{part}.{last}" in parts:
-            raise adapter.refusal(f"{quoted(key)} and {quoted(parts[f'{part}.{last}'])} mean the same tensor")
+        known = parts.get(f"{part}.{last}")
+        if known and not has_values_of(stored(adapter, key), stored(adapter, known)):
+            raise adapter.refusal(f"{quoted(key)} and {quoted(known)} mean the same tensor")
         parts[f"{part}.{last}"] = key
     if len(names) > 1:
         raise adapter.refusal(f"it holds several adapters: {join_limited(sorted(names))}")
@@ -299,8 +313,11 @@ def _module_changes(
     for part, key in parts.items():
         if part.startswith("copy."):
             del rest[part]
-            target = f"{module}.{part.removeprefix('copy.')}"
+            last = part.removeprefix("copy.")
+            target = f"{module}.{last}" if module else last
             wanted = base.get(target)
+            if wanted is None and last == "bias" and _is_tied_bias(adapter, key, base):
+                continue
             fit(adapter, key, adapter.tensors[key].shape, target, wanted, path)
             added = wanted is None and _is_saved(adapter, module)
             yield WeightChange(target, AdapterStep("copy", (stored(adapter, key),)), added)
@@ -313,8 +330,8 @@ def _module_changes(
                 raise adapter.refusal(f"{quoted(first or second)} has no partner lora_{other}: the file is incomplete")
             third = rest.pop("lora_E.weight", "") or rest.pop("lora_magnitude_vector.weight", "")
             yield _product(adapter, module, first, second, third, base, path, weight)
-    hadamard = [rest.pop(f"hada_w{number}.weight", "") for number in ("1_a", "1_b", "2_a", "2_b")]
-    if any(hadamard):
+    hadamard = {name: rest.pop(f"hada_{name}.weight", "") for name in _LOHA}
+    if any(hadamard.values()):
         yield _hadamard(adapter, module, hadamard, base, path, weight)
     factors = {name: rest.pop(f"lokr_{name}.weight", "") for name in _LOKR}
     if any(factors.values()):
@@ -342,6 +359,12 @@ def _module_changes(
         yield from _scaled(adapter, module, factor_key, base, path)
     if rest:
         raise adapter.refusal(f"its tensor {quoted(next(iter(rest.values())))} is not known, and would not be used")
+
+
+def _is_tied_bias(adapter: Adapter, key: str, base: Mapping[str, Tensor]) -> bool:
+    """Return whether a bias that the base lacks has the values of one that it holds, to which the model ties it."""
+    others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in base)
+    return any(has_values_of(stored(adapter, key), stored(adapter, name)) for name in others)
 
 
 def _is_saved(adapter: Adapter, module: str) -> bool:
@@ -429,22 +452,35 @@ def _vera(
 
 
 def _hadamard(
-    adapter: Adapter, module: str, keys: Sequence[str], base: Mapping[str, Tensor], path: str, weight: float
+    adapter: Adapter, module: str, keys: Mapping[str, str], base: Mapping[str, Tensor], path: str, weight: float
 ) -> WeightChange:
-    """Return the change of LoHa: the product, element by element, of two products of matrices."""
-    if not all(keys):
-        raise adapter.refusal(f"{quoted(next(filter(None, keys)))} has no partners: the file is incomplete")
-    shapes = [adapter.tensors[key].shape for key in keys]
-    rank = shapes[1][0] if shapes[1] else 0
-    (out, *_), (*_, inner) = shapes[0] or (0,), shapes[1] or (0,)
-    if shapes != [(out, rank), (rank, inner)] * 2:
-        raise adapter.refusal(f"{quoted(keys[0])} and its partners are not matrices of one rank", BY_PEFT)
-    check_rank(adapter, keys[1], rank)
-    fit(adapter, keys[0], (out, inner), f"{module}.weight", base.get(f"{module}.weight"), path)
-    factor = scale(adapter, module, rank, "alpha") * weight
-    return WeightChange(
-        f"{module}.weight", AdapterStep("hadamard", tuple(stored(adapter, key) for key in keys), factor)
-    )
+    """Return the change of LoHa: the product, element by element, of two products of matrices.
+
+    A convolution is a matrix with a row for each output, or each product has a core for the kernel (t1, t2).
+    """
+    with_core = keys["t1"] != ""
+    if not all(keys[name] for name in _LOHA if name[0] == "w") or with_core is not bool(keys["t2"]):
+        raise adapter.refusal(f"{quoted(next(filter(None, keys.values())))} has no partners: the file is incomplete")
+    found = {name: adapter.tensors[key].shape for name, key in keys.items() if key}
+    target, wanted = f"{module}.weight", base.get(f"{module}.weight")
+    rank, *_ = found["w1_b"] or (0,)
+    kernel = found["t1"][2:] if with_core else ()
+    out, inner = (*found["w1_a"], 0, 0)[1 if with_core else 0], (*found["w1_b"], 0, 0)[1]
+    side = (rank, out) if with_core else (out, rank)
+    fitting = {"w1_a": side, "w1_b": (rank, inner), "w2_a": side, "w2_b": (rank, inner)}
+    fitting |= dict.fromkeys(("t1", "t2"), (rank, rank, *kernel)) if with_core else {}
+    if found != fitting:
+        raise adapter.refusal(f"{quoted(keys['w1_a'])} and its partners are not matrices of one rank", BY_PEFT)
+    check_rank(adapter, keys["w1_b"], rank)
+    shape = (out, inner, *kernel)
+    if wanted is not None and wanted.shape:
+        # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
+        forms = ((wanted.shape[0], prod(wanted.shape[1:])), (*wanted.shape, 1) if with_core else wanted.shape)
+        shape = wanted.shape if shape in forms else shape
+    fit(adapter, keys["w1_a"], shape, target, wanted, path)
+    tensors = tuple(stored(adapter, keys[name]) for name in _LOHA if keys[name])
+    step = AdapterStep("hadamard", tensors, scale(adapter, module, rank, "alpha") * weight)
+    return WeightChange(target, step)
 
 
 def _kronecker(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, prod
@@ -28,8 +27,8 @@ from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
 from ..values.torch.loads import need_torch
-from .adapter_settings import BY_PEFT, Adapter, WeightChange, vector
-from .adapters import base_name, description, open_adapter
+from .adapter_settings import BY_PEFT, Adapter, WeightChange, has_values_of, vector
+from .adapters import base_name, description, module_of, open_adapter
 from .diffusion_adapters import folders, has_pipeline_names, open_pipeline_adapter, pipeline_description
 from .expert_adapters import changes_with_parameters
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
@@ -184,7 +183,7 @@ class _Merge:
     @property
     def untied(self) -> bool:
         """Whether the result has a head of its own, and the base has none."""
-        return any(self.sources.values())
+        return any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
 
     def add(self, adapter: Adapter, factor: float) -> Change:
         """Add the changes of one adapter; return what to report about it."""
@@ -193,6 +192,7 @@ class _Merge:
         for head in heads:
             base[head] = self.tensors[self._embedding]
         changes, unused = adapter.changes(adapter, base, self.path, factor)
+        changes = self._without_equal_head(changes, heads)
         self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
         for change in changes:
             if change.added and change.key not in self.tensors:
@@ -213,8 +213,15 @@ class _Merge:
 
     def _heads(self, adapter: Adapter) -> set[str]:
         """Return the key of the head that an adapter changes and the base has only as its embedding."""
-        modules = {re.split(r"\.(?:lora_|base_layer|weight\Z)", name)[0] for name in adapter.tensors}
+        modules = {module_of(name) for name in adapter.tensors}
         return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)} if self._headless else set()
+
+    def _without_equal_head(self, changes: list[WeightChange], heads: set[str]) -> list[WeightChange]:
+        """Return the changes without those of a tied head that gets the same rows as the embedding: it stays tied."""
+        own = [change.step for change in changes if change.key == self._embedding]
+        same = [change for change in changes if change.key in heads]
+        equal = len(own) == len(same) and all(map(_are_same_rows, own, (change.step for change in same)))
+        return [change for change in changes if change.key not in heads] if equal else changes
 
     def _check_tied(self, adapter: Adapter, changed: set[str]) -> None:
         """Note whether an adapter changes only one of a tied pair."""
@@ -281,6 +288,12 @@ class _Merge:
         return Computed(size, merged_elements, parameters, divide), dtype
 
 
+def _are_same_rows(one: AdapterStep, other: AdapterStep) -> bool:
+    """Return whether two steps replace the same rows by the same values."""
+    rows = one.kind == other.kind == "rows" and one.rows == other.rows
+    return rows and has_values_of(one.tensors[0], other.tensors[0])
+
+
 def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> list[float]:
     """Return one finite factor for each adapter; raise TargetError for others."""
     if not adapters:
@@ -308,21 +321,19 @@ def _says_tied(config: Mapping[str, Any]) -> bool | None:
 
 
 def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Say in ``config.json``, or in a note without one, that the head is not tied to the embedding."""
+    """Say that the head is not tied to the embedding any more, and write so into ``config.json``, if there is one."""
+    last = checkpoint.changes[-1]
+    way = f"{CONFIG} says {_TIED} false now" if config else f"set {_TIED} to false in the model's {CONFIG}"
+    note = f"the head differs from the embedding, and becomes weights of its own: {way}"
+    checkpoint = checkpoint.replace(changes=(*checkpoint.changes[:-1], last._replace(notes=(*last.notes, note))))
     if not config:
-        last = checkpoint.changes[-1]
-        note = f"the head differs from the embedding now: set {_TIED} to false in the model's {CONFIG}"
-        changes = (*checkpoint.changes[:-1], last._replace(notes=(*last.notes, note)))
-        return checkpoint.replace(changes=changes)
+        return checkpoint
     inner = config.get("text_config")
     untied = {**config, _TIED: False}
     if isinstance(inner, dict) and _TIED in inner:
         untied["text_config"] = {**inner, _TIED: False}
     text = json.dumps(untied, indent=2, ensure_ascii=False) + "\n"
-    what = f"{CONFIG}: {_TIED} -> false, because the head differs from the embedding"
-    change = Change("update-config", "", 1, 0, what)
-    beside = {**checkpoint.companions, CONFIG: text.encode()}
-    return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
+    return checkpoint.replace(companions={**checkpoint.companions, CONFIG: text.encode()})
 
 
 def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

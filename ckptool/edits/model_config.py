@@ -38,7 +38,7 @@ EMBEDDING: Final = regex(
     r"\.weight\Z"
 )
 HEAD: Final = regex(
-    r"(?:(?:\A|\.)(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions\.decoder)|\A(?:model\.)?output)"
+    r"(?:(?:\A|\.)(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions\.decoder)|\A(?:(?:model\.)?output|proj_out))"
     r"\.weight\Z"
 )
 #: Words that name a part of a model, in fields and in keys.

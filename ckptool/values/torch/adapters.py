@@ -62,7 +62,8 @@ class AdapterStep(NamedTuple):
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
 
     ``adalora`` adds B @ (A * E), divided by ``rank``; ``vera`` adds B @ A with scaled rows (``tensors``: B, A, and the
-    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2); ``kronecker`` adds the Kronecker product of two
+    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2), or the same
+    with a core before each pair; ``kronecker`` adds the Kronecker product of two
     factors; the first ``rank`` tensors give the first factor.
 
     ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
@@ -242,14 +243,20 @@ def _adalora(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: in
 def _hadamard(
     torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
 ) -> Any:
+    if len(tensors) == 1:
+        return values + (tensors[0][first:last] * step.factor).view(values.shape)
     delta = (tensors[0][first:last] @ tensors[1]) * (tensors[2][first:last] @ tensors[3])
-    return values + delta * step.factor
+    return values + (delta * step.factor).view(values.shape)
 
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
     if step.kind == "vera":
         return tuple(vector.view(-1, 1) * matrix for matrix, vector in zip(tensors[:2], tensors[2:]))
+    if step.kind == "hadamard" and len(tensors) == 6:
+        pairs = (tensors[0], tensors[2], tensors[1]), (tensors[3], tensors[5], tensors[4])
+        one, two = (torch.einsum("i j k l, j r, i p -> p r k l", *parts) for parts in pairs)
+        return (one * two,)
     if step.kind == "kronecker":
         first, second = tensors[: step.rank], tensors[step.rank :]
         if len(second) == 3:
