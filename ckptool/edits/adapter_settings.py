@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from math import inf, sqrt
 from types import MappingProxyType
@@ -23,6 +24,9 @@ from ..values.elements import elements, storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor
 
 CONFIG: Final = "adapter_config.json"
+#: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
+HEADER_ALPHA: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
+HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
 #: Limits of rank_pattern and alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with
 #: all modules.
@@ -37,7 +41,7 @@ class Adapter(NamedTuple):
     """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
 
     ``changes`` finds the weights of a base that it changes, as ``weight_changes`` does for PEFT. ``scales`` has the
-    factors of modules whose settings do not give them.
+    factors of modules whose settings do not give them. ``alpha`` is used where the adapter records none.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +49,7 @@ class Adapter(NamedTuple):
     tensors: Mapping[str, Tensor]
     changes: Callable[[Adapter, Mapping[str, Tensor], str, float], AdapterChanges]
     scales: Mapping[str, float] = MappingProxyType({})
+    alpha: float | None = None
 
     @property
     def path(self) -> str:
@@ -71,6 +76,15 @@ class AdapterChanges(NamedTuple):
     unused: Mapping[str, int]
 
 
+def header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
+    """Return the number that the header of a safetensors file has under the first of these names, or None."""
+    metadata = checkpoint.container.metadata
+    for name in names:
+        with suppress(ValueError, KeyError):
+            return float(metadata[name])
+    return None
+
+
 def number_setting(adapter: Adapter, name: str, default: float) -> float:
     """Return a number of the settings; raise RefusedError if it is something else."""
     value = adapter.config.get(name, default)
@@ -85,7 +99,9 @@ def is_set(adapter: Adapter, name: str) -> bool:
 
 
 def check_rank(adapter: Adapter, key: str, rank: int) -> None:
-    """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has the rank of a matrix."""
+    """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has a rank. Without ``r``, any is right."""
+    if "r" not in adapter.config:
+        return
     pattern = adapter.config.get("rank_pattern") or {}
     ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     if rank not in ranks:
@@ -119,6 +135,34 @@ def by_pattern(adapter: Adapter, module: str, name: str, default: Any) -> Any:
         if matches:
             return value
     return default
+
+
+def targets(adapter: Adapter, module: str) -> bool:
+    """Return whether the settings name a module as a target, as PEFT decides it; False if they are too complex."""
+    config = adapter.config
+    indices, inside = config.get("layers_to_transform"), config.get("layers_pattern")
+    if indices is not None:
+        numbers = re.findall(r"\.(\d+)\.", module)
+        wanted = indices if isinstance(indices, list) else [indices]
+        if inside or not numbers or int(numbers[-1]) not in wanted:
+            return False
+    saved = config.get("modules_to_save") or ()
+    kept = isinstance(saved, list) and not {*saved}.isdisjoint(module.split("."))
+    return (
+        not kept and _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
+    )
+
+
+def _names(given: object, module: str) -> bool:
+    """Return whether a list of endings, or a regular expression, names a module."""
+    if isinstance(given, list):
+        return any(isinstance(name, str) and f".{module}".endswith(f".{name}") for name in given)
+    if not isinstance(given, str) or len(given) > _LONGEST_PATTERN or _steps(given, len(module)) > _MOST_STEPS:
+        return False
+    try:
+        return re.fullmatch(given, module) is not None
+    except (re.error, OverflowError, RecursionError):
+        return False
 
 
 def _steps(pattern: str, length: int) -> float:

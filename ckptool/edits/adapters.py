@@ -17,7 +17,7 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
-from ..base.steps import NextStep, command, is_folder, suggested_output
+from ..base.steps import NextStep, Setting, advice, command, is_folder, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
@@ -31,6 +31,8 @@ from .adapter_rotations import butterfly, rotation
 from .adapter_settings import (
     BY_PEFT,
     CONFIG,
+    HEADER_ALPHA,
+    HEADER_RANK,
     Adapter,
     AdapterChanges,
     WeightChange,
@@ -38,10 +40,12 @@ from .adapter_settings import (
     check_rank,
     fit,
     has_values_of,
+    header_number,
     is_set,
     number_setting,
     scale,
     stored,
+    targets,
 )
 from .storages import refuse_bits
 
@@ -166,10 +170,15 @@ def description(checkpoint: Checkpoint) -> str:
     return f"{what}), not a model; its base is {quoted(name)}" if name else f"{what}), not a model"
 
 
-def open_adapter(source: CheckpointOrPath) -> Adapter:
-    """Open an adapter, and check that it has a merge; raise RefusedError if it has none."""
+def open_adapter(source: CheckpointOrPath, alpha: float | None = None) -> Adapter:
+    """Open an adapter, and check that it has a merge; raise RefusedError if it has none.
+
+    ``alpha`` is used if neither settings nor the header of the file give one.
+    """
     checkpoint = as_checkpoint(source)
     config = adapter_config(checkpoint)
+    if config is None:
+        config = _config_of_header(checkpoint, alpha)
     found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
     tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in found.items()}
     adapter = Adapter(checkpoint, config or {}, tensors, weight_changes)
@@ -200,6 +209,19 @@ def check_tensors(adapter: Adapter) -> None:
             raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
 
 
+def _config_of_header(checkpoint: Checkpoint, alpha: float | None) -> Mapping[str, Any] | None:
+    """Return the settings of a LoRA with PEFT's names, by the header of its file or by ``alpha``; None without both."""
+    names = [entry.key for entry in checkpoint.survey.tensors]
+    stated = header_number(checkpoint, HEADER_ALPHA)
+    alpha = alpha if stated is None else stated
+    if alpha is None or not any(".lora_A." in name for name in names) or any(map(_OTHERS.search, names)):
+        return None
+    rank = header_number(checkpoint, HEADER_RANK)
+    config = {"peft_type": "LORA", "lora_alpha": alpha, "base_model_name_or_path": None}
+    config |= {"use_dora": True} if any("lora_magnitude_vector" in name for name in names) else {}
+    return config if rank is None else {**config, "r": int(rank)}
+
+
 def _without_config(adapter: Adapter) -> RefusedError:
     names = list(adapter.tensors)
     if any(_OTHERS.search(name) for name in names):
@@ -208,7 +230,8 @@ def _without_config(adapter: Adapter) -> RefusedError:
     if not adapter_keys(names):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
-    return adapter.refusal(message, f"put the {CONFIG} that was saved with it into the same folder")
+    way = f"put the {CONFIG} that was saved with it into the same folder, or give "
+    return adapter.refusal(message, advice(way, Setting("alpha", "16")))
 
 
 def _check_type(adapter: Adapter) -> None:
@@ -250,7 +273,15 @@ def weight_changes(adapter: Adapter, base: Mapping[str, Tensor], path: str, weig
     ``path`` is the path of the base, ``weight`` multiplies the scale. Raise RefusedError unless every tensor of the
     adapter is used and fits.
     """
-    return AdapterChanges(changes_of(adapter, _modules(adapter), base, path, weight), {})
+    modules = _modules(adapter)
+    changes = changes_of(adapter, modules, base, path, weight)
+    weights = (name.removesuffix(".weight") for name, tensor in base.items() if len(tensor.shape) > 1)
+    if lacking := [
+        name for name in weights if f"{name}.weight" in base and name not in modules and targets(adapter, name)
+    ]:
+        message = f"{CONFIG} targets {pluralize(len(lacking), 'module')} of {path} for which it has no tensors"
+        raise adapter.refusal(f"{message}: {join_limited(lacking, most=3)}", "get the whole adapter")
+    return AdapterChanges(changes, {})
 
 
 def changes_of(

@@ -18,13 +18,14 @@ from typing import Any, Final
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.records import NamedTuple
+from ..base.steps import Setting, advice
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object
 from ..values.elements import elements, storage_reader
 from ..values.numeric import to_numbers
-from .adapter_settings import Adapter, AdapterChanges, WeightChange, scale
+from .adapter_settings import HEADER_ALPHA, HEADER_RANK, Adapter, AdapterChanges, WeightChange, header_number, scale
 from .adapters import changes_of, check_settings, check_tensors
 from .weight_places import Place, Weight, at_places, own_weights, renamed_weights
 
@@ -333,8 +334,12 @@ def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) 
     """Return the factor of a product: alpha divided by the rank, from the settings of diffusers, or else 1."""
     shape = adapter.tensors[parts["lora_A.weight"]].shape if "lora_A.weight" in parts else ()
     rank = shape[0] if shape else 0
+    if not alpha and adapter.config:
+        return scale(adapter, module, rank)
+    if not alpha and adapter.alpha is not None and rank:
+        return adapter.alpha / rank
     if not alpha:
-        return scale(adapter, module, rank) if adapter.config else 1.0
+        return _without_alpha(adapter, rank)
     tensor = adapter.tensors[alpha]
     if tensor.numel != 1 or rank < 1:
         raise adapter.refusal(f"{quoted(alpha)} is not a number")
@@ -344,13 +349,26 @@ def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) 
     return float(value) / rank
 
 
+def _without_alpha(adapter: Adapter, rank: int) -> float:
+    """Return 1, which all readers take without alpha; raise RefusedError if the header states an alpha other than the
+    rank."""
+    stated = header_number(adapter.checkpoint, HEADER_ALPHA)
+    if stated is None or stated == header_number(adapter.checkpoint, HEADER_RANK) or stated == rank:
+        return 1.0
+    message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
+    way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
+    raise adapter.refusal(message, advice("give ", Setting("alpha", f"{stated:g}"), f" ({way})"))
+
+
 def _layouts(base: Mapping[str, Tensor]) -> Iterator[Layout]:
     """Yield the names of the base itself, and those that built-in recipes give to its weights."""
     own = own_weights(base)
     yield Layout(frozenset(_MODELS.values()), own)
-    inside = {name.removeprefix(_LDM): weight for name, weight in own.items() if name.startswith(_LDM)}
-    if inside:
-        yield Layout(frozenset(("unet",)), inside)
+    prefixes = (_LDM, *(f"{label}." for label in _MODELS))
+    for prefix in prefixes:
+        inside = {name.removeprefix(prefix): weight for name, weight in own.items() if name.startswith(prefix)}
+        if inside:
+            yield Layout(frozenset((_MODELS.get(prefix[:-1], "unet"),)), inside)
     for family, weights in renamed_weights(base, "diffusers", both_ways=True):
         if family in _MODELS:
             yield Layout(

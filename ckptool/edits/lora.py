@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from math import isfinite, prod
+from math import isfinite, nan, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -54,12 +54,14 @@ def merge_lora(
     base: Checkpoint,
     *adapters: CheckpointOrPath,
     weights: Sequence[float] | None = None,
+    alpha: float | None = None,
     key: str | None = None,
 ) -> Checkpoint:
     """Merge PEFT adapters into a base model, one after the other.
 
     An adapter is a folder with ``adapter_config.json``, or the file with its tensors beside that; it must stay open
-    until the result is saved. ``weights`` has one factor for each adapter, ``key`` is the path of the state dict.
+    until the result is saved. ``weights`` has one factor for each adapter, ``alpha`` is the lora_alpha of adapters that
+    record none, ``key`` is the path of the state dict.
     Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an adapter has no merge or does
     not fit the base, TargetError for invalid weights.
 
@@ -67,7 +69,7 @@ def merge_lora(
     'adapter: merged 1, replaced 0, unused 0'
     """
     factors = _factors(adapters, weights)
-    found = [_opened(adapter) for adapter in adapters]
+    found = [_opened(adapter, alpha) for adapter in adapters]
     need_torch("merging an adapter", base.path)
     return _merged(base, found, factors, key)
 
@@ -115,12 +117,12 @@ def adapter_description(checkpoint: Checkpoint) -> str:
     return description(checkpoint)
 
 
-def _opened(source: CheckpointOrPath) -> Adapter:
+def _opened(source: CheckpointOrPath, alpha: float | None = None) -> Adapter:
     """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none."""
     checkpoint = as_checkpoint(source)
     if _is_of_pipeline(checkpoint):
-        return open_pipeline_adapter(checkpoint)
-    adapter = open_adapter(checkpoint)
+        return open_pipeline_adapter(checkpoint)._replace(alpha=alpha)
+    adapter = open_adapter(checkpoint, alpha)
     return adapter._replace(changes=changes_with_parameters) if adapter.config.get("target_parameters") else adapter
 
 
@@ -148,7 +150,7 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
 def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
     """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
     try:
-        found = [_opened(path).checkpoint for path in adapters]
+        found = [_opened(path, how.get("alpha")).checkpoint for path in adapters]
     except RefusedError as error:
         step = merge_step(adapters[0], checkpoint) if len(adapters) == 1 else NextStep()
         if not step:
@@ -292,6 +294,17 @@ def _are_same_rows(one: AdapterStep, other: AdapterStep) -> bool:
     """Return whether two steps replace the same rows by the same values."""
     rows = one.kind == other.kind == "rows" and one.rows == other.rows
     return rows and has_values_of(one.tensors[0], other.tensors[0])
+
+
+def parse_alpha(text: str) -> float:
+    """Parse a number; raise TargetError for another text."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise TargetError(f"{text!r} is not a number", next=advice(Setting("alpha", "16")))
+    return value
 
 
 def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> list[float]:

@@ -509,6 +509,7 @@ _EDITS: Final = (
                 kind="file",
             ),
             _WEIGHTS,
+            Parameter("alpha", "The lora_alpha of adapters that record none.", "NUMBER", parse="lora.parse_alpha"),
         ),
         scope=("key",),
         in_place=False,

@@ -22,6 +22,7 @@ from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, functi
 TEXTS = {
     "": "epoch=7",
     "adapters": "adapter",
+    "alpha": "3",
     "as_state_dict": "",
     "base": "other.pth",
     "by_order": "",

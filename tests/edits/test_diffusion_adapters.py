@@ -469,3 +469,35 @@ def test_diffusers_fuses_to_the_same_bytes(style: str, tmp_path: Path) -> None:
     result = merged(tmp_path / "base", tmp_path / "pytorch_lora_weights.safetensors", tmp_path)
     assert result.keys() == wanted.keys()
     assert [key for key in wanted if not torch.equal(result[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", ""])
+def test_the_base_may_have_the_prefix_of_the_adapter(prefix: str, tmp_path: Path) -> None:
+    shapes = {"blocks.0.attn.to_q": (70, 8), "blocks.1.attn.to_q": (70, 8)}
+    model = prefix.removesuffix(".").rpartition(".")[2] or "diffusion_model"
+    adapter, deltas = lora("PEFT", model, shapes)
+    base = {f"{prefix}{name}": item for name, item in weights(shapes).items()}
+    expected = {f"{prefix}{name}": item for name, item in deltas.items()}
+    assert_merged(merged(base, adapter, tmp_path), base, expected)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "given", "scale"),
+    [("2", None, 1.0), ("1", None, None), ("1", 1.0, 0.5), ("1", 2.0, 1.0), ("x", None, 1.0)],
+)
+def test_an_alpha_that_only_the_header_states(
+    alpha: str, given: float | None, scale: float | None, tmp_path: Path
+) -> None:
+    base = weights(UNET)
+    adapter, deltas = lora("PEFT", "unet", UNET)
+    metadata = {"ss_network_alpha": alpha, "ss_network_dim": "2"}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(adapter, tmp_path / "adapter.safetensors", metadata)
+    with ckptool.open(tmp_path / "adapter.safetensors") as opened:
+        if scale is None:
+            with pytest.raises(RefusedError, match="alpha 1 for the rank 2"):
+                ckptool.merge_lora(tmp_path / "base.safetensors", opened, alpha=given)
+            return
+        edited = ckptool.merge_lora(tmp_path / "base.safetensors", opened, alpha=given)
+        ckptool.save(edited, tmp_path / "out.safetensors")
+    assert_merged(load_file(tmp_path / "out.safetensors"), base, deltas, scale)

@@ -308,8 +308,8 @@ def _from_triangles(torch: Any, triangles: Any, terms: int) -> Any:
 def _matrices(torch: Any, rotations: Any) -> Iterator[Any]:
     """Yield the square matrices along the diagonal that rotate all columns: products of all butterfly factors.
 
-    PEFT multiplies one matrix for all columns. Its sums are the same if zeros are left out at multiples of the number
-    of columns that BLAS adds at once (384 for MKL). Only a GPU merges several factors, with bits of its own.
+    PEFT multiplies one matrix for all columns. With more than 768 columns its last bits depend on how many columns the
+    CPU adds at once. Only a GPU merges several factors, with bits of its own.
     """
     factors, blocks, size = rotations.shape[:3]
     mixed = size << (factors - 1)
