@@ -498,8 +498,8 @@ def _hadamard(
     kernel = found["t1"][2:] if with_core else ()
     out, inner = (*found["w1_a"], 0, 0)[1 if with_core else 0], (*found["w1_b"], 0, 0)[1]
     side = (rank, out) if with_core else (out, rank)
-    fitting = {"w1_a": side, "w1_b": (rank, inner), "w2_a": side, "w2_b": (rank, inner)}
-    fitting |= dict.fromkeys(("t1", "t2"), (rank, rank, *kernel)) if with_core else {}
+    fitting: dict[str, tuple[int, ...]] = {"w1_a": side, "w1_b": (rank, inner), "w2_a": side, "w2_b": (rank, inner)}
+    fitting |= {name: (rank, rank, *kernel) for name in ("t1", "t2") if with_core}
     if found != fitting:
         raise adapter.refusal(f"{quoted(keys['w1_a'])} and its partners are not matrices of one rank", BY_PEFT)
     check_rank(adapter, keys["w1_b"], rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, nan, prod
 from typing import Any, Final
@@ -218,7 +218,7 @@ class _Merge:
         modules = {module_of(name) for name in adapter.tensors}
         return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)} if self._headless else set()
 
-    def _without_equal_head(self, changes: list[WeightChange], heads: set[str]) -> list[WeightChange]:
+    def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
         """Return the changes without those of a tied head that gets the same rows as the embedding: it stays tied."""
         own = [change.step for change in changes if change.key == self._embedding]
         same = [change for change in changes if change.key in heads]

@@ -351,8 +351,8 @@ def test_the_report_says_that_the_head_becomes_its_own(head: str, base: Path, tm
 
 def test_every_bias_of_peft(base: Path, tmp_path: Path) -> None:
     """With bias="all" PEFT also saves what was there before the training, and some biases under two names."""
-    save_file(weights_of(base) | {"score.bias": torch.ones(3), "score.weight": torch.ones(3, 8), "final_bias": torch.ones(1, 9)},
-              base / "model.safetensors")  # fmt: skip
+    old = {"score.bias": torch.ones(3), "score.weight": torch.ones(3, 8), "final_bias": torch.ones(1, 9)}
+    save_file(weights_of(base) | old, base / "model.safetensors")
     new = {"score.bias": torch.randn(3), "score.weight": torch.randn(3, 8), "final_bias": torch.randn(1, 9)}
     saved = {
         **new,
