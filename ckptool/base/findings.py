@@ -308,7 +308,7 @@ CODES: Final[dict[str, Code]] = {
     "no-layer": Code("no file holds some of the layers"),
     "no-end": Code("it is unknown whether layers are missing at the end"),
     "no-rank": Code("ranks saved no file"),
-    "no-piece": Code("a file holds no piece of any tensor"),
+    "no-piece": Code("a file is missing that may hold pieces of tensors", _BLOCKS, "complete"),
     "piece": Code("a file holds pieces of tensors"),
     "in-pieces": Code("the files hold pieces of tensors"),
     "id-parts": Code("the pickles of the files name different storages by one id"),

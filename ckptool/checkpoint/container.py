@@ -10,7 +10,7 @@ from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
 from ..base.records import NamedTuple
 from ..base.steps import OUTPUT, Setting, advice
-from ..base.text import words
+from ..base.text import pluralize, words
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.nodes import Graph, Ref
 from .tensors import TensorReader
@@ -123,10 +123,19 @@ class Traits(NamedTuple):
 
 
 class RankSave(NamedTuple):
-    """A folder that many ranks saved: the number of ranks with a part in it, and the step, or None if unknown."""
+    """A folder that many ranks saved: the number of ranks with a part in it, and the step, or None if unknown.
+
+    ``recorded`` says that the files record how many ranks there were, so that a missing one is seen.
+    """
 
     ranks: int
     step: int | None = None
+    recorded: bool = True
+
+    @property
+    def unsure(self) -> str:
+        """The message for ranks whose number is not recorded."""
+        return f"files of {pluralize(self.ranks, 'rank')} are there; nothing records how many there were"
 
 
 class ShardLayout(NamedTuple):

@@ -207,6 +207,7 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
             raise click.UsageError("ckptool does not write to stdout: name a file.")
         if len(paths) > 1:
             _refuse_incomplete(paths)
+            _refuse_copies(paths)
             raise NoOutput("Several inputs need --out-dir DIR instead of -o.", click.get_current_context())
         return [output]
     if not how.dry_run:
@@ -215,6 +216,17 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         itself = ", edit the file itself with --in-place," if on_disk else ","
         raise NoOutput(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.", context)
     return [None] * len(paths)
+
+
+def _refuse_copies(paths: Sequence[str]) -> None:
+    """Raise Mendable if the inputs hold equal tensors, as the files of DDP ranks do: one of them is the checkpoint."""
+    from ..formats.rank_part import are_equal
+
+    numbered = {"".join(filter(str.isalpha, os.path.basename(path))) for path in paths}
+    if len(numbered) == 1 and are_equal(paths):
+        typed: Sequence[str] = click.get_current_context().params["paths"]
+        message = f"These are {len(paths):,} equal copies, as each DDP rank saves one: take one of them"
+        raise Mendable(message, [paths[0]], typed)
 
 
 def _refuse_incomplete(paths: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from ..base.findings import OTHER_FILES, RANK_SETS
 from ..base.globs import Globs
 from ..base.steps import ONE_SAVE
 from ..base.text import pluralize, shape_text
-from ..formats.checkpoint_search import as_one
+from ..formats.checkpoint_search import as_one, expanded
 from ..reports.file_rows import FileVerdict
 from .compare import label
 from .help import GroupedCommand
@@ -77,7 +77,7 @@ def lock(
     a line for each file instead, with the SHA-256 of its lock.
     """
     rows = style == ROWS
-    inputs = inputs._replace(paths=as_one(inputs.paths))
+    inputs = inputs._replace(paths=as_one(expanded(inputs.paths)))
     if rows and output is not None:
         raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
     if not rows and inputs.since is not None:

@@ -84,10 +84,14 @@ def worst(codes: Iterable[int]) -> int:
 
 
 def paths(command: Command) -> Command:
-    """Add an argument for one or more input paths."""
+    """Add an argument for one or more input paths. A quoted glob names the files that it matches."""
 
     @wraps(command)
     def with_paths(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
+        if any(set("*?[") & {*path} for path in paths):
+            from ..formats.checkpoint_search import expanded  # only for patterns
+
+            paths = expanded(paths)
         if len(paths) > 1:
             refuse_keys(paths)
         return command(*args, paths=paths, **how)

@@ -373,6 +373,8 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
             size = human_bytes(request.shard_size)
             notes.append(f"larger than {size}, so each has a shard of its own: {join_limited(large, most=3)}")
         notes += _without_config(checkpoint)
+    if (save := checkpoint.container.rank_save) is not None and not save.recorded:
+        notes.append(save.unsure)
     change = Change(
         "convert", key, 1, 0, f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}", tuple(notes)
     )

@@ -90,6 +90,18 @@ def as_one(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(paths)
 
 
+def expanded(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths with each glob replaced by what it matches, as a shell does; a pattern of one save's rank files
+    is kept."""
+    if not any(map(_is_glob, paths)):
+        return tuple(paths)
+    files: list[str] = []
+    for path in paths:
+        plain = not _is_glob(path) or is_address(path) or _is_rank_pattern(path)
+        files += [path] if plain else _matching(path) or [path]
+    return tuple(files)
+
+
 def _has_digit(path: str) -> bool:
     return any(character.isdigit() for character in os.path.basename(path))
 

@@ -127,7 +127,7 @@ def check_checkpoint(
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
     checks = [
         _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
-        judge("complete", "container", notes["complete"], "; ".join((f"all there: {stored}", *sets))),
+        _complete(checkpoint, notes["complete"], "; ".join((f"all there: {stored}", *sets))),
         _checksums(checkpoint, notes["checksums"], quick, progress),
         judge("sizes", "integrity", notes["sizes"], sizes),
         judge("geometry", "integrity", notes.get("geometry", []), geometry),
@@ -242,6 +242,14 @@ def _places(checkpoint: Checkpoint) -> list[Check]:
     count = checkpoint.survey.unlisted
     message = f"tensors are at more places than are listed: {count:,} were left out"
     return [Check("places", "integrity", NOT_POSSIBLE, message)] if count else []
+
+
+def _complete(checkpoint: Checkpoint, notes: Sequence[Finding], good: str) -> Check:
+    """Check whether anything is missing; not possible if nothing records how many ranks saved the checkpoint."""
+    check, save = judge("complete", "container", notes, good), checkpoint.container.rank_save
+    if save is None or save.recorded or check.status != PASS:
+        return check
+    return check._replace(status=NOT_POSSIBLE, message=save.unsure)
 
 
 def _unless_unchecked(check: Check) -> Check:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import say
 from conftest import FIXTURES
 from lora_adapters import factors, write_adapter
@@ -220,3 +221,45 @@ def test_extract_takes_the_only_state_dict(folder: Path) -> None:
     said = say("extract", "gan.pth", "-o", "c.pth")
     assert said.code == 2
     assert "the state dicts are" in said.err
+#: The commands that take several inputs, with what else they need.
+SEVERAL = {
+    "inspect": [],
+    "keys": [],
+    "stats": [],
+    "hash": [],
+    "lock": [],
+    "strip-module": ["--out-dir", "out"],
+    "convert": ["--to-format", "legacy", "--out-dir", "out"],
+    "salvage": ["--out-dir", "out"],
+    "redact": ["--redact", "all", "--out-dir", "out"],
+    "average": ["-o", "average.pth"],
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_quoted_glob_names_its_files(name: str, folder: Path) -> None:
+    results: list[object] = []
+    for number, paths in enumerate((["in.pth", "other.pth"], ["[io]*.pth"])):
+        more = [f"{number}{word}" if word in ("out", "average.pth") else word for word in SEVERAL[name]]
+        said = say(name, *paths, *more)
+        written = sorted((path.name.lstrip("01"), path.read_bytes()) for path in folder.glob(f"{number}*/*"))
+        results += [(said.code, said.out.replace(f"{number}out", "out").replace(f"{number}average", "average"))]
+        results += [(written, said.err)]
+    assert results[:2] == results[2:]
+    assert "Usage" not in str(results)
+
+
+def test_equal_copies_of_ranks_are_told(folder: Path) -> None:
+    for rank in range(3):
+        saved = torch.load(folder / "in.pth", map_location="cpu", weights_only=True)
+        torch.save({**saved, "rank": rank}, folder / f"ddp_rank{rank}.pth")
+    for paths in (["ddp_rank*.pth"], [f"ddp_rank{rank}.pth" for rank in range(3)]):
+        said = say("convert", *paths, "-o", "one.pth")
+        assert said.code == 2
+        assert "3 equal copies" in said.err
+        step = said.err.split("-> ckptool ")[1].split()
+        assert say(*step).code == 0
+        Path("one.pth").unlink()
+    saved["state_dict"]["module.stem.0.weight"] += 1
+    torch.save(saved, folder / "ddp_rank1.pth")
+    assert "equal copies" not in say("convert", "ddp_rank*.pth", "-o", "one.pth").err

@@ -41,7 +41,7 @@ from ..names.hf import (
     weights_of,
 )
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import common_metadata, whole_metadata
+from ..safetensors.sharding_info import SHARDING_INFO, common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
 
 #: Module folders of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
@@ -233,7 +233,11 @@ class HfFolder(ShardedContainer):
         parts = ((number, *part) for number, tensor in places.values() for part in tensor.storages.items())
         once = sum({(number, key): nbytes for number, key, nbytes in parts}.values())
         each = sum(tensor.size for _, tensor in places.values())
-        if index.total not in (once, each):
+        pieces = [shard.name for shard in self.shards if SHARDING_INFO in shard.container.metadata]
+        if pieces and each < index.total:
+            what = f"one rank's pieces are in place of whole tensors in {join_limited(pieces)}"
+            self._note_incomplete(f"{what}: the index says {index.total:,} bytes, there are {each:,}", pieces[0])
+        elif index.total not in (once, each):
             what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
             self._note("total-size", "warning", what)
 

@@ -61,7 +61,7 @@ class HfRanks(ShardedContainer):
         self._sizes: dict[str, int | None] = {}
         wanted = sorted(name for name in names if _NAME.match(name))
         self._read(wanted, stack)
-        self._absent = self._note_absent_files(wanted)
+        self._absent = self._absent_files(wanted)
         builder = Builder()
         items = []
         for name, pieces in self._pieces.items():
@@ -74,9 +74,10 @@ class HfRanks(ShardedContainer):
                 continue
             self._sizes[name] = size if self._is_whole(name, dtype, shape, pieces) else None
             items.append((name, builder.tensor(contiguous(dtype, shape, name))))
+        self._note_open_ends()
         self.graph = builder.graph(builder.mapping(items))
         self.metadata = without_sharding(common_metadata([shard.metadata for shard in self.shards.values()]))
-        self.rank_save = RankSave(len({name.split("-")[1] for name in wanted}))
+        self.rank_save = RankSave(len({name.split("-")[1] for name in wanted}), recorded=False)
         ranks = pluralize(self.rank_save.ranks, "rank")
         number = pluralize(sum(map(len, self._pieces.values())), "piece")
         self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
@@ -101,25 +102,31 @@ class HfRanks(ShardedContainer):
         if not self.shards:
             raise self.errors[0]
 
-    def _note_absent_files(self, wanted: list[str]) -> list[str]:
-        """Report missing files that a rank may have written; return their names.
-
-        A rank without anything to save writes no file, so this is only a warning.
-        """
+    def _absent_files(self, wanted: list[str]) -> list[str]:
+        """Return the names of missing files that a rank may have written: a rank with nothing to save writes none."""
         matches = [match for match in map(_NAME.match, wanted) if match]
         ranks, files = max(int(match[1]) for match in matches), max(int(match[3]) for match in matches)
         if ranks * files > 1 << 20:
             return []
         there = {(int(match[1]), int(match[2])) for match in matches}
-        absent = [
+        return [
             f"shard-{rank:05d}-model-{file:05d}-of-{files:05d}.safetensors"
             for rank, file in product(range(1, ranks + 1), range(1, files + 1))
             if (rank, file) not in there
         ]
-        if absent:
-            what = f"{join_limited(absent, most=3)} not there: a rank with nothing to save writes no file"
-            self._note("no-piece", "warning", what, absent[0])
-        return absent
+
+    def _note_open_ends(self) -> None:
+        """Report the tensors that may go on in a missing file: nothing records their shapes."""
+        numbers = {name.split("-")[3] for name in self._absent}
+        suspects = [
+            name
+            for name, pieces in self._pieces.items()
+            if not numbers.isdisjoint(piece.file.split("-")[3] for piece in pieces) and not _ends(pieces)
+        ]
+        if suspects:
+            files = join_limited(self._absent, most=3)
+            what = f"{files} not there: a rank with nothing to save writes no file; if one is lost, so are parts of"
+            self._note("no-piece", "error", f"{what} {join_limited(suspects)}", self._absent[0], refused=True)
 
     def _is_whole(self, name: str, dtype: Dtype, shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
         """Return whether the pieces of a tensor cover it exactly; report a problem if not."""
@@ -189,6 +196,15 @@ def _read_pieces(source: Source, name: str) -> tuple[safetensors_reader.Safetens
 def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     """Return the shape up to which the pieces reach."""
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
+
+
+def _ends(pieces: Sequence[TensorPiece]) -> bool:
+    """Return whether the pieces show where the tensor ends: it is a scalar, or the last piece is the smaller one.
+
+    Ranks divide a tensor into equal pieces, except that the last one may be smaller.
+    """
+    first, last = (edge(piece.box for piece in pieces)[1] for edge in (min, max))
+    return not first or any(here < there for here, there in zip(last, first))
 
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:

@@ -41,7 +41,7 @@ _SCHEMES: Final = (
     (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, SLICES),
     (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, SLICES),
     (r"\Alayer_\d{1,6}-model_(?P<number>\d{1,6})-model_states", 0, SLICES),
-    (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, SLICES),
+    (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 1, SLICES),
     (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, SHARDS),
     (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, SHARDS),
     (r"[-_.](?P<number>\d{1,2})[-_]of[-_](?P<of>\d{1,2})(?!\d)", 1, NUMBERED),

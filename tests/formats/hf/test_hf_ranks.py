@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from command_line import say
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -188,3 +189,54 @@ def test_another_dtype_in_one_file(folder: Path, tmp_path: Path) -> None:
     places = json.dumps({"up": {"saved_offsets": [3, 0]}})
     save_file({"up": torch.zeros(3, 5).half()}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
     assert f"in {path.name} than in" in refused(folder, tmp_path / "x")
+
+
+#: The only file of the consolidated folder.
+FILE = "model-00001-of-00001.safetensors"
+
+# -- files that are lost, and pieces under the names of whole files ------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ranks", "files"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_lost_file_is_called_complete(
+    mode: str, rank: int, number: int, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(saved[mode], folder)
+    lost = next(iter(folder.glob(f"shard-{rank:05d}-model-{number:05d}-of-*")), None)
+    if lost is None:
+        pytest.skip("this mode has one file for each rank")
+    lost.unlink()
+    checks = {check["name"]: check for check in ckptool.validate(folder)["checks"]}
+    said = say("convert", folder, "-o", tmp_path / "out.safetensors")
+    if mode == "ranks" and rank == 3:  # the files of the other ranks show nothing of the last one
+        assert checks["complete"]["status"] == "not possible"
+        assert said.code == 0
+        assert "files of 2 ranks are there; nothing records how many there were" in " ".join(said.out.split())
+    else:
+        assert checks["complete"]["status"] == "fail"
+        assert (said.code, (tmp_path / "out.safetensors").exists()) == (3, False)
+
+
+def test_a_sound_folder_with_the_files_of_ranks_beside_it_has_no_warning(saved: dict[str, Path]) -> None:
+    folder = saved["consolidated"]
+    report = ckptool.validate(folder)
+    assert {check["status"] for check in report["checks"]} <= {"pass", "not possible"}
+    assert say("validate", "--strict", folder).code == 0
+    for path in (folder / "sharded").iterdir():
+        assert "shard-00000" not in say("inspect", path).out
+        assert "part 1 of 3" in say("inspect", path).out or not path.name.startswith("shard-00001")
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_pieces_under_the_name_of_a_whole_file(rank: int, saved: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(saved["consolidated"], folder)
+    shutil.copy(folder / f"sharded/shard-{rank:05d}-model-00001-of-00001.safetensors", folder / FILE)
+    said = say("validate", folder)
+    assert said.code == 1
+    assert FILE in said.out
+    assert say("convert", folder, "-o", tmp_path / "out.pth").code == 3
+    assert not (tmp_path / "out.pth").exists()
