@@ -87,11 +87,21 @@ def paths(command: Command) -> Command:
     """Add an argument for one or more input paths. A quoted glob names the files that it matches."""
 
     @wraps(command)
-    def with_paths(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
+    def with_files(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
         if any(set("*?[") & {*path} for path in paths):
             from ..formats.checkpoint_search import expanded  # only for patterns
 
             paths = expanded(paths)
+        return command(*args, paths=paths, **how)
+
+    return searched_paths(cast(Command, with_files))
+
+
+def searched_paths(command: Command) -> Command:
+    """Add an argument for one or more paths for a command that searches folders and globs itself."""
+
+    @wraps(command)
+    def with_paths(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
         if len(paths) > 1:
             refuse_keys(paths)
         return command(*args, paths=paths, **how)

@@ -34,8 +34,8 @@ from .options import (
     key_option,
     listing,
     location,
-    paths,
     progress_option,
+    searched_paths,
     sort_option,
     unmatched_lines,
 )
@@ -65,7 +65,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
-@paths
+@searched_paths
 @click.option("--tree", is_flag=True, help="Also show the tree of objects.")
 @click.option(
     "--depth", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Levels of the tree."
@@ -214,7 +214,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=KEYS_EPILOG)
-@paths
+@searched_paths
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
 @listing
 @sort_option(("file", "name", "bytes"))

@@ -30,8 +30,8 @@ from .options import (
     format_option,
     key_option,
     listing,
-    paths,
     progress_option,
+    searched_paths,
     sort_option,
     unmatched_lines,
 )
@@ -86,7 +86,7 @@ _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mea
 
 
 @click.command(cls=GroupedCommand, epilog=STATS_EPILOG)
-@paths
+@searched_paths
 @listing
 @sort_option(SORTS)
 @click.option("--no-fold", is_flag=True, help="On a terminal, show one line per tensor; do not group similar ones.")

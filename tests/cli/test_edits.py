@@ -223,7 +223,6 @@ def test_extract_takes_the_only_state_dict(folder: Path) -> None:
     assert "the state dicts are" in said.err
 #: The commands that take several inputs, with what else they need.
 SEVERAL = {
-    "inspect": [],
     "keys": [],
     "stats": [],
     "hash": [],
