@@ -220,13 +220,27 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
 
 def _refuse_copies(paths: Sequence[str]) -> None:
     """Raise Mendable if the inputs hold equal tensors, as the files of DDP ranks do: one of them is the checkpoint."""
-    from ..formats.rank_part import are_equal
-
-    numbered = {"".join(filter(str.isalpha, os.path.basename(path))) for path in paths}
-    if len(numbered) == 1 and are_equal(paths):
+    if len({"".join(filter(str.isalpha, os.path.basename(path))) for path in paths}) == 1 and _are_equal(paths):
         typed: Sequence[str] = click.get_current_context().params["paths"]
         message = f"These are {len(paths):,} equal copies, as each DDP rank saves one: take one of them"
         raise Mendable(message, [paths[0]], typed)
+
+
+def _are_equal(paths: Sequence[str]) -> bool:
+    """Return whether all files hold the same tensors under the same names, by their recorded checksums."""
+    from ..formats.opening import open_checkpoint
+    from ..formats.rank_part import are_copies
+
+    try:
+        with open_checkpoint(paths[0]) as first:
+            for path in paths[1:]:
+                with open_checkpoint(path) as other:
+                    names = ([entry.path for entry in each.survey.tensors] for each in (first, other))
+                    if next(names) != next(names) or not are_copies(first, other):
+                        return False
+            return bool(first.survey.tensors)
+    except CkptoolError:
+        return False
 
 
 def _refuse_incomplete(paths: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
 
@@ -288,30 +288,14 @@ def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name:
             here, there = ({entry.path: entry.tensor for entry in item.survey.tensors} for item in (checkpoint, other))
             if here.keys().isdisjoint(there):
                 return parts._replace(kind=SHARDS)
-            if here.keys() == there.keys() and (parts.kind == NUMBERED or _are_copies(checkpoint, other)):
+            if here.keys() == there.keys() and (parts.kind == NUMBERED or are_copies(checkpoint, other)):
                 return None
     except CkptoolError:
         pass  # an unreadable file proves nothing
     return parts._replace(kind=SLICES)
 
 
-def are_equal(paths: Sequence[str]) -> bool:
-    """Return whether all files hold the same tensors under the same names, by their recorded checksums."""
-    from .opening import open_checkpoint
-
-    try:
-        with open_checkpoint(paths[0]) as first:
-            for path in paths[1:]:
-                with open_checkpoint(path) as other:
-                    names = ([entry.path for entry in each.survey.tensors] for each in (first, other))
-                    if next(names) != next(names) or not _are_copies(first, other):
-                        return False
-            return bool(first.survey.tensors)
-    except CkptoolError:
-        return False
-
-
-def _are_copies(one: Checkpoint, other: Checkpoint) -> bool:
+def are_copies(one: Checkpoint, other: Checkpoint) -> bool:
     """Return whether two files' tensors, in path order, have equal shapes, sizes and recorded checksums."""
     sums = [
         {record.key: (record.crc, record.span.size) for record in item.container.records() if record.key and record.crc}
