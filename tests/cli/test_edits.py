@@ -221,6 +221,8 @@ def test_extract_takes_the_only_state_dict(folder: Path) -> None:
     said = say("extract", "gan.pth", "-o", "c.pth")
     assert said.code == 2
     assert "the state dicts are" in said.err
+
+
 #: The commands that take several inputs, with what else they need.
 SEVERAL = {
     "keys": [],
