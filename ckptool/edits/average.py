@@ -24,7 +24,7 @@ from ..formats.planning import blaming_damage
 from ..values.elements import storage_reader
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
-from .recompute import Recomputation
+from .recompute import Recomputation, quantized_refusal
 from .storages import has_bits
 
 #: Dtypes that have a mean: floating point, one number per element.
@@ -77,6 +77,7 @@ def average(
     def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
+    quantized = [each.quantized.tensors for each in works]
     plan: dict[str, list[str]] = {}
     layouts: dict[str, set[object]] = {}
     integers = tensors = differing = 0
@@ -85,7 +86,12 @@ def average(
         for name, tensor in _tensors(first, state_dict).items():
             if not only.match(name, spell_key(state_dict.path, name)):
                 continue
+            if tensor in quantized[0]:
+                raise quantized_refusal(first, work.quantized, f"{quoted(name)} has no mean")
             partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
+            for each, partner, parts in zip(works[1:], partners, quantized[1:]):
+                if partner in parts:
+                    raise quantized_refusal(each.checkpoint, each.quantized, f"{quoted(name)} has no mean")
             if tensor.dtype not in _DTYPES or tensor.kind != "dense" or not tensor.storage:
                 integers += 1
                 continue

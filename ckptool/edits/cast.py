@@ -72,8 +72,9 @@ def cast(
     ``to_dtype`` is a name or a torch dtype. ``key`` is the path of one state dict. Without ``key`` and ``include``,
     optimizer states keep their dtype, because second moments would become 0 in a narrower one; ``optimizer`` casts them
     too. Tensors that share a storage still share it, so every tensor that shares one with a chosen tensor is also cast.
-    Quantized tensors are unchanged. The values are computed while the output is written. ``no_overflow`` refuses finite
-    values that would become infinite or NaN; by default they are counted. Raise TargetError for an unknown dtype.
+    Quantized weights are unchanged, with their scales and all other parts. The values are computed while the output is
+    written. ``no_overflow`` refuses finite values that would become infinite or NaN; by default they are counted. Raise
+    TargetError for an unknown dtype.
 
     >>> half = ckptool.cast("model.pth", torch.bfloat16)
     >>> half["conv1.weight"].dtype
@@ -128,6 +129,9 @@ def cast(
         if kept:
             step = advice(Setting("optimizer"), " casts them as well")
             changes.append(Change("cast", path, 0, kept, f"{pluralize(kept, 'tensor')} not cast", (step,)))
+    if kept := work.quantized.tensors & {entry.tensor for entry in work.chosen}:
+        what = f"{pluralize(len(kept), 'tensor')} of quantized weights not cast ({work.quantized.words})"
+        changes.append(Change("cast", "", 0, len(kept), what))
     if work.left:
         changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
     if not tensors:

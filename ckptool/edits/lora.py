@@ -37,10 +37,6 @@ from .storages import refuse_bits
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
-#: Names of tensors that belong to quantized weights (bitsandbytes, GPTQ, AWQ, fp8).
-_QUANTIZED: Final = regex(
-    r"\.(?:absmax|quant_map|quant_state\..+|nested_absmax|SCB|qweight|qzeros|g_idx|weight_scale(?:_inv)?|input_scale)\Z"
-)
 _BEFORE: Final = "merge into the weights before quantization"
 _TIED: Final = "tie_word_embeddings"
 #: Language models; the head of causal ones is called ``lm_head.weight``.
@@ -138,7 +134,7 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
     refs = {str(nodes[name]): (name, ref) for name, ref in state_dict.items}
     tensors = {name: tensor for name, (_, ref) in refs.items() if (tensor := work.reader.tensor(ref)) is not None}
     config = config_fields(base)
-    _refuse_quantized(base, tensors, config)
+    _refuse_quantized(work, config)
     merge = _Merge(work, state_dict, tensors, config)
     changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
     merge.untie()
@@ -349,12 +345,11 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpo
     return checkpoint.replace(companions={**checkpoint.companions, CONFIG: text.encode()})
 
 
-def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    name = next((name for name in tensors if _QUANTIZED.search(name)), "")
-    if name or config.get("quantization_config"):
-        sign = f"it holds {quoted(name)}" if name else "config.json has a quantization_config"
+def _refuse_quantized(work: Recomputation, config: Mapping[str, Any]) -> None:
+    if work.quantized or config.get("quantization_config"):
+        sign = work.quantized.words if work.quantized else "config.json has a quantization_config"
         message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
-        raise RefusedError(message, path=base.path, next=_BEFORE)
+        raise RefusedError(message, path=work.original.path, next=_BEFORE)
 
 
 def _report(

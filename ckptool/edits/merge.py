@@ -16,6 +16,7 @@ from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal_identity, spell_key
+from ..checkpoint.quantized import quantization
 from ..checkpoint.selection import dotted, lookup, new_key, only_one, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
@@ -121,11 +122,13 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     items = list(mapping(here.graph, ours.ref) or ())  # a root may hold more than the model
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(items)}
     new: list[str] = []
-    replaced = recast = 0
+    taken: set[str] = set()
+    recast = 0
     for name, value in theirs.items:
         text = str(there.graph.nodes[name])
         if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and no_new):
             continue
+        taken.add(text)
         if text not in places:
             new.append(text)
             items.append((graft.ref(name), graft.ref(value)))
@@ -138,9 +141,11 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
                 raise RefusedError(message, path=there.path, next=advice("leave it out: ", Setting("exclude", text)))
             recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
-        replaced += 1
-    if not (new or replaced):
+    if not taken:
         return None
+    replaced = len(taken) - len(new)
+    for each, state_dict in ((here, ours), (there, theirs)):
+        _refuse_torn(each, state_dict, taken)
     graft.editor.refill(ours.ref, items)
     _merge_metadata(graft, ours, theirs, new)
     parts = [f"{pluralize(replaced, 'key')} replaced"] if replaced else []
@@ -152,6 +157,16 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
         step = command("match", there.path, here.path)
         notes += (f"apart from the names of wrappers these keys existed before, and now exist twice: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, summary, notes)
+
+
+def _refuse_torn(checkpoint: Checkpoint, state_dict: StateDict, taken: set[str]) -> None:
+    """Raise RefusedError if a quantized weight of a state dict is taken, or replaced, in part."""
+    number = next((at for at, item in enumerate(checkpoint.state_dicts) if item.path == state_dict.path), -1)
+    for weight in quantization(checkpoint).weights:
+        names = {entry.key for _, entry in weight.parts if entry.state_dict == number}
+        if torn := sorted(names - taken if names & taken else ()):
+            message = f"{quoted(weight.name)} is quantized ({weight.format}), and {quoted(torn[0])} would be of another"
+            raise RefusedError(message, path=checkpoint.path, next="take all tensors of a weight, or none")
 
 
 def _untied_note(

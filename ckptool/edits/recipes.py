@@ -20,6 +20,7 @@ from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping, values_of
+from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
@@ -35,7 +36,7 @@ from ..formats.recipes.recipe import Recipe, built_in, built_in_both_ways, built
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
-from .recompute import Recomputation
+from .recompute import Recomputation, quantized_refusal
 from .storages import refuse_bits
 
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
@@ -163,10 +164,13 @@ def _applied(
     config: str | Mapping[str, Any] | None,
 ) -> Checkpoint:
     facts = [*_given(config), *_facts(checkpoint)]
+    quantized = quantization(checkpoint)
     try:
         choice = _chosen(checkpoint, recipes, family, key, facts)
     except RefusedError as error:
         part = part_of(checkpoint)
+        if quantized:
+            raise quantized_refusal(checkpoint, quantized, error.what) from error
         if part is None or part.tensors_whole:
             raise
         again = Again(words=((checkpoint.path, part.folder),)) if part.folder else None
@@ -208,7 +212,18 @@ def _applied(
     origin = f" of {recipe.a}" if recipe.a not in ("a", "b") else ""
     what = f"{number}{origin} made into {renamed:,} with {names}"
     edited = work.done([Change("to-names", state_dict.path, renamed, 0, what, notes)])
+    if quantized:
+        _refuse_torn(checkpoint, quantized, edited)
     return edited.replace(companions={**edited.companions, CONFIG: config_json}) if config_json else edited
+
+
+def _refuse_torn(checkpoint: Checkpoint, quantized: Quantization, edited: Checkpoint) -> None:
+    """Raise RefusedError if a quantized weight is not the same tensors, under names that fit, after an edit."""
+    after = {weight.tensors for weight in quantization(edited).weights}
+    left = {entry.tensor for entry in edited.survey.tensors}
+    for weight in quantized.weights:
+        if not weight.problem and weight.tensors not in after and weight.tensors & left:
+            raise quantized_refusal(checkpoint, quantized, f"the recipe parts the tensors of {quoted(weight.name)}")
 
 
 def _config(
@@ -325,6 +340,8 @@ def _made(work: Recomputation, output: Output, refs: Mapping[str, tuple[Ref, Ref
         tensor = work.reader.tensor(refs[source][1])
         assert tensor is not None
         refuse_bits(work.checkpoint, refs[source][1], source)
+        if tensor in work.quantized.tensors:
+            raise quantized_refusal(work.checkpoint, work.quantized, f"the recipe rearranges {quoted(source)}")
         tensors[source] = tensor
     name = output.sources[0]
     first = tensors[name]

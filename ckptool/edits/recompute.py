@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final, Protocol, cast
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import MalformedError, adding_path
+from ..base.errors import MalformedError, RefusedError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple, new_tuple
 from ..checkpoint.backends import backend_arguments
@@ -22,6 +22,7 @@ from ..checkpoint.graph_builder import contiguous
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.paths import within
+from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
 from ..files.sources import Computed, Piece, Together, size_of
@@ -99,6 +100,12 @@ def has_arithmetic(tensor: Tensor) -> bool:
     return dtype is not None and dtype.floating and dtype.name not in _NO_ARITHMETIC
 
 
+def quantized_refusal(checkpoint: Checkpoint, found: Quantization, reason: str) -> RefusedError:
+    """Return the error for an edit that computes with weights, of a checkpoint whose weights are quantized."""
+    step = "do it with the plain weights that were quantized"
+    return RefusedError(f"it has quantized weights ({found.words}): {reason}", path=checkpoint.path, next=step)
+
+
 class Recomputation:
     """An edit that computes values, from the choice of tensors to the edited checkpoint.
 
@@ -127,6 +134,16 @@ class Recomputation:
     def spared(self) -> list[str]:
         """The paths of the optimizers that stay unchanged."""
         return [] if self._optimizer else [item.path for item in optimizers(self.checkpoint.graph)]
+
+    @cached_property
+    def quantized(self) -> Quantization:
+        """The quantized weights. None of their parts is computed: codes and scales are no values of a weight."""
+        return quantization(self.checkpoint)
+
+    @cached_property
+    def _quantized_storages(self) -> frozenset[str]:
+        parts = (part for entry in self.quantized.entries for part in self.reader.parts(entry.tensor))
+        return frozenset(part.storage for part in parts if part.storage)
 
     @cached_property
     def chosen(self) -> list[TensorEntry]:
@@ -198,7 +215,8 @@ class Recomputation:
             if parts and source is not None:
                 if wanted(tensor):
                     for part in parts:
-                        paths.setdefault(part.storage, entry.path)
+                        if part.storage not in self._quantized_storages:
+                            paths.setdefault(part.storage, entry.path)
             elif tensor.kind != "meta" and (source is None or source.floating or tensor.kind == "quantized"):
                 self.left.append(f"{entry.path} ({tensor.kind})")
         return paths
@@ -236,6 +254,7 @@ class Recomputation:
 
         ``piece`` is None for a storage on meta. ``width`` says in which byte order to write.
         """
+        self._refuse_quantized(item)
         if piece is not None:
             self.added[item.storage.key] = new_tuple(StorageData, (piece, size_of(piece), None, False))
         if dtype is not None and (source := item.dtype) is not None:
@@ -248,6 +267,7 @@ class Recomputation:
         All tensors must be the same ``view`` of the storage.
         """
         assert item.view is not None
+        self._refuse_quantized(item)
         for use in item.uses:
             numel = size_of(piece) // item.storage.dtype.itemsize
             self.editor.changed[use.args] = repointed(self.editor, use, item.key, numel, shape=shape)
@@ -275,6 +295,10 @@ class Recomputation:
     def width(self, dtype: Dtype) -> int:
         """Return the size in bytes of the numbers to swap before new elements of a dtype are written; 1 for none."""
         return number_width(dtype) if self.checkpoint.container.byteorder == "big" and dtype.storage else 1
+
+    def _refuse_quantized(self, item: SharedStorage) -> None:
+        if item.key in self._quantized_storages:
+            raise quantized_refusal(self.checkpoint, self.quantized, f"{item.path or 'a tensor'} is part of one")
 
     def done(
         self,

@@ -30,7 +30,7 @@ from ..values.torch.loads import need_torch
 from .model_config import EMBEDDING, HEAD, with_vocabulary
 from .optimizers import optimizers
 from .outputs import suggested_edit
-from .recompute import Recomputation, SharedStorage, has_arithmetic
+from .recompute import Recomputation, SharedStorage, has_arithmetic, quantized_refusal
 from .slim import as_in_file
 from .storages import has_bits
 
@@ -142,6 +142,10 @@ def resize_step(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...] | N
 def _tables(work: Recomputation, named: bool) -> list[_Table]:
     """Return the tensors to resize, at least one; all have the same number of rows."""
     path, entries = work.checkpoint.path, [entry for entry in work.chosen if entry.state_dict >= 0]
+    quantized = [item for item in work.quantized.weights if _is_vocabulary(item.name)]
+    parts = work.quantized.tensors if named else frozenset(item.code.tensor for item in quantized)
+    if any(entry.tensor in parts for entry in entries):
+        raise quantized_refusal(work.checkpoint, work.quantized, "the rows of tokens are among them")
     odd = next((entry.key for entry in entries if _is_part(entry.key)), "")
     if odd:
         what = f"the embedding or the head is stored in several tensors, as quantized weights are: {quoted(odd)}"
@@ -170,8 +174,11 @@ def _tables(work: Recomputation, named: bool) -> list[_Table]:
 def _is_part(name: str) -> bool:
     """Return whether a name is a part of an embedding or a head, such as ``lm_head.qweight``."""
     module, _, last = name.rpartition(".")
-    whole = (module, f"{module}.weight")
-    return last not in ("weight", "bias") and any(form.search(each) for form in (EMBEDDING, HEAD) for each in whole)
+    return last not in ("weight", "bias") and (_is_vocabulary(module) or _is_vocabulary(f"{module}.weight"))
+
+
+def _is_vocabulary(name: str) -> bool:
+    return bool(EMBEDDING.search(name) or HEAD.search(name))
 
 
 def _checked(work: Recomputation, item: SharedStorage, table: _Table, fill: Fill) -> Tensor:

@@ -167,6 +167,7 @@ def _product(work: Recomputation, norm: _Norm) -> int:
 
 def _is_plain(work: Recomputation, tensor: Tensor) -> bool:
     present = bool(tensor.storage) and work.checkpoint.body(tensor.storage) is not None
+    present = present and tensor not in work.quantized.tensors
     return tensor.kind == "dense" and present and has_arithmetic(tensor) and BY_NAME[tensor.dtype].itemsize > 1
 
 

@@ -48,6 +48,7 @@ from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
+from ..checkpoint.quantized import Quantization
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
@@ -86,6 +87,7 @@ def findings(
     flaws: Sequence[Finding],
     namings: Sequence[Naming],
     map_location: MapLocation = None,
+    quantized: Quantization | None = None,
     *,
     steps: bool = True,
 ) -> list[Finding]:
@@ -113,6 +115,7 @@ def findings(
         *_part(part),
         *_sharded_tensors(checkpoint),
         *_kinds(checkpoint),
+        *_quantized(quantized),
         *_state_dicts(checkpoint),
         *_other_names(checkpoint),
         *_only_loader(checkpoint),
@@ -188,6 +191,15 @@ def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
     if loads and (step := _weights_step(checkpoint)):
         message = f"{loads}; the weights as one file for the rest"
         yield Finding.of("in-pieces", "note", message, next=step)
+
+
+def _quantized(found: Quantization | None) -> Iterator[Finding]:
+    """Yield a warning on quantized weights that lack a part, or do not fit together."""
+    if found is not None and (problems := found.problems):
+        message = (
+            f"{pluralize(len(problems), 'quantized weight')} cannot be understood: {join_limited(problems, most=2)}"
+        )
+        yield Finding.of("quantized", "warning", message)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.map_location import MapLocation, as_map_location, restored_location
@@ -15,8 +16,10 @@ from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.container import is_complete
 from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
+from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.sharding import MeshReport, ShardingSummary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..checkpoint.tensors import Tensor
 from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
@@ -54,6 +57,25 @@ class ShardingReport(TypedDict):
     ranks: list[int]
     meshes: list[MeshReport]
     words: str
+
+
+class QuantizedFormat(TypedDict):
+    """A format of quantized weights, and how many have it."""
+
+    format: str
+    weights: int
+
+
+class QuantizedReport(TypedDict):
+    """The quantized weights. ``plain`` counts the other weights, ``tensors`` the tensors that quantized ones consist
+    of, with scales of activations. ``problems`` says what is wrong with them.
+    """
+
+    formats: list[QuantizedFormat]
+    weights: int
+    plain: int
+    tensors: int
+    problems: list[str]
 
 
 class PrefixReport(TypedDict):
@@ -149,6 +171,7 @@ class _Optional(TypedDict, total=False):
     step: int
     complete: bool
     family: str
+    quantized: QuantizedReport
     program: ProgramReport
     sharding: ShardingReport
     tree: list[BranchReport]
@@ -159,11 +182,11 @@ class InspectReport(_Optional):
     """The report of ``inspect``, schema ``ckptool.inspect/1``.
 
     ``tensors`` counts places, so a tied tensor counts at each. ``parameters`` counts the elements in state dicts (in
-    all tensors if there is no state dict), each tensor once. Bytes count once. ``loads`` is what torch.load takes: the
-    file, each file, or the converted output. ``loader`` loads the checkpoint as it is; it is None if only the program
-    that wrote it does. ``family`` is the kind of model if the names show it. ``world_size``, ``step`` and ``complete``
-    are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all files are there
-    and whole.
+    all tensors if there is no state dict), each tensor once; quantized weights count by the elements of the weights that
+    they stand for. Bytes count once. ``loads`` is what torch.load takes: the file, each file, or the converted output.
+    ``loader`` loads the checkpoint as it is; it is None if only the program that wrote it does. ``family`` is the kind
+    of model if the names show it. ``world_size``, ``step`` and ``complete`` are for folders that many ranks wrote: the
+    number of ranks, the step if it is known, and whether all files are there and whole.
     """
 
     schema: Literal["ckptool.inspect/1"]
@@ -210,8 +233,12 @@ def inspection(
     shards = shards_of(checkpoint)
     nodes = checkpoint.graph.nodes
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
-    state_dicts = _state_dicts(checkpoint, namings)
+    quantized = quantization(checkpoint)
+    sizes = quantized.sizes
+    state_dicts = _state_dicts(checkpoint, namings, sizes)
     optional: _Optional = {}
+    if quantized:
+        optional["quantized"] = _quantized(survey, quantized)
     if family := next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
         optional["family"] = family
     if program is not None:
@@ -242,7 +269,7 @@ def inspection(
         "tensors": len(survey.tensors),
         "parameters": state_dicts[0]["parameters"]
         if len(state_dicts) == 1 and state_dicts[0]["tensors"]
-        else _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors),
+        else _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors, sizes),
         "storages": len(survey.reader.storages),
         "storage_bytes": sums.storage_bytes,
         "unused_bytes": sums.unused_bytes,
@@ -260,7 +287,7 @@ def inspection(
                 "message": finding.message,
                 "next": as_step(finding.next).line,
             }
-            for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location, steps=steps)
+            for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location, quantized, steps=steps)
         ],
     }
 
@@ -301,21 +328,42 @@ def _view(entry: TensorEntry) -> Hashable:
     return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
 
 
-def _parameters(entries: Sequence[TensorEntry]) -> int:
-    """Count the elements; equal views of a storage count once."""
-    views = {_view(entry): entry.tensor.numel for entry in entries if entry.tensor.storage}
-    return sum(views.values()) + sum(entry.tensor.numel for entry in entries if not entry.tensor.storage)
+def _parameters(entries: Sequence[TensorEntry], sizes: Mapping[Tensor, int]) -> int:
+    """Count the elements; equal views of a storage count once. ``sizes`` has other counts for quantized tensors."""
+    counts = [(entry, entry.tensor.numel) for entry in entries]
+    if sizes:
+        counts = [(entry, sizes.get(entry.tensor, numel)) for entry, numel in counts]
+    views = {_view(entry): numel for entry, numel in counts if entry.tensor.storage}
+    return sum(views.values()) + sum(numel for entry, numel in counts if not entry.tensor.storage)
 
 
-def _state_dicts(checkpoint: Checkpoint, namings: Sequence[Naming]) -> list[StateDictReport]:
+def _quantized(survey: Survey, found: Quantization) -> QuantizedReport:
+    inside = [weight for weight in found.weights if weight.code.state_dict >= 0] or found.weights
+    entries = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
+    others = (entry for entry in entries if len(entry.tensor.shape) > 1 and entry.tensor not in found.tensors)
+    counts = Counter(weight.format for weight in inside)
+    return {
+        "formats": [{"format": name, "weights": number} for name, number in counts.most_common()],
+        "weights": len(inside),
+        "plain": len({_view(entry) for entry in others}),
+        "tensors": len(found.tensors),
+        "problems": found.problems,
+    }
+
+
+def _state_dicts(
+    checkpoint: Checkpoint, namings: Sequence[Naming], sizes: Mapping[Tensor, int]
+) -> list[StateDictReport]:
     entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
     for entry in checkpoint.survey.tensors:
         if entry.state_dict >= 0:
             entries[entry.state_dict].append(entry)
-    return [_state_dict(*found) for found in zip(checkpoint.state_dicts, entries, namings)]
+    return [_state_dict(*found, sizes) for found in zip(checkpoint.state_dicts, entries, namings)]
 
 
-def _state_dict(state_dict: StateDict, entries: list[TensorEntry], naming: Naming) -> StateDictReport:
+def _state_dict(
+    state_dict: StateDict, entries: list[TensorEntry], naming: Naming, sizes: Mapping[Tensor, int]
+) -> StateDictReport:
     names, prefix, wrappers = naming
     distinct = {_view(entry): entry.tensor for entry in reversed(entries)}.values()
     return {
@@ -324,7 +372,7 @@ def _state_dict(state_dict: StateDict, entries: list[TensorEntry], naming: Namin
         "confidence": state_dict.confidence,
         "keys": len(names),
         "tensors": len(entries),
-        "parameters": _parameters(entries),
+        "parameters": _parameters(entries, sizes),
         "bytes": sum(tensor.own_bytes for tensor in distinct),
         "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
         "wrappers": wrappers,

@@ -20,7 +20,7 @@ from ..base.text import (
 )
 
 if TYPE_CHECKING:
-    from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
+    from .inspection import DeviceReport, EntryReport, InspectReport, QuantizedReport, StateDictReport
     from .loads import LoadReport, VerdictReport
 
 #: The columns of the overview of many files.
@@ -142,6 +142,8 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         if report["state_dicts"] and any(item["dtype"].startswith(_FLOATS) for item in report["dtypes"]):
             half, full = (human_bytes(size * report["parameters"]) for size in (2, 4))
             lines.append(("memory", f"{half} in bfloat16 or float16, {full} in float32"))
+        if "quantized" in report:
+            lines.append(("quantized", _quantized_words(report["quantized"])))
         if "family" in report:
             lines.append(("model", f"{report['family']}, by its names"))
     lines += [safety] if is_safe else []
@@ -171,6 +173,13 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
     if "load" in report:
         lines.append(("loaded", _loaded(report["load"])))
     return lines
+
+
+def _quantized_words(item: QuantizedReport) -> str:
+    """Return the formats and counts: ``bitsandbytes nf4, 61 of 75 weights``."""
+    total = item["weights"] + item["plain"]
+    each = [f"{one['format']}, {one['weights']:,} of {pluralize(total, 'weight')}" for one in item["formats"]]
+    return join_limited(each, most=4) if each else f"{pluralize(item['tensors'], 'part')} without their weights"
 
 
 def _device(item: DeviceReport) -> str:
