@@ -77,7 +77,6 @@ def average(
     def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
-    quantized = [each.quantized.tensors for each in works]
     plan: dict[str, list[str]] = {}
     layouts: dict[str, set[object]] = {}
     integers = tensors = differing = 0
@@ -86,11 +85,9 @@ def average(
         for name, tensor in _tensors(first, state_dict).items():
             if not only.match(name, spell_key(state_dict.path, name)):
                 continue
-            if tensor in quantized[0]:
-                raise quantized_refusal(first, work.quantized, f"{quoted(name)} has no mean")
             partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
-            for each, partner, parts in zip(works[1:], partners, quantized[1:]):
-                if partner in parts:
+            for each, own in zip(works, (tensor, *partners)):
+                if own in each.quantized.tensors:
                     raise quantized_refusal(each.checkpoint, each.quantized, f"{quoted(name)} has no mean")
             if tensor.dtype not in _DTYPES or tensor.kind != "dense" or not tensor.storage:
                 integers += 1

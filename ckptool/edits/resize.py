@@ -143,7 +143,7 @@ def _tables(work: Recomputation, named: bool) -> list[_Table]:
     """Return the tensors to resize, at least one; all have the same number of rows."""
     path, entries = work.checkpoint.path, [entry for entry in work.chosen if entry.state_dict >= 0]
     quantized = [item for item in work.quantized.weights if _is_vocabulary(item.name)]
-    parts = work.quantized.tensors if named else frozenset(item.code.tensor for item in quantized)
+    parts = work.quantized.tensors if named else frozenset(item.code for item in quantized)
     if any(entry.tensor in parts for entry in entries):
         raise quantized_refusal(work.checkpoint, work.quantized, "the rows of tokens are among them")
     odd = next((entry.key for entry in entries if _is_part(entry.key)), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.map_location import MapLocation, as_map_location, restored_location
@@ -19,7 +19,6 @@ from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.sharding import MeshReport, ShardingSummary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
-from ..checkpoint.tensors import Tensor
 from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
@@ -59,23 +58,14 @@ class ShardingReport(TypedDict):
     words: str
 
 
-class QuantizedFormat(TypedDict):
-    """A format of quantized weights, and how many have it."""
-
-    format: str
-    weights: int
-
-
 class QuantizedReport(TypedDict):
-    """The quantized weights. ``plain`` counts the other weights, ``tensors`` the tensors that quantized ones consist
-    of, with scales of activations. ``problems`` says what is wrong with them.
+    """The quantized weights: how many have each format. ``plain`` counts the other weights, ``tensors`` all parts of
+    quantized ones, with scales of activations.
     """
 
-    formats: list[QuantizedFormat]
-    weights: int
+    formats: dict[str, int]
     plain: int
     tensors: int
-    problems: list[str]
 
 
 class PrefixReport(TypedDict):
@@ -182,8 +172,8 @@ class InspectReport(_Optional):
     """The report of ``inspect``, schema ``ckptool.inspect/1``.
 
     ``tensors`` counts places, so a tied tensor counts at each. ``parameters`` counts the elements in state dicts (in
-    all tensors if there is no state dict), each tensor once; quantized weights count by the elements of the weights that
-    they stand for. Bytes count once. ``loads`` is what torch.load takes: the file, each file, or the converted output.
+    all tensors if there is no state dict), each tensor once; quantized weights count as without
+    quantization. Bytes count once. ``loads`` is what torch.load takes: the file, each file, or the converted output.
     ``loader`` loads the checkpoint as it is; it is None if only the program that wrote it does. ``family`` is the kind
     of model if the names show it. ``world_size``, ``step`` and ``complete`` are for folders that many ranks wrote: the
     number of ranks, the step if it is known, and whether all files are there and whole.
@@ -234,8 +224,7 @@ def inspection(
     nodes = checkpoint.graph.nodes
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     quantized = quantization(checkpoint)
-    sizes = quantized.sizes
-    state_dicts = _state_dicts(checkpoint, namings, sizes)
+    state_dicts = _state_dicts(checkpoint, namings, quantized)
     optional: _Optional = {}
     if quantized:
         optional["quantized"] = _quantized(survey, quantized)
@@ -269,7 +258,7 @@ def inspection(
         "tensors": len(survey.tensors),
         "parameters": state_dicts[0]["parameters"]
         if len(state_dicts) == 1 and state_dicts[0]["tensors"]
-        else _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors, sizes),
+        else _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors, quantized),
         "storages": len(survey.reader.storages),
         "storage_bytes": sums.storage_bytes,
         "unused_bytes": sums.unused_bytes,
@@ -328,41 +317,32 @@ def _view(entry: TensorEntry) -> Hashable:
     return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
 
 
-def _parameters(entries: Sequence[TensorEntry], sizes: Mapping[Tensor, int]) -> int:
-    """Count the elements; equal views of a storage count once. ``sizes`` has other counts for quantized tensors."""
-    counts = [(entry, entry.tensor.numel) for entry in entries]
-    if sizes:
-        counts = [(entry, sizes.get(entry.tensor, numel)) for entry, numel in counts]
-    views = {_view(entry): numel for entry, numel in counts if entry.tensor.storage}
-    return sum(views.values()) + sum(numel for entry, numel in counts if not entry.tensor.storage)
+def _parameters(entries: Sequence[TensorEntry], quantized: Quantization) -> int:
+    """Count the elements; equal views of a storage count once, and quantized weights as without quantization."""
+    views = {_view(entry): entry.tensor.numel for entry in entries if entry.tensor.storage}
+    count = sum(views.values()) + sum(entry.tensor.numel for entry in entries if not entry.tensor.storage)
+    return count + quantized.surplus(entry.tensor for entry in entries) if quantized else count
 
 
 def _quantized(survey: Survey, found: Quantization) -> QuantizedReport:
-    inside = [weight for weight in found.weights if weight.code.state_dict >= 0] or found.weights
+    """Count weights of state dicts; all, if there is no state dict. A plain weight has two dimensions or more."""
+    inside = [weight for weight in found.weights if weight.parts[0][1].state_dict >= 0] or found.weights
     entries = [entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors
     others = (entry for entry in entries if len(entry.tensor.shape) > 1 and entry.tensor not in found.tensors)
-    counts = Counter(weight.format for weight in inside)
-    return {
-        "formats": [{"format": name, "weights": number} for name, number in counts.most_common()],
-        "weights": len(inside),
-        "plain": len({_view(entry) for entry in others}),
-        "tensors": len(found.tensors),
-        "problems": found.problems,
-    }
+    formats = dict(Counter(weight.format for weight in inside).most_common())
+    return {"formats": formats, "plain": len({_view(entry) for entry in others}), "tensors": len(found.tensors)}
 
 
-def _state_dicts(
-    checkpoint: Checkpoint, namings: Sequence[Naming], sizes: Mapping[Tensor, int]
-) -> list[StateDictReport]:
+def _state_dicts(checkpoint: Checkpoint, namings: Sequence[Naming], quantized: Quantization) -> list[StateDictReport]:
     entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
     for entry in checkpoint.survey.tensors:
         if entry.state_dict >= 0:
             entries[entry.state_dict].append(entry)
-    return [_state_dict(*found, sizes) for found in zip(checkpoint.state_dicts, entries, namings)]
+    return [_state_dict(*found, quantized) for found in zip(checkpoint.state_dicts, entries, namings)]
 
 
 def _state_dict(
-    state_dict: StateDict, entries: list[TensorEntry], naming: Naming, sizes: Mapping[Tensor, int]
+    state_dict: StateDict, entries: list[TensorEntry], naming: Naming, quantized: Quantization
 ) -> StateDictReport:
     names, prefix, wrappers = naming
     distinct = {_view(entry): entry.tensor for entry in reversed(entries)}.values()
@@ -372,7 +352,7 @@ def _state_dict(
         "confidence": state_dict.confidence,
         "keys": len(names),
         "tensors": len(entries),
-        "parameters": _parameters(entries, sizes),
+        "parameters": _parameters(entries, quantized),
         "bytes": sum(tensor.own_bytes for tensor in distinct),
         "prefix": {"name": prefix.name, "keys": prefix.keys, "status": prefix.status},
         "wrappers": wrappers,

@@ -177,8 +177,8 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
 
 def _quantized_words(item: QuantizedReport) -> str:
     """Return the formats and counts: ``bitsandbytes nf4, 61 of 75 weights``."""
-    total = item["weights"] + item["plain"]
-    each = [f"{one['format']}, {one['weights']:,} of {pluralize(total, 'weight')}" for one in item["formats"]]
+    total = sum(item["formats"].values()) + item["plain"]
+    each = [f"{name}, {number:,} of {pluralize(total, 'weight')}" for name, number in item["formats"].items()]
     return join_limited(each, most=4) if each else f"{pluralize(item['tensors'], 'part')} without their weights"
 
 

@@ -612,6 +612,7 @@ REPORTED = {
     "index-metadata": "  File \"transformers/utils/hub.py\", line 1020\nKeyError: 'metadata'",
     "quantized": "ValueError: Supplied state dict for model.layers.0.mlp.down_proj.weight does not contain "
     "`bitsandbytes__*` and possibly other `quantized_stats` components.",
+    "gguf-quantized": "ValueError: Can not map tensor 'model.layers.0.self_attn.q_proj.weight_scale_inv'",
     "zero-to-fp32": "ValueError: consumed 255381772 numels out of 255381776 - something is wrong",
     "zero-world-size": "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world "
     "size of 4 but the current world size is 6. Automatic adjustment of ZeRO's optimizer state",

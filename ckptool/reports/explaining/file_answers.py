@@ -15,6 +15,7 @@ from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete
 from ...checkpoint.objects import list_items, values_of
 from ...checkpoint.paths import within
+from ...checkpoint.quantized import quantization
 from ...checkpoint.survey import StateDict
 from ...edits.matching.sizes import size_causes, sizes_text
 from ...edits.matching.state_dict_errors import Mismatch
@@ -279,6 +280,15 @@ def meta_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer |
     lines = f"{load_lines(checkpoint.path)}\nmodel.load_state_dict(state, assign=True)"
     why = f"{checkpoint.path} is fine: its {pluralize(len(tensors), 'tensor')} have values. Load them with assign=True."
     return Answer(why, python=lines, cause="elsewhere")
+
+
+def quantized_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a program that needs plain weights: name the format of the quantized ones."""
+    found = quantization(checkpoint)
+    if not found:
+        return None
+    why = f"{checkpoint.path} is quantized: {found.words}. The converter needs plain weights: give it the model before"
+    return Answer(f"{why} it was quantized, or dequantize it with the library that quantized it.")
 
 
 def joined_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

@@ -12,6 +12,7 @@ from .file_answers import (
     metadata_answer,
     missing_key_answer,
     named_answer,
+    quantized_answer,
     safetensors_answer,
     safetensors_copy,
 )
@@ -203,6 +204,26 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         shown("keys"),
         example="model.safetensors",
         topic=KEYS,
+    ),
+    KnownError(
+        "gguf-quantized",
+        "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.weight_scale_inv'",
+        "The model is quantized, and {key} is part of a quantized weight. The converter needs plain weights: give it "
+        "the model before it was quantized, or dequantize it with the library that quantized it.",
+        searched(
+            r"Can ?not map tensor '(?P<key>[^'\n]*(?:_scale_inv|\.SCB|\.absmax|\.quant_map|\.quant_state\.[^'\n]*"
+            r"|\.qweight|\.qzeros|\.scales|\.g_idx|\.weight_(?:packed|scale|scale_2|shape|global_scale|format)"
+            r"|_blocks|_scales|\._scale|_qdata|\.input_scale))'"
+        ),
+        shown("inspect"),
+        alike=(
+            "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.SCB'",
+            "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.weight.absmax'",
+            "ValueError: Can not map tensor 'model.layers.0.self_attn.q_proj.qweight'",
+        ),
+        example="model.safetensors",
+        topic=KEYS,
+        answer=quantized_answer,
     ),
     KnownError(
         "meta-tensor",
