@@ -34,9 +34,10 @@ Shape: TypeAlias = tuple[int, ...]
 #: has it. Without a part marked + the weight is damaged, one marked ? may be absent, and * means all tensors of the
 #: module except its bias. Without any other part it is another format.
 _FORMATS: Final = """
-bitsandbytes nf4 | | any | .absmax .quant_state.bitsandbytes__nf4 +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
-bitsandbytes fp4 | | any | .absmax .quant_state.bitsandbytes__fp4 +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
+bitsandbytes nf4 | | any | .quant_state.bitsandbytes__nf4 +.absmax +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
+bitsandbytes fp4 | | any | .quant_state.bitsandbytes__fp4 +.absmax +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
 bitsandbytes 4 bit | | any | .absmax +.quant_state ?.quant_map ?.nested_absmax ?.nested_quant_map | unknown
+bitsandbytes 4 bit | | any | .quant_map +.quant_state +.absmax | unknown
 bitsandbytes int8 | .weight | int8 | .SCB ?.weight_format | rows
 AWQ 4 bit | .qweight | int32 | .scales +.qzeros | awq | .scales
 GPTQ | .qweight | int32 | +.scales +.qzeros ?.g_idx | gptq | .scales
@@ -69,18 +70,19 @@ _CODES: Final = _FP8 | _BYTES | {"int16", "uint16", "int32"}
 _DTYPES: Final = {"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES}
 _STATE: Final = ".quant_state.bitsandbytes__"
 #: Ends of names that no plain tensor has: parts of a quantized weight even where its code is missing.
-_MARKS: Final = tuple(
-    words(".SCB .absmax .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx .weight_scale_inv")
-)
+_MARKS: Final = tuple(words(".SCB .absmax .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx _scale_inv .W_q"))
 #: Ends of names that are parts of a weight in a quantized model, and may be anything in a plain one.
 _PARTS: Final = tuple(
-    words(".weight_scale .weight_scale_2 .weight_zero_point .weight_g_idx .weight_shape .weight_global_scale .scales")
+    words(
+        ".weight_scale .weight_scale_2 .weight_zero_point .weight_g_idx .weight_shape .weight_global_scale .scales"
+        " .weight_scales _scales ._scale _qdata .scale_weight"
+    )
 )
 #: Ends of names of scales of activations, and of other tensors beside the weights of a quantized model.
 _BESIDE: Final = tuple(
     words(
         ".input_scale .output_scale .input_scale_ub .input_global_scale .input_zero_point .output_zero_point .k_scale"
-        " .v_scale .q_scale .kv_scale .prob_output_scale .weight_format .scale_weight .scale_input .activation_scale"
+        " .v_scale .q_scale .kv_scale .prob_output_scale .weight_format .scale_input .activation_scale"
         " .comfy_quant .pre_quant_scale scaled_fp8"
     )
 )
@@ -328,7 +330,7 @@ def quantization(checkpoint: Checkpoint) -> Quantization:
     kinds = {(entry.tensor.kind, entry.tensor.dtype, entry.tensor.cls) for entry in tensors}
     if all(kind in ("dense", "meta") and dtype not in _CODES and not cls for kind, dtype, cls in kinds):
         names = "\n".join([entry.key for entry in tensors])  # most checkpoints are done here
-        if not any(mark in names for mark in (*_MARKS, _STATE, ".W_q")):
+        if not any(mark in names for mark in (*_MARKS, *_PARTS, _STATE)):
             return Quantization()
     return _Search(checkpoint).run()
 
@@ -383,7 +385,10 @@ class _Search:
         """Add the weights among the tensors with these names, and the rest of their quantization."""
         used: set[str] = set()
         codes = [name for name, entry in names.items() if entry.tensor.dtype in _CODES]
-        others = [name.removesuffix(".absmax") for name in names if name.endswith((".absmax", ".W_q"))]
+        others = [
+            name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
+        ]
+        others += [name for name in names if name.endswith(".W_q")]
         below: dict[str, list[str]] = {}
         for name in names if codes or others else ():
             module = name.rpartition(".")[0]
@@ -392,7 +397,7 @@ class _Search:
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
                 used |= self.match(name, names, below)
-        method = str(self.config.get("quant_method", "")) if codes else ""
+        method = str(self.config.get("quant_method", ""))
         scaled = any(weight.code.dtype in _FP8 for weight in self.weights)
         for name in codes:
             if name not in used and (method or (scaled and names[name].tensor.dtype in _FP8)):

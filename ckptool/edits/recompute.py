@@ -142,7 +142,7 @@ class Recomputation:
 
     @cached_property
     def _quantized_storages(self) -> frozenset[str]:
-        parts = (part for entry in self.quantized.tensors for part in self.reader.parts(entry.tensor))
+        parts = (part for tensor in self.quantized.tensors for part in self.reader.parts(tensor))
         return frozenset(part.storage for part in parts if part.storage)
 
     @cached_property
