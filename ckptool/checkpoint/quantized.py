@@ -2,24 +2,26 @@
 
 Names, dtypes and shapes decide; the ``quantization_config`` of a model says what they cannot tell. No values are read,
 apart from tensors of a few bytes that hold a shape. A number is a code only if the tensors that give it a meaning are
-there, because plain models have tensors named ``scale`` too. Sources: bitsandbytes ``functional.QuantState``,
-compressed-tensors ``compressors``, GPTQModel ``nn_modules/qlinear``, AutoAWQ ``packing_utils``, transformers
-``integrations`` (``finegrained_fp8``, ``mxfp4``, ``hqq``), modelopt ``qtensor``, torchao ``prototype/safetensors``.
+there, because plain models have tensors named ``scale`` too. ``quantized.toml`` lists the formats.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from math import prod
+from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
+from ..base import toml
 from ..base.dtypes import BY_NAME
+from ..base.errors import CkptoolError
 from ..base.records import NamedTuple
 from ..base.steps import is_remote
 from ..base.text import join_limited, words
-from ..files.archives import parsed_object, read_object
+from ..files.archives import parsed_object, read_bytes, read_object
 from ..files.sources import FolderSource, Span
 from .backends import QUANTIZERS
 from .checkpoint import Checkpoint
@@ -29,40 +31,6 @@ from .tensors import Tensor, rebuild_calls
 
 Shape: TypeAlias = tuple[int, ...]
 
-#: The formats; the first that fits counts. The columns: its name, the end of the name of the code, the dtypes of the
-#: code, the parts beside it by the ends of their names, how to find the plain weight, and its dtype, or the part that
-#: has it. Without a part marked + the weight is damaged, one marked ? may be absent, and * means all tensors of the
-#: module except its bias. Without any other part it is another format.
-_FORMATS: Final = """
-bitsandbytes nf4 | | any | .quant_state.bitsandbytes__nf4 +.absmax +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
-bitsandbytes fp4 | | any | .quant_state.bitsandbytes__fp4 +.absmax +.quant_map ?.nested_absmax ?.nested_quant_map | bnb
-bitsandbytes 4 bit | | any | .absmax +.quant_state ?.quant_map ?.nested_absmax ?.nested_quant_map | unknown
-bitsandbytes 4 bit | | any | .quant_map +.quant_state +.absmax | unknown
-bitsandbytes int8 | .weight | int8 | .SCB ?.weight_format | rows
-AWQ 4 bit | .qweight | int32 | .scales +.qzeros | awq | .scales
-GPTQ | .qweight | int32 | +.scales +.qzeros ?.g_idx | gptq | .scales
-compressed-tensors | .weight_packed | int32 | +.weight_scale +.weight_shape ?.weight_zero_point ?.weight_g_idx | packed
-compressed-tensors NVFP4 | .weight_packed | bytes | +.weight_scale .weight_global_scale | pairs16 | bfloat16
-compressed-tensors MXFP4 | .weight_packed | bytes | +.weight_scale | pairs32 | bfloat16
-modelopt NVFP4 | .weight | bytes | +.weight_scale .weight_scale_2 | pairs16
-MXFP4 | _blocks | uint8 | _scales | blocks | bfloat16
-MXFP4 | .blocks | uint8 | .scales | blocks | bfloat16
-FP8 | | fp8 | _scale_inv | scaled
-FP8 | .weight | fp8 | .scale | scaled
-FP4 | .weight | bytes | .scale | deepseek
-FP8 | | fp8 | _scale ?_zero_point | scaled
-FP8 of ComfyUI | .weight | fp8 | .scale_weight ?.scale_input | same
-int8 | | int8 | _scale ?_zero_point | scaled | _scale
-torchao | _qdata | codes | ?_scale ?_zero_point ?_scale_and_zero ?_per_tensor_scale | torchao
-optimum-quanto | ._data | codes | ._scale ?._shift ?._zeropoint | quanto | ._scale
-EETQ int8 | .weight | int8 | .weight_scales | turned | .weight_scales
-HQQ | .W_q | any | * | hqq
-packed | | bytes | _scale ?_zero_point | unknown
-packed | .weight | bytes | .scale ?.zero_point | unknown
-packed | .weight | codes | .scales ?.zeros | unknown
-8-bit optimizer | .state1 | uint8 | .absmax1 +.qmap1 | same
-8-bit optimizer | .state2 | uint8 | .absmax2 +.qmap2 | same
-"""
 _E8M0: Final = "float8_e8m0fnu"
 _FP8: Final = frozenset(name for name in BY_NAME if name.startswith("float8_") and name != _E8M0)
 _BYTES: Final = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
@@ -178,7 +146,9 @@ class _Case:
             return b""
         begin, size = tensor.offset * dtype.itemsize, tensor.own_bytes
         inside = size <= _TINY and 0 <= begin <= body.size - size
-        return body.piece.source.read(body.piece.offset + begin, size) if inside else b""
+        with suppress(CkptoolError):  # a damaged file
+            return body.piece.source.read(body.piece.offset + begin, size) if inside else b""
+        return b""
 
     def numbers(self, end: str) -> Shape:
         """Return the integers in a tiny tensor, or () if they cannot be read."""
@@ -242,13 +212,16 @@ def _gptq(case: _Case) -> Plain:
 
 def _packed(case: _Case) -> Plain:
     *rows, width = case.code or (0,)
-    said, of = next(_values(case.config, "num_bits"), 4), case.tensors[".weight_scale"].dtype
-    shape = (*rows, width * 32 // said) if case.remote else case.numbers(".weight_shape")
+    said, of = [n for n in _values(case.config, "num_bits") if n in range(1, 9)], case.tensors[".weight_scale"].dtype
+    shape = (*rows, width * 32 // (said or [4])[0]) if case.remote else case.numbers(".weight_shape")
     if len(shape) < 2 or not shape[-1]:
         return Plain(None, "weight_shape cannot be read")
-    bits = next(_values(case.config, "num_bits"), 32 * width // shape[-1])
-    fits = 0 < bits <= 8 and width in (-(-shape[-1] * bits // 32), -(-shape[-1] // (32 // max(bits, 1))))
-    return _fitting(case, "", shape, fits and prod(shape[:-1]) == prod(rows), f"compressed-tensors int{bits}", of)
+    sizes = {
+        n: (-(-shape[-1] * n // 32), -(-shape[-1] // (32 // n))) for n in (*said, 32 * width // shape[-1]) if 0 < n < 9
+    }
+    bits = next((n for n, widths in sizes.items() if width in widths), 0)
+    fits = bool(bits) and prod(shape[:-1]) == prod(rows)
+    return _fitting(case, "", shape, fits, f"compressed-tensors int{bits or ''}", of)
 
 
 def _pairs(case: _Case, group: int = 32) -> Plain:
@@ -316,11 +289,14 @@ _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
 
 @cache
 def _formats() -> list[tuple[str, str, frozenset[str], list[str], Callable[[_Case], Plain | None], str]]:
-    """Return the rows of the table."""
-    rows = ([*map(str.strip, row.split("|")), ""][:6] for row in _FORMATS.strip().splitlines())
+    """Return the rows of ``quantized.toml``, which explains the columns."""
+    path = os.path.join(os.path.dirname(__file__), "quantized.toml")
+    rows = toml.parsed(read_bytes(path, 1 << 20), path, "the table of formats")["format"]
+    columns = itemgetter("name", "code", "dtypes", "parts", "plain")
     return [
-        (name, code, _DTYPES.get(dtypes, frozenset((dtypes,))), parts.split(), _FUNCTIONS[plain], dtype)
-        for name, code, dtypes, parts, plain, dtype in rows
+        (name, code, _DTYPES.get(dtypes, frozenset((dtypes,))), parts.split(), _FUNCTIONS[plain], row.get("dtype", ""))
+        for row in rows
+        for name, code, dtypes, parts, plain in [columns(row)]
     ]
 
 
@@ -463,13 +439,13 @@ def _plain_name(base: str, code: str) -> str:
     return base.removeprefix(".") + (".weight" if code in (".weight", ".qweight", ".weight_packed", ".W_q") else "")
 
 
-def _values(config: object, *names: str) -> Iterator[Any]:
-    """Yield the values of fields with these names, at any depth."""
+def _values(config: object, *names: str, depth: int = 5) -> Iterator[Any]:
+    """Yield the values of fields with these names in a configuration, and in those inside it."""
     for name, value in config.items() if isinstance(config, Mapping) else ():
         if name in names and value is not None:
             yield value
-        elif isinstance(value, Mapping):
-            yield from _values(value, *names)
+        elif isinstance(value, Mapping) and depth:
+            yield from _values(value, *names, depth=depth - 1)
 
 
 def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
