@@ -181,7 +181,7 @@ def _bnb(case: _Case) -> Plain:
     shape, block, size = state.get("shape"), state.get("blocksize"), case.tensors[""].own_bytes
     if case.remote:
         return Plain((2 * size,))
-    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in [*shape, block]):
+    if type(block) is not int or type(shape) is not list or not all(type(n) is int and n > 0 for n in [*shape, block]):
         return Plain(None, "quant_state cannot be read")
     fits = -(-prod(shape) // 2) == size and -(-prod(shape) // block) == prod(case.shape(".absmax"))
     return _fitting(case, ".absmax", tuple(shape), fits, dtype=str(state.get("dtype", "")))
@@ -205,7 +205,7 @@ def _gptq(case: _Case) -> Plain:
     rows, outputs = case.code
     inputs = prod(case.shape(".g_idx")) if ".g_idx" in case.tensors else 0
     bits = 32 * rows // inputs if inputs else 32 * zeros[1] // outputs
-    fits = bits in (2, 3, 4, 8) and bits == case.config.get("bits", bits) and 32 * rows == bits * (32 * rows // bits)
+    fits = bits in (2, 3, 4, 8) and 32 * rows == bits * (32 * rows // bits)
     fits = fits and zeros == (scales[0], -(-outputs * bits // 32)) and inputs in (0, 32 * rows // bits)
     return _fitting(case, ".qzeros", (outputs, 32 * rows // bits) if fits else None, fits, f"GPTQ {bits} bit")
 
@@ -216,10 +216,8 @@ def _packed(case: _Case) -> Plain:
     shape = (*rows, width * 32 // (said or [4])[0]) if case.remote else case.numbers(".weight_shape")
     if len(shape) < 2 or not shape[-1]:
         return Plain(None, "weight_shape cannot be read")
-    sizes = {
-        n: (-(-shape[-1] * n // 32), -(-shape[-1] // (32 // n))) for n in (*said, 32 * width // shape[-1]) if 0 < n < 9
-    }
-    bits = next((n for n, widths in sizes.items() if width in widths), 0)
+    k, sizes = shape[-1], [n for n in (*said, 32 * width // shape[-1]) if 0 < n < 9]
+    bits = next((n for n in sizes if width in (-(-k * n // 32), -(-k // (32 // n)))), 0)
     fits = bool(bits) and prod(shape[:-1]) == prod(rows)
     return _fitting(case, "", shape, fits, f"compressed-tensors int{bits or ''}", of)
 

@@ -129,9 +129,9 @@ def cast(
         if kept:
             step = advice(Setting("optimizer"), " casts them as well")
             changes.append(Change("cast", path, 0, kept, f"{pluralize(kept, 'tensor')} not cast", (step,)))
-    if kept := work.quantized.tensors & {entry.tensor for entry in work.chosen}:
-        what = f"{pluralize(len(kept), 'tensor')} of quantized weights not cast ({work.quantized.words})"
-        changes.append(Change("cast", "", 0, len(kept), what))
+    if parts := work.quantized.tensors & {entry.tensor for entry in work.chosen}:
+        what = f"{pluralize(len(parts), 'tensor')} of quantized weights not cast ({work.quantized.words})"
+        changes.append(Change("cast", "", 0, len(parts), what))
     if work.left:
         changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
     if not tensors:
