@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
 from math import prod
-from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
 from ..base import toml
@@ -285,17 +284,29 @@ _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
 }
 
 
+class _Format(NamedTuple):
+    """A row of ``quantized.toml``: the ``parts`` by their ends, ``key`` those without which it is another format."""
+
+    name: str
+    code: str
+    dtypes: frozenset[str]
+    key: tuple[str, ...]
+    parts: dict[str, str]
+    plain: Callable[[_Case], Plain | None]
+    dtype: str
+
+
 @cache
-def _formats() -> list[tuple[str, str, frozenset[str], list[str], Callable[[_Case], Plain | None], str]]:
+def _formats() -> list[_Format]:
     """Return the rows of ``quantized.toml``, which explains the columns."""
     path = os.path.join(os.path.dirname(__file__), "quantized.toml")
-    rows = toml.parsed(read_bytes(path, 1 << 20), path, "the table of formats")["format"]
-    columns = itemgetter("name", "code", "dtypes", "parts", "plain")
-    return [
-        (name, code, _DTYPES.get(dtypes, frozenset((dtypes,))), parts.split(), _FUNCTIONS[plain], row.get("dtype", ""))
-        for row in rows
-        for name, code, dtypes, parts, plain in [columns(row)]
-    ]
+    formats = []
+    for row in toml.parsed(read_bytes(path, 1 << 20), path, "the table of formats")["format"]:
+        dtypes, parts = row["dtypes"], {part.lstrip("+?"): part[0] for part in row["parts"].split()}
+        key = tuple(end for end, mark in parts.items() if mark not in "+?*")
+        found = _DTYPES.get(dtypes, frozenset((dtypes,))), key, parts, _FUNCTIONS[row["plain"]], row.get("dtype", "")
+        formats.append(_Format(row["name"], row["code"], *found))
+    return formats
 
 
 def quantization(checkpoint: Checkpoint) -> Quantization:
@@ -317,6 +328,8 @@ class _Search:
         self.weights: list[QuantizedWeight] = []
         self.others: list[TensorEntry] = []
         self.left_over: list[TensorEntry] = []
+        #: The names of one state dict by the modules that hold them.
+        self.below: tuple[object, Mapping[str, list[str]]] = None, {}
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -363,19 +376,14 @@ class _Search:
             name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
         ]
         others += [name for name in names if name.endswith(".W_q")]
-        below: dict[str, list[str]] = {}
-        for name in names if codes or others else ():
-            module = name.rpartition(".")[0]
-            below.setdefault(module, []).append(name)
-            below.setdefault(module.rpartition(".")[0], []).append(name)
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
-                used |= self.match(name, names, below)
+                used |= self.match(name, names)
         method = str(self.config.get("quant_method", ""))
         scaled = any(weight.code.dtype in _FP8 for weight in self.weights)
         for name in codes:
             if name not in used and (method or (scaled and names[name].tensor.dtype in _FP8)):
-                used |= self.unknown(name, names, [other for other in _module(name, below) if other not in used])
+                used |= self.unknown(name, names, [other for other in self.module(name, names) if other not in used])
         within = bool(used or method)
         for name, entry in names.items():
             if name in used:
@@ -385,30 +393,30 @@ class _Search:
             elif (within and name.endswith(_BESIDE)) or (by_torch and name.endswith((".scale", ".zero_point"))):
                 self.others.append(entry)
 
-    def match(self, name: str, names: Mapping[str, TensorEntry], below: Mapping[str, list[str]]) -> set[str]:
+    def match(self, name: str, names: Mapping[str, TensorEntry]) -> set[str]:
         """Add the weight whose code has this name, if a format fits; return the names of its tensors."""
         dtype = names[name].tensor.dtype
-        for form, code, dtypes, columns, plain_of, native in _formats():
-            if dtype not in dtypes or not name.endswith(code):
+        for form in _formats():
+            base = name[: len(name) - len(form.code)]
+            if dtype not in form.dtypes or not name.endswith(form.code):
                 continue
-            base = name[: len(name) - len(code)]
-            ends = [part.lstrip("+?") for part in columns]
-            lacking = [part for part, end in zip(columns, ends) if base + end not in names and part != "*"]
-            if any(part[0] not in "+?" for part in lacking):
+            if form.key and any(base + end not in names for end in form.key):
                 continue
-            found = {"": name} | {end: base + end for end in ends if base + end in names}
-            if "*" in ends:
-                found |= {other[len(base) :]: other for other in _module(name, below) if other != name}
+            found = {"": name} | {end: base + end for end in form.parts if base + end in names}
+            if "*" in form.parts:
+                found |= {other[len(base) :]: other for other in self.module(name, names) if other != name}
+            missing = [end.lstrip("._") for end, mark in form.parts.items() if mark == "+" and end not in found]
             tensors = {end: names[part].tensor for end, part in found.items()}
-            missing = join_limited([part.lstrip("+._") for part in lacking if part[0] == "+"])
-            title = _plain_name(base, code)
+            title = _plain_name(base, form.code)
             case = _Case(self.checkpoint, title, tensors, self.config)
-            plain = Plain(None, f"{missing} is missing") if missing else plain_of(case)
+            plain = Plain(None, f"{join_limited(missing)} is missing") if missing else form.plain(case)
             if plain is not None:
-                native = plain.dtype or (tensors[native].dtype if native and native in tensors else native)
+                native = tensors[form.dtype].dtype if form.dtype and form.dtype in tensors else form.dtype
                 parts = tuple((end.lstrip("._") or "code", names[part]) for end, part in found.items())
-                weight = QuantizedWeight(title, plain.format or form, parts, plain.shape, native, plain.problem)
-                self.weights.append(weight)
+                known = plain.format or form.name
+                self.weights.append(
+                    QuantizedWeight(title, known, parts, plain.shape, plain.dtype or native, plain.problem)
+                )
                 return set(found.values())
         return set()
 
@@ -423,10 +431,16 @@ class _Search:
         self.weights.append(QuantizedWeight(_plain_name(name, ""), method, parts, None, "", what))
         return {name, *beside}
 
-
-def _module(name: str, below: Mapping[str, list[str]]) -> list[str]:
-    """Return the names of the tensors in the module of a code, except its bias."""
-    return [other for other in below[name.rpartition(".")[0]] if not other.endswith(".bias")]
+    def module(self, name: str, names: Mapping[str, TensorEntry]) -> list[str]:
+        """Return the names of the tensors in the module of a code, and one level below, except its bias."""
+        if self.below[0] is not names:
+            below: dict[str, list[str]] = {}
+            for each in names:
+                module = each.rpartition(".")[0]
+                below.setdefault(module, []).append(each)
+                below.setdefault(module.rpartition(".")[0], []).append(each)
+            self.below = names, below
+        return [other for other in self.below[1][name.rpartition(".")[0]] if not other.endswith(".bias")]
 
 
 def _plain_name(base: str, code: str) -> str:
