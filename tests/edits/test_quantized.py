@@ -600,3 +600,16 @@ def test_a_refusal_is_a_refused_error(tmp_path: Path) -> None:
     path = write(tmp_path / "in", *LAYOUTS["fp8 in blocks"][:2], "safetensors")
     with pytest.raises(RefusedError, match="quantized weights"):
         ckptool.average([path, path])
+
+
+def test_modules_of_hqq_in_nested_dicts(tmp_path: Path) -> None:
+    """HQQ saves a dict for each module, with its scales in another dict."""
+    meta = {"nbits": 4, "scale": floats(32, 1), "zero": floats(32, 1), "shape": torch.Size([OUT, K])}
+    module = {"W_q": codes(16, K), "meta": meta, "bias": floats(OUT)}
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save({M: module, "lm_head": {"weight": floats(8, K)}}, path)
+    said = say("cast", path, "--to-dtype", "bf16", "-o", out)
+    assert said.code == 0 and "3 tensors of quantized weights not cast (HQQ)" in said.all
+    result = torch.load(out, weights_only=True)
+    assert {result[M]["meta"][name].dtype for name in ("scale", "zero")} == {torch.float32}
+    assert result[M]["bias"].dtype == result["lm_head"]["weight"].dtype == torch.bfloat16
