@@ -53,6 +53,8 @@ _BESIDE: Final = tuple(
         " .comfy_quant .pre_quant_scale scaled_fp8"
     )
 )
+#: The problem of a format that is recognised, and whose layout is not in the table.
+UNKNOWN_LAYOUT: Final = "its layout is not known"
 #: Files that hold the configuration of the quantization, apart from config.json.
 _OTHER_CONFIGS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 #: The most bytes of a tensor that holds a shape or a state.
@@ -62,9 +64,9 @@ _TINY: Final = 1 << 16
 class QuantizedWeight(NamedTuple):
     """Tensors that are one quantized weight.
 
-    ``name`` is that of the plain weight, ``format`` the format with the library, ``parts`` are the tensors by role, the
-    ``code`` first. ``shape`` and ``dtype`` are those of the plain weight; None if the shape is not known, "" for the
-    dtype of the model. ``problem`` says why it cannot be understood, or is "".
+    ``name``, ``shape`` and ``dtype`` describe the plain weight: the shape is None if it is not known, the dtype "" for
+    the dtype of the model. ``format`` names the format and its library. ``parts`` are the tensors by role, the ``code``
+    first. ``problem`` says why the weight cannot be understood, or is "".
     """
 
     name: str
@@ -81,6 +83,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def tensors(self) -> frozenset[Tensor]:
+        """The tensors of its parts."""
         return frozenset(entry.tensor for _, entry in self.parts)
 
     @property
@@ -274,7 +277,7 @@ def _rows(case: _Case) -> Plain:
 _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
     "same": lambda case: Plain(case.code),
     "turned": lambda case: Plain(case.code[::-1]),
-    "unknown": lambda case: Plain(None, "its layout is not known"),
+    "unknown": lambda case: Plain(None, UNKNOWN_LAYOUT),
     "hqq": lambda case: Plain(case.numbers(".shape") or None),
     "quanto": lambda case: Plain(None if case.dtype == "uint8" else case.code),
     "pairs16": lambda case: _pairs(case, 16),
@@ -351,7 +354,7 @@ class _Search:
         return Quantization(tuple(self.weights), tuple(self.others), tuple(self.left_over), tensors)
 
     def add_subclass(self, name: str, entry: TensorEntry) -> bool:
-        """Add a tensor whose class, or that of a part, means that it is quantized; return False for another tensor."""
+        """Add a tensor if it, or a tensor inside it, has a class of quantized tensors; return whether it does."""
         tensor, graph = entry.tensor, self.checkpoint.graph
         if tensor.kind in ("dense", "meta") and not tensor.cls:
             return False
@@ -371,6 +374,7 @@ class _Search:
     def search(self, names: Mapping[str, TensorEntry], by_torch: bool) -> None:
         """Add the weights among the tensors with these names, and the rest of their quantization."""
         used: set[str] = set()
+        start = len(self.weights)
         codes = [name for name, entry in names.items() if entry.tensor.dtype in _CODES]
         others = [
             name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
@@ -379,12 +383,11 @@ class _Search:
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
                 used |= self.match(name, names)
-        method = str(self.config.get("quant_method", ""))
-        scaled = any(weight.code.dtype in _FP8 for weight in self.weights)
+        scaled = any(weight.code.dtype in _FP8 for weight in self.weights[start:])
         for name in codes:
-            if name not in used and (method or (scaled and names[name].tensor.dtype in _FP8)):
+            if name not in used and (self.config or (scaled and names[name].tensor.dtype in _FP8)):
                 used |= self.unknown(name, names, [other for other in self.module(name, names) if other not in used])
-        within = bool(used or method)
+        within = bool(used or self.config)
         for name, entry in names.items():
             if name in used:
                 continue
@@ -425,9 +428,9 @@ class _Search:
         last, tensor = name.rpartition(".")[2], names[name].tensor
         if last in ("bias", "position_ids", "token_type_ids") or "mask" in last or len(tensor.shape) < 2:
             return set()
-        what = "its scale is missing" if tensor.dtype in _FP8 else "its layout is not known"
+        what = "its scale is missing" if tensor.dtype in _FP8 else UNKNOWN_LAYOUT
         parts = (("code", names[name]), *((other, names[other]) for other in beside if other != name))
-        method = str(self.config.get("quant_method", "FP8"))
+        method = str(self.config.get("quant_method", tensor.dtype))
         self.weights.append(QuantizedWeight(_plain_name(name, ""), method, parts, None, "", what))
         return {name, *beside}
 
@@ -437,8 +440,8 @@ class _Search:
             below: dict[str, list[str]] = {}
             for each in names:
                 module = each.rpartition(".")[0]
-                below.setdefault(module, []).append(each)
-                below.setdefault(module.rpartition(".")[0], []).append(each)
+                for above in {module, module.rpartition(".")[0] or module}:
+                    below.setdefault(above, []).append(each)
             self.below = names, below
         return [other for other in self.below[1][name.rpartition(".")[0]] if not other.endswith(".bias")]
 

@@ -48,7 +48,7 @@ from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
-from ..checkpoint.quantized import Quantization
+from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
@@ -199,7 +199,8 @@ def _quantized(found: Quantization | None) -> Iterator[Finding]:
         message = (
             f"{pluralize(len(problems), 'quantized weight')} cannot be understood: {join_limited(problems, most=2)}"
         )
-        yield Finding.of("quantized", "warning", message)
+        sound = all(problem.endswith(UNKNOWN_LAYOUT) for problem in problems)
+        yield Finding.of("quantized", "note" if sound else "warning", message)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
