@@ -27,7 +27,7 @@ from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.torch.adapters import AdapterStep
-from .adapter_rotations import butterfly, rotation
+from .adapter_kinds import LOHA, LOKR, butterfly, hadamard, kronecker, rotation
 from .adapter_settings import (
     BY_PEFT,
     CONFIG,
@@ -36,7 +36,6 @@ from .adapter_settings import (
     Adapter,
     AdapterChanges,
     WeightChange,
-    by_pattern,
     check_rank,
     fit,
     has_values_of,
@@ -61,15 +60,6 @@ _KEY: Final = regex(
 _ORIGINAL: Final = ".original_module."
 #: The two matrices that all modules of VeRA share.
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
-#: The tensors of LoHa: two products of two matrices, each of convolutions perhaps with a core.
-_LOHA: Final = ("t1", "w1_a", "w1_b", "t2", "w2_a", "w2_b")
-#: The tensors of LoKr, and which of them make two factors: matrices, or products of them.
-_LOKR: Final = ("w1", "w1_a", "w1_b", "w2", "t2", "w2_a", "w2_b")
-_LOKR_FORMS: Final = tuple(
-    (*first, *second)
-    for first in (("w1",), ("w1_a", "w1_b"))
-    for second in (("w2",), ("w2_a", "w2_b"), ("t2", "w2_a", "w2_b"))
-)
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
 _OTHERS: Final = regex(r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_")
 
@@ -361,13 +351,13 @@ def _module_changes(
                 raise adapter.refusal(f"{quoted(first or second)} has no partner lora_{other}: the file is incomplete")
             third = rest.pop("lora_E.weight", "") or rest.pop("lora_magnitude_vector.weight", "")
             yield _product(adapter, module, first, second, third, base, path, weight)
-    hadamard = {name: rest.pop(f"hada_{name}.weight", "") for name in _LOHA}
-    if any(hadamard.values()):
-        yield _hadamard(adapter, module, hadamard, base, path, weight)
-    factors = {name: rest.pop(f"lokr_{name}.weight", "") for name in _LOKR}
+    products = {name: rest.pop(f"hada_{name}.weight", "") for name in LOHA}
+    if any(products.values()):
+        yield hadamard(adapter, module, products, base, path, weight)
+    factors = {name: rest.pop(f"lokr_{name}.weight", "") for name in LOKR}
     if any(factors.values()):
         used = {name: key for name, key in factors.items() if key}
-        yield _kronecker(adapter, module, used, base, path, weight)
+        yield kronecker(adapter, module, used, base, path, weight)
     vectors = [rest.pop(f"vera_lambda_{which}.weight", "") for which in "bd"]
     if any(vectors):
         yield _vera(adapter, module, vectors, base, path, weight)
@@ -480,76 +470,6 @@ def _vera(
     a, b, *vectors = (stored(adapter, key) for key in (*_PROJECTIONS, *keys))
     a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
     return WeightChange(target, AdapterStep("vera", (b, a, *vectors), weight, transposed))
-
-
-def _hadamard(
-    adapter: Adapter, module: str, keys: Mapping[str, str], base: Mapping[str, Tensor], path: str, weight: float
-) -> WeightChange:
-    """Return the change of LoHa: the product, element by element, of two products of matrices.
-
-    A convolution is a matrix with a row for each output, or each product has a core for the kernel (t1, t2).
-    """
-    with_core = keys["t1"] != ""
-    if not all(keys[name] for name in _LOHA if name[0] == "w") or with_core is not bool(keys["t2"]):
-        raise adapter.refusal(f"{quoted(next(filter(None, keys.values())))} has no partners: the file is incomplete")
-    found = {name: adapter.tensors[key].shape for name, key in keys.items() if key}
-    target, wanted = f"{module}.weight", base.get(f"{module}.weight")
-    rank, *_ = found["w1_b"] or (0,)
-    kernel = found["t1"][2:] if with_core else ()
-    out, inner = (*found["w1_a"], 0, 0)[1 if with_core else 0], (*found["w1_b"], 0, 0)[1]
-    side = (rank, out) if with_core else (out, rank)
-    fitting: dict[str, tuple[int, ...]] = {"w1_a": side, "w1_b": (rank, inner), "w2_a": side, "w2_b": (rank, inner)}
-    fitting |= {name: (rank, rank, *kernel) for name in ("t1", "t2") if with_core}
-    if found != fitting:
-        raise adapter.refusal(f"{quoted(keys['w1_a'])} and its partners are not matrices of one rank", BY_PEFT)
-    check_rank(adapter, keys["w1_b"], rank)
-    shape = (out, inner, *kernel)
-    if wanted is not None and wanted.shape:
-        # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
-        forms = ((wanted.shape[0], prod(wanted.shape[1:])), (*wanted.shape, 1) if with_core else wanted.shape)
-        shape = wanted.shape if shape in forms else shape
-    fit(adapter, keys["w1_a"], shape, target, wanted, path)
-    tensors = tuple(stored(adapter, keys[name]) for name in _LOHA if keys[name])
-    step = AdapterStep("hadamard", tensors, scale(adapter, module, rank, "alpha") * weight)
-    return WeightChange(target, step)
-
-
-def _kronecker(
-    adapter: Adapter, module: str, keys: Mapping[str, str], base: Mapping[str, Tensor], path: str, weight: float
-) -> WeightChange:
-    """Return the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
-    found = {name: adapter.tensors[key].shape for name, key in keys.items()}
-    first, second = ([name for name in _LOKR if name in found and number in name] for number in "12")
-    if (*first, *second) not in _LOKR_FORMS or adapter.config.get("peft_type") != "LOKR":
-        raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
-    target, wanted = f"{module}.weight", base.get(f"{module}.weight")
-    rank = by_pattern(adapter, module, "rank_pattern", adapter.config.get("r", 8))
-    if type(rank) is not int or rank < 1:
-        raise adapter.refusal(f"its rank {json.dumps(rank)[:80]} is not a positive number")
-    if wanted is not None:
-        rows, columns, *kernel = (*wanted.shape, 1, 1)[: max(len(wanted.shape), 2)]
-        height, width = (*found[first[0]], 1)[0], (*found[first[-1]], 1, 1)[1]
-        below, inside = rows // max(height, 1), columns // max(width, 1)
-        mixed = "t2" in found
-        fitting = {
-            "w1": (height, width),
-            "w1_a": (height, rank),
-            "w1_b": (rank, width),
-            "w2": (below, inside, *kernel),
-            "t2": (rank, rank, *kernel, 1)[:4],
-            "w2_a": (rank, below) if mixed else (below, rank),
-            "w2_b": (rank, inside if mixed else inside * prod(kernel)),
-        }
-        wrong = next((name for name, shape in found.items() if shape != fitting[name]), "")
-        if wrong or (height * below, width * inside) != (rows, columns):
-            key, shape = keys[wrong or first[0]], found[wrong or first[0]]
-            message = f"{quoted(key)} is {shape_text(shape)} and the rank {rank:,}, but {quoted(target)} of {path} is"
-            raise adapter.refusal(f"{message} {shape_text(wanted.shape)}: another base")
-        if len(kernel) == 1 and "w2" in found:
-            raise adapter.refusal(f"{quoted(keys['w2'])} changes a Conv1d, which is not supported", BY_PEFT)
-    tensors = tuple(stored(adapter, keys[name]) for name in (*first, *second))
-    step = AdapterStep("kronecker", tensors, scale(adapter, module, rank, "alpha") * weight, rank=len(first))
-    return WeightChange(target, step)
 
 
 def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:

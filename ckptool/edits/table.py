@@ -144,10 +144,7 @@ _EDITS: Final = (
         "wrap",
         "purposes.wrap",
         "Nest the whole checkpoint under a key.",
-        (
-            Parameter("key", metavar="[NAME]", step="wrap", argument=True),
-            _PURPOSE,
-        ),
+        (Parameter("key", metavar="[NAME]", step="wrap", argument=True), _PURPOSE),
         scope=(),
         summary="Nest the whole checkpoint under the key NAME of a new dict: the reverse of extract.",
         examples="""ckptool wrap weights.pth state_dict -o wrapped.pth
@@ -539,12 +536,7 @@ _EDITS: Final = (
         (
             Parameter("as_state_dict", "Replace a pickled module by its state dict."),
             Parameter("drop_unknown", "Drop what cannot be converted and holds no tensors, and name it."),
-            Parameter(
-                "drop_object",
-                "Drop this too if it cannot be converted; repeatable.",
-                "KEY",
-                many=True,
-            ),
+            Parameter("drop_object", "Drop this too if it cannot be converted; repeatable.", "KEY", many=True),
             Parameter("local_parts", "Replace a DTensor or ShardedTensor by the part of its rank."),
         ),
         scope=(),
