@@ -18,7 +18,7 @@ from .names import Spec, fillable, score
 from .search import Candidate, FixStep, cost, doubts_about, fitting_pairs, search
 from .state_dict_errors import prefix_between
 from .targets import MatchTarget, candidate_dicts, specs_of
-from .values import Pairing, Values, names_agree
+from .values import Agreement, Pairing, Values, names_agree
 
 Steps: TypeAlias = tuple[FixStep, ...]
 
@@ -29,10 +29,9 @@ _TRIED: Final = 4
 class Attempt(NamedTuple):
     """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
 
-    ``doubts`` counts keys that fit under other names only by order or shape, for which no step is offered. ``likely``
-    are the names for which reasons are sought; no step is offered for some of them. ``misplaced`` are names of the
-    target that would get its values in another order, or the values of another name. ``ties`` maps missing names to
-    the names in the file that have their values.
+    ``values`` are ours; ``agreement`` is what they say of the new names. ``doubts`` counts keys that fit under other
+    names only by order or shape, for which no step is offered. ``likely`` are the names for which reasons are sought;
+    no step is offered for some of them. ``ties`` maps missing names to the names in the file that have their values.
     """
 
     state_dict: StateDict
@@ -43,9 +42,14 @@ class Attempt(NamedTuple):
     after: Steps
     best: Candidate
     likely: Sequence[str]
+    agreement: Agreement
     doubts: int = 0
-    misplaced: tuple[str, ...] = ()
     ties: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def misplaced(self) -> tuple[str, ...]:
+        """The names of the target that would get its values in another order, or the values of another name."""
+        return self.agreement.contradicted
 
     @property
     def rank(self) -> tuple[bool, int, int, bool, float]:
@@ -83,7 +87,7 @@ def attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywhe
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
     names, shapes = list(specs), [spec.shape for spec in specs.values()]
-    values = Values(checkpoint, item.path)
+    values = Values(checkpoint, item.path, target.values.rounding if target.values is not None else "")
     pairing = Pairing(values, target.values)
     sure = pairing.sure
     best = search(names, shapes, target.shapes, filled, target.source)
@@ -96,9 +100,9 @@ def attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywhe
     elif best.guess:
         best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
     pairs = fitting_pairs(names, best.names, shapes, target.shapes)
-    misplaced = tuple(other for own, other in pairs if pairing.rearranged(own, other))
+    agreement = pairing.agreement(pairs)
     likely = _likely_names(names, first.names, target.shapes) if doubts else best.names
-    return Attempt(item, specs, values, filled, before, after, best, likely, doubts, misplaced)
+    return Attempt(item, specs, values, filled, before, after, best, likely, agreement, doubts)
 
 
 def _likely_names(names: Sequence[str], new_names: Sequence[str], wanted: Collection[str]) -> list[str]:

@@ -7,14 +7,14 @@ other, or alternate head by head. One line of values from both sides shows it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import Final
 
-from ...base.dtypes import BY_NAME
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, shape_text
 from .names import Cause, Comparison, Shape, Spec, family_of, numbers_in
-from .values import Values, cut_elements
+from .values import Values
 
 #: Words in the names of projections, with the letters that stand for them here.
 _LETTERS: Final = {
@@ -80,16 +80,12 @@ class Side(NamedTuple):
 
     def line(self, name: str, axis: int) -> list[bytes]:
         """Return the elements of a tensor along an axis; an empty list if they are not known."""
-        dtype = BY_NAME.get(self.specs[name].dtype)
-        lines = self.values.lines(self.label(name)) if self.values is not None and dtype is not None else []
-        return cut_elements(lines[axis], dtype.itemsize) if dtype is not None and axis < len(lines) else []
+        lines = self.values.lines(self.label(name)) if self.values is not None else []
+        return lines[axis] if axis < len(lines) else []
 
     def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> list[bytes]:
         """Return elements along the last axis of a tensor, see ``Values.piece``; an empty list if not known."""
-        dtype = BY_NAME.get(self.specs[name].dtype)
-        if self.values is None or dtype is None:
-            return []
-        return cut_elements(self.values.piece(self.label(name), at, begin, count), dtype.itemsize)
+        return [] if self.values is None else self.values.piece(self.label(name), at, begin, count)
 
 
 def fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
@@ -215,11 +211,17 @@ def _axes(whole: Shape, parts: Sequence[Shape]) -> tuple[int, int] | None:
     return None
 
 
-def follow_each_other(fusion: Fusion, wholes: Side, parts: Side) -> bool:
-    """Return whether one line of values shows that the parts follow each other in the whole, and are not turned."""
+def in_order(fusion: Fusion, wholes: Side, parts: Side) -> Fusion | None:
+    """Return a fusion with its parts in the order in which one line of values shows them in the whole; None if it shows
+    no order, or turned parts.
+    """
     whole = wholes.line(fusion.whole, fusion.axis)
-    lines = [parts.line(name, fusion.part_axis) for name in fusion.parts]
-    return len(set(whole)) >= _MOST and all(lines) and [each for line in lines for each in line] == whole
+    lines = {name: parts.line(name, fusion.part_axis) for name in fusion.parts}
+    if len(set(whole)) < _MOST or not all(lines.values()):
+        return None
+    orders = permutations(fusion.parts)
+    found = next((names for names in orders if [each for name in names for each in lines[name]] == whole), None)
+    return found and fusion._replace(parts=found)
 
 
 # -- messages
@@ -233,7 +235,7 @@ def _message(kind: str, fusions: Sequence[Fusion], wholes: Side, parts: Side) ->
         known = examples.setdefault(family, fusion)
         if len(wholes.shape(fusion.whole) or ()) > len(wholes.shape(known.whole) or ()):
             examples[family] = fusion  # a matrix shows more than a bias
-    shown = list(examples.values())[:_MOST]
+    shown = [in_order(fusion, wholes, parts) or fusion for fusion in list(examples.values())[:_MOST]]
     orders = [_order(kind, fusion, wholes, parts) for fusion in shown]
     words = "; ".join(_words(fusion, wholes, parts) + order for fusion, order in zip(shown, orders))
     one, several = ("the file", "the model") if kind == "fused" else ("the model", "the file")
@@ -278,6 +280,7 @@ def _order(kind: str, fusion: Fusion, wholes: Side, parts: Side) -> str:
             call = f"state[key].split({sizes}{along})" if kind == "fused" else f"torch.cat((...){along})"
             return f" in this order{turned}, as the values show: {call}"
         step = whole.index(lines[1][0])
-        regular = step < len(lines[0]) and whole[:step] == lines[0][:step]
-        return f" with rows that alternate{f' every {step:,} rows' if regular else ''}{turned}, as the values show"
+        regular = 0 < step < len(lines[0]) and whole[:step] == lines[0][:step]
+        how = f"that alternate every {step:,} rows" if regular else "in another order"
+        return f" with rows {how}{turned}, as the values show"
     return ""

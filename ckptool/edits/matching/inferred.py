@@ -11,7 +11,7 @@ from typing import Final
 
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from .fused import Fusion, Side, find_fusions, follow_each_other
+from .fused import Fusion, Side, find_fusions, in_order
 from .names import Comparison, Shape
 from .stacks import Stack, find_stacks, padded_rows, with_hole
 
@@ -64,8 +64,8 @@ def inferred_recipe(own: Side, target: Side, rest: Comparison) -> str:
             {name: wholes.specs[name].shape for name in whole_names},
             {name: parts.specs[name].shape for name in part_names},
         )
-        for fusion in fusions:
-            if not follow_each_other(fusion, wholes, parts):
+        for fusion in (in_order(fusion, wholes, parts) for fusion in fusions):
+            if fusion is None:
                 return ""
             used.update((fusion.whole, *fusion.parts))
             sides = _fused(fusion, wholes, parts)

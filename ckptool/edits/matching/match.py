@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
@@ -28,6 +26,7 @@ from ..averages import is_average
 from ..outputs import suggested_edit
 from .attempts import Attempt, Steps, attempt, likely_dicts, shared_shapes, string_keys
 from .causes import causes_of, with_own_step
+from .drops import drop_steps
 from .fused import Side
 from .inferred import inferred_recipe
 from .names import (
@@ -36,6 +35,7 @@ from .names import (
     as_torch_accepts,
     averaged_without_dots,
     compare,
+    family_of,
     renamed_module,
     renamed_weight_norm,
 )
@@ -57,9 +57,9 @@ from .search import (
     edit_command,
     edit_options,
 )
-from .targets import MatchTarget, match_target, specs_of, target_in_error
+from .targets import MatchTarget, comparable, match_target, specs_of, target_in_error
 from .ties import find_ties, tied_causes
-from .values import Pairing
+from .values import Agreement, Pairing, Values
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,6 @@ _PROFILED: Final = ("total_ops", "total_params")
 _OTHER_MODELS: Final = frozenset(("configuration", "flat"))
 #: Causes that an edit of names or a copy of a tensor removes.
 _SOLVED: Final = frozenset(("tied", "weight_norm"))
-#: Maximum number of patterns by which a fix drops keys.
-_DROPS: Final = 4
 
 
 class Match(NamedTuple):
@@ -98,8 +96,9 @@ def match_checkpoint(
     there is no state dict.
     """
     dicts = likely_dicts(checkpoint, key, target)
-    ours = {name for item in dicts for name in specs_of(checkpoint, item)}
-    target = target._replace(tensors=as_torch_accepts(target.tensors, ours))
+    ours = [spec for item in dicts for spec in specs_of(checkpoint, item).items()]
+    target = comparable(target, (spec for _, spec in ours))
+    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for name, _ in ours}))
     attempts = [attempt(checkpoint, item, target, anywhere) for item in dicts]
     best = max(attempts, key=lambda candidate: candidate.rank)
     placed = not best.before and not best.after
@@ -116,10 +115,12 @@ def match_checkpoint(
     best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
     other_model = _is_other_model(rest, causes, best, target)
     steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
+    refuted: list[str] = []
     if not (placed and _is_good(now, strict)) and not (fix and fix["complete"]) and not trained:
-        by_recipe = _by_recipe(checkpoint, target, best, inferred_recipe(here, there, rest))
+        by_recipe = _by_recipe(checkpoint, target, best, inferred_recipe(here, there, rest), refuted)
         if by_recipe is not None:
-            (steps, fix), other_model, solvable = by_recipe, False, causes
+            (steps, fix), other_model, solvable, refuted = by_recipe, False, causes, []
+        other_model = other_model and not refuted
     program = program_of(checkpoint)
     loads = placed and _is_good(now, strict) and not best.misplaced and program is None
     groups = group_sizes(checkpoint)
@@ -154,6 +155,7 @@ def match_checkpoint(
         next_step = _from_program(checkpoint, target, steps if complete else (), complete or _is_good(now, strict))
         steps, fix = (), None
     notes = _notes(checkpoint, target, best, attempts, key, doubts=best.doubts if renaming is None else 0)
+    notes += refuted
     if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
         notes += other_number(groups, target.tensors, target.tied)
     report: MatchReport = {
@@ -193,7 +195,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
     rest = [name for name in after.unexpected if name.rpartition(".")[2] not in _PROFILED]
     surplus = counters if after.missing or after.sizes else after.unexpected
     if strict and surplus and after.loads:
-        drops = _drops(best.renamed, surplus)
+        drops = drop_steps(best.renamed, surplus)
         if drops:
             dropped = surplus
             after = after._replace(unexpected=[] if surplus == after.unexpected else rest)
@@ -207,7 +209,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
         return (), None
     left_out = _left_out(checkpoint, best) if best.before else []
     guess = any(step.guess for step in steps)
-    notes = _losses(left_out, dropped)
+    notes = _losses(left_out, dropped) + _unproven(target, best.agreement)
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
     fix: Fix = {
@@ -233,9 +235,21 @@ def _losses(left_out: Sequence[str], dropped: Sequence[str]) -> list[str]:
     return notes
 
 
-def _by_recipe(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, inferred: str) -> tuple[Steps, Fix] | None:
+def _unproven(target: MatchTarget, agreement: Agreement) -> list[str]:
+    """Return a note if the target has values, and none of them shows whether a fit is right."""
+    if target.values is None or agreement.equal:
+        return []
+    return ["no values of the target are equal, as after another training: they cannot confirm this"]
+
+
+def _by_recipe(
+    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, inferred: str, refuted: list[str]
+) -> tuple[Steps, Fix] | None:
     """Return the step to the layout of the target and its result: by a built-in recipe that leads there exactly, or by
-    the inferred one; None without either."""
+    the inferred one; None without either.
+
+    The values of the result are compared with the target's. What they contradict is added to ``refuted`` instead.
+    """
     pieces = (part_of(checkpoint), target.part)
     if any(spec.part for spec in best.specs.values()) or any(item and not item.tensors_whole for item in pieces):
         return None  # shapes of one rank's part say nothing about the whole
@@ -245,9 +259,16 @@ def _by_recipe(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, infer
 
     wanted = {name: spec.shape for name, spec in target.tensors.items()}
     family, dropped = leading_to(checkpoint, best.state_dict.path or ".", wanted)
-    if not (family or inferred):
+    choices = [FixStep("to-names", family)] if family else []
+    for step in (*choices, FixStep("recipe", inferred)) if inferred else choices:
+        agreement = _agreement_after(checkpoint, target, best, step)
+        if not agreement.contradicted:
+            break
+        names = join_limited(list(agreement.contradicted), most=3)
+        what = f"the names of {step.value}" if step.option == "to-names" else "the rules that the shapes suggest"
+        refuted.append(f"{what} are not offered: the target has other rows, or the same in another order, in {names}")
+    else:
         return None
-    step = FixStep("to-names", family) if family else FixStep("recipe", inferred)
     left_out = _left_out(checkpoint, best) if best.before else []
     fix: Fix = {
         "complete": True,
@@ -256,12 +277,31 @@ def _by_recipe(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, infer
         "dropped": dropped,
         "left_out": left_out,
         "guess": False,
-        "notes": _losses(left_out, dropped),
+        "notes": _losses(left_out, dropped) + _unproven(target, agreement),
         "command": "",  # see ``match_checkpoint``
     }
     steps = (*_loadable(checkpoint), *best.before, step, *best.after)
     fix["steps"] = [{"option": option, "value": value} for option, value in edit_options(steps)]
     return steps, fix
+
+
+def _agreement_after(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, step: FixStep) -> Agreement:
+    """Compare the values that a recipe makes with those of the target. Of values that are made anew and large, one
+    tensor of each family is read.
+    """
+    if target.values is None:
+        return Agreement(0, ())
+    from ...formats.recipes.recipe import parsed_recipe
+    from ..recipes import apply_recipe, named_as
+
+    place = best.state_dict.path
+    if step.option == "recipe":
+        made = apply_recipe(checkpoint, parsed_recipe(step.value), key=place or ".")
+    else:
+        made = named_as(checkpoint, step.value, key=place or ".")
+    families = {family_of(name): name for name in target.tensors}
+    values = Values(made, place, target.values.rounding, {*families.values()})
+    return Pairing(values, target.values).agreement((name, name) for name in target.tensors)
 
 
 def _can_copy(checkpoint: Checkpoint) -> bool:
@@ -327,40 +367,6 @@ def _is_other_model(rest: Comparison, causes: Sequence[Cause], best: Attempt, ta
     same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
     known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
     return known * 2 < min(len(best.specs), len(target.tensors))
-
-
-def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
-    """Return the steps that drop exactly the unexpected keys; empty if a few patterns cannot do that."""
-    bad = set(unexpected)
-    kept = [name for name in names if name not in bad]
-    by_module = _module_patterns(kept, unexpected)
-    ends = Counter(name.rpartition(".")[2] for name in unexpected)
-    for name in kept:
-        ends.pop(name.rpartition(".")[2], None)
-    # What a profiler adds to every module has an end of its own.
-    many = [end for end, count in ends.items() if count >= _DROPS]
-    others = [name for name in unexpected if name.rpartition(".")[2] not in many]
-    by_end = [*(f"*{escaped(end)}" for end in many), *_module_patterns(kept, others)]
-    for patterns in (by_module, by_end):
-        if len(patterns) <= _DROPS:
-            match = Globs(patterns)
-            if {name for name in names if match.match(name)} == bad:
-                return tuple(FixStep("drop", pattern) for pattern in patterns)
-    return ()
-
-
-def _module_patterns(kept: Iterable[str], unexpected: Sequence[str]) -> list[str]:
-    """Return the patterns of the modules that hold only unexpected keys, at most one more than a fix may have."""
-    wanted = {name[:at] for name in kept for at, char in enumerate(name) if char == "."}
-    patterns: dict[str, None] = {}
-    for name in unexpected:
-        # Use the shortest prefix that no wanted key has; for a name alone in its module, the whole name.
-        ends = (at for at, char in enumerate(name) if char == ".")
-        head = next((name[:at] for at in ends if name[:at] not in wanted), None)
-        patterns[escaped(name) if head is None else escaped(head) + ".*"] = None
-        if len(patterns) > _DROPS:
-            break
-    return list(patterns)
 
 
 def _left_out(checkpoint: Checkpoint, best: Attempt) -> list[str]:
@@ -469,7 +475,7 @@ def _next(
             return "", ""
         return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after, target.tied)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
-    drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
+    drops = drop_steps(renamed, bad) if _is_editable(checkpoint) else ()
     others = [cause for cause in causes if not cause.replaceable and cause.kind not in _SOLVED]
     if not drops or others:
         return "", ""

@@ -6,7 +6,7 @@ Only this module of ``like`` opens files and builds models.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,11 @@ from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.steps import Setting, advice, command, tree_step
-from ...base.text import join_limited, pluralize
+from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import class_name
-from ...checkpoint.selection import normal_path, only_one, selected
+from ...checkpoint.objects import class_name, mapping
+from ...checkpoint.paths import parse_steps
+from ...checkpoint.selection import Place, follow, normal_path, only_one, selected
 from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
@@ -30,8 +31,8 @@ from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 from .report import GroupSizes, group_sizes
-from .state_dict_errors import counters_left_out, prefix_between, read_error
-from .values import Pairing, Values
+from .state_dict_errors import StateDictError, counters_left_out, prefix_between, read_error
+from .values import Pairing, Values, common_precision
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not read from the pickle.
@@ -118,9 +119,11 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
         error, given = error.with_prefix(prefix), {prefix + key for key in given}
         error = error._replace(missing=wanted_keys or error.missing)
     # If the model was given a dict around the state dict, it has none of the dict's keys.
-    place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
-    if not have and not error.unexpected:
-        what = f"the message is about another checkpoint: {join_limited(sorted(given))} is not in this one"
+    around = not any(given <= specs.keys() for _, specs in dicts) and given <= _keys_around(checkpoint)
+    place, have = next(((path, specs) for path, specs in dicts if not _denies(error, specs)), ("", dict[str, Spec]()))
+    if not have and not around:
+        _, specs = max(dicts, key=lambda item: len(given & item[1].keys()), default=("", dict[str, Spec]()))
+        what = f"the message is about another checkpoint: {_denies(error, specs)}"
         raise TargetError(what, path=checkpoint.path)
     error = error.completed(have)
     if error.cut and (error.missing or error.unexpected):
@@ -131,6 +134,42 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
     inside = () if have else max((specs for _, specs in dicts), key=len, default={})
     wanted |= {name: Spec(None, "") for name in (*error.missing, *counters_left_out(error, inside))}
     return MatchTarget(source, "error", place, wanted, in_order=False)
+
+
+def _keys_around(checkpoint: Checkpoint) -> set[str]:
+    """Return the keys of all mappings around the state dicts."""
+    graph, keys = checkpoint.graph, set[str]()
+    for item in checkpoint.state_dicts:
+        try:
+            steps = parse_steps(item.path)
+        except TargetError:
+            continue  # the path is too long to be spelled
+        for end in range(len(steps)):
+            place = follow(graph, steps[:end])
+            entries = mapping(graph, place.ref) if isinstance(place, Place) else None
+            keys.update(str(graph.nodes[key]) for key, _ in entries or ())
+    return keys
+
+
+def _denies(error: StateDictError, specs: Mapping[str, Spec]) -> str:
+    """Return how a message contradicts a state dict, or ""."""
+    absent = [key for key in (*error.unexpected, *(item.key for item in error.mismatched)) if key not in specs]
+    if absent:
+        return f"{join_limited(absent, most=3)} {'is' if len(absent) == 1 else 'are'} not in this one"
+    present = [key for key in error.missing if key in specs]
+    if present:
+        return f"this one has {join_limited(present, most=3)}, which the message calls missing"
+    sizes = [(item, specs[item.key].shape) for item in error.mismatched]
+    other = next(((item.key, shape) for item, shape in sizes if shape is not None and shape != item.saved), None)
+    return f"{other[0]} is {shape_text(other[1])} in this one" if other else ""
+
+
+def comparable(target: MatchTarget, specs: Iterable[Spec]) -> MatchTarget:
+    """Return the target with values in a dtype in which they can be compared with tensors of these specs."""
+    if target.values is None:
+        return target
+    rounding = common_precision(*({spec.dtype for spec in side} for side in (specs, target.tensors.values())))
+    return target._replace(values=target.values.rounded(rounding))
 
 
 def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
@@ -278,17 +317,20 @@ def rename_like(
     candidates = candidate_dicts(checkpoint, key)
     own = only_one(checkpoint, candidates)
     wanted, source = target.shapes, target.source
-    have = {name: spec.shape for name, spec in specs_of(checkpoint, own).items()}
+    specs = specs_of(checkpoint, own)
+    have = {name: spec.shape for name, spec in specs.items()}
     if by_order and None not in wanted.values():
         # If the target has tensors only, other values have no place in the order.
         have = {name: shape for name, shape in have.items() if shape is not None}
-    sure = Pairing(Values(checkpoint, candidates[0].path), target.values).sure
+    target = comparable(target, specs.values())
+    rounding = target.values.rounding if target.values is not None else ""
+    pairing = Pairing(Values(checkpoint, candidates[0].path, rounding), target.values)
     try:
         table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
     except RefusedError as error:
         step = command("match", checkpoint.path, source)
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
-    unsure = [name for name, other in table.items() if name != other and not sure(name, other)]
+    unsure = [name for name, other in table.items() if name != other and not pairing.sure(name, other)]
     if not by_order:
         table = {name: other for name, other in table.items() if name not in unsure}
     if not table:
@@ -301,6 +343,10 @@ def rename_like(
     renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
     if not by_order or not unsure:
         return renamed
-    note = f"the order of rows was not checked: {pluralize(len(unsure), 'name')} by order and shape alone"
+    notes = [f"the order of rows was not checked: {pluralize(len(unsure), 'name')} by order and shape alone"]
+    wrong = [table[name] for name in unsure if pairing.rearranged(name, table[name])]
+    if wrong:
+        them = f"{join_limited(wrong, most=3)}: the target has the same values in another order or under another name"
+        notes.append(f"the values contradict {pluralize(len(wrong), 'name')}, {them}")
     *before, last = renamed.changes
-    return renamed.replace(changes=(*before, last._replace(notes=(*last.notes, note))))
+    return renamed.replace(changes=(*before, last._replace(notes=(*last.notes, *notes))))

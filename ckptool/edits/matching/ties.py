@@ -81,9 +81,10 @@ def _are_equal(target: Side, name: str, other: str) -> bool | None:
     if target.values is None or other not in target.specs:
         return None
     samples = [target.values.sample(each) for each in (name, other)]
-    if samples[0] is None or samples[1] is None or not samples[0].is_telling:
+    if samples[0] is None or samples[1] is None:
         return None
-    return samples[0].equals(samples[1])
+    equal = samples[0].equals(samples[1])
+    return None if equal and not samples[0].is_telling else equal
 
 
 def tied_causes(ties: Sequence[Tie], own: Side) -> list[Cause]:

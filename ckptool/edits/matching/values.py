@@ -1,15 +1,16 @@
 """Find out from a few rows whether two tensors of equal shape hold the same values.
 
 Names and shapes do not reveal another order of rows (of heads, of gate and up), a square transpose, or another
-numbering. Values do, if both sides come from one training run. Arithmetic is not recognised: norms that one library
-stores minus 1 look like another run.
+numbering. Values do, if both sides come from one training run. Where the dtypes of the sides differ, all values are
+compared in the coarsest one. Arithmetic is not recognised: norms that one library stores minus 1 look like another run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from math import prod
+from math import copysign, inf, prod
+from struct import pack, unpack
 from typing import Final, TypeAlias
 
 from ...base.dtypes import BY_NAME
@@ -49,6 +50,9 @@ SYNONYMS: Final = (
     ("moving_var", "running_var"),
 )
 _PLAIN: Final = dict(SYNONYMS)
+
+#: Floating-point dtypes from the finest to the coarsest, with the codes by which ``struct`` knows them.
+_PRECISION: Final = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": ""}
 
 #: A function that returns whether our name surely means a name in the target.
 Sure: TypeAlias = Callable[[str, str], bool]
@@ -97,10 +101,12 @@ class Values:
     """Samples of the tensors in one state dict, each read on first use.
 
     ``source`` is an open checkpoint, or a path that is opened on first use; ``place`` is the path of the state dict.
+    Floating-point values are rounded to the dtype ``rounding``, "" for their own. Storages that an edit computes are
+    read whole only for ``costly`` names.
     """
 
-    def __init__(self, source: Checkpoint | str, place: str) -> None:
-        self._source, self._place = source, place
+    def __init__(self, source: Checkpoint | str, place: str, rounding: str = "", costly: Collection[str] = ()) -> None:
+        self._source, self._place, self.rounding, self._costly = source, place, rounding, costly
         self._tensors: dict[str, Tensor] | None = None
         self._samples: dict[str, Sample | None] = {}
         self._by_content: dict[Sample, list[str]] | None = None
@@ -110,6 +116,10 @@ class Values:
         if name not in self._samples:
             self._samples[name] = self._read(name) if len(self._samples) < _MOST else None
         return self._samples[name]
+
+    def rounded(self, rounding: str) -> Values:
+        """Return the same values, rounded to a dtype."""
+        return self if rounding == self.rounding else Values(self._source, self._place, rounding)
 
     def by_content(self) -> Mapping[Sample, list[str]]:
         """Map each sample that identifies its tensor to the names with these values."""
@@ -121,8 +131,8 @@ class Values:
                     self._by_content.setdefault(sample, []).append(name)
         return self._by_content
 
-    def lines(self, name: str) -> list[bytes]:
-        """Return the elements along each axis of a tensor, at index 0 of all other axes; b"" for an axis too long to
+    def lines(self, name: str) -> list[list[bytes]]:
+        """Return the elements along each axis of a tensor, at index 0 of all other axes; none for an axis too long to
         read.
 
         The list is empty if the tensor cannot be read.
@@ -133,31 +143,39 @@ class Values:
         except CkptoolError:
             return []  # damage is reported when the tensor is written
 
-    def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> bytes:
-        """Return ``count`` elements along the last axis from ``begin`` on, at an index of the other axes; b"" if they
-        cannot be read.
+    def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> list[bytes]:
+        """Return ``count`` elements along the last axis from ``begin`` on, at an index of the other axes; an empty list
+        if they cannot be read.
         """
         try:
             tensor = self._tensor(name)
             if tensor is None or not _is_cheap(reader := storage_reader(self._opened(), tensor.storage)):
-                return b""
+                return []
             offset = tensor.offset + sum(index * step for index, step in zip((*at, begin), tensor.stride))
             view = tensor._replace(shape=(count,), stride=tensor.stride[-1:], offset=offset)
-            return b"".join(elements(reader, view))
+            return self._elements(reader, view)
         except CkptoolError:
-            return b""  # damage is reported when the tensor is written
+            return []  # damage is reported when the tensor is written
 
-    def _line(self, tensor: Tensor, axis: int) -> bytes:
+    def _line(self, tensor: Tensor, axis: int) -> list[bytes]:
         size, step = tensor.shape[axis], tensor.stride[axis]
         reader = storage_reader(self._opened(), tensor.storage)
         if size > _LINE or not _is_cheap(reader):
-            return b""
+            return []
         view = tensor._replace(shape=(size,), stride=(step,))
         if size * step * BY_NAME[tensor.dtype].itemsize <= _WINDOW:
-            return b"".join(elements(reader, view))
+            return self._elements(reader, view)
         one = tensor._replace(shape=(), stride=())
         places = range(tensor.offset, tensor.offset + size * step, step)
-        return b"".join(piece for place in places for piece in elements(reader, one._replace(offset=place)))
+        return [element for place in places for element in self._elements(reader, one._replace(offset=place))]
+
+    def _elements(self, reader: StorageReader, view: Tensor) -> list[bytes]:
+        dtype = self._dtype(view)
+        return cut_elements(_rounded(b"".join(elements(reader, view)), view.dtype, dtype), BY_NAME[dtype].itemsize)
+
+    def _dtype(self, tensor: Tensor) -> str:
+        """Return the dtype in which the values of a tensor are compared."""
+        return self.rounding if self.rounding and tensor.dtype in _PRECISION else tensor.dtype
 
     def _opened(self) -> Checkpoint:
         checkpoint = self._source = as_checkpoint(self._source)
@@ -183,12 +201,13 @@ class Values:
             if tensor is None:
                 return None
             reader = storage_reader(self._opened(), tensor.storage)
-            if not _is_cheap(reader):
+            if not _is_cheap(reader) and name not in self._costly:
                 return None
-            rows = tuple(b"".join(elements(reader, row)) for row in _rows(tensor))
+            rows = tuple(b"".join(self._elements(reader, row)) for row in _rows(tensor))
         except CkptoolError:
             return None  # damage is reported when the tensor is written
-        return Sample(tensor.dtype, tensor.shape, BY_NAME[tensor.dtype].itemsize, rows)
+        dtype = self._dtype(tensor)
+        return Sample(dtype, tensor.shape, BY_NAME[dtype].itemsize, rows)
 
 
 def _is_cheap(reader: StorageReader) -> bool:
@@ -243,6 +262,15 @@ def _segments(name: str) -> list[str]:
     return [*parts[:-1], _PLAIN.get(parts[-1], parts[-1])]
 
 
+class Agreement(NamedTuple):
+    """What the values say of a mapping of names: the number of tensors that are equal on both sides, leaving out
+    constants, which prove nothing, and the names in the target whose values contradict the mapping.
+    """
+
+    equal: int
+    contradicted: tuple[str, ...]
+
+
 class Pairing:
     """Decides whether our names surely mean names in the target; ``target`` is None if its values are unknown."""
 
@@ -252,11 +280,23 @@ class Pairing:
         self._looks: dict[str, list[bool]] = {}
 
     def sure(self, name: str, other: str) -> bool:
-        """Return whether a few rows are equal, or the names agree and no values contradict them."""
+        """Return whether a few rows are equal, or the names agree and no values contradict them.
+
+        Equal constants count only if other tensors show that both sides come from one training run.
+        """
         samples = self._samples(name, other)
-        if samples is not None and samples[0].equals(samples[1]):
+        if samples is not None and samples[0].equals(samples[1]) and (samples[0].is_telling or self._is_related()):
             return True
         return names_agree(name, other) and not self.rearranged(name, other)
+
+    def agreement(self, pairs: Iterable[tuple[str, str]]) -> Agreement:
+        """Compare our names with the names that they get in the target."""
+        equal, contradicted = 0, []
+        for name, other in pairs:
+            samples = self._samples(name, other)
+            equal += samples is not None and samples[0].is_telling and samples[0].equals(samples[1])
+            contradicted += [other] if self.rearranged(name, other) else []
+        return Agreement(equal, tuple(contradicted))
 
     def rearranged(self, name: str, other: str) -> bool:
         """Return whether our tensor has the target's values in another order, or the values of another tensor there."""
@@ -279,18 +319,18 @@ class Pairing:
         if not ours.is_telling or self._target is None:
             return False
         if ours.is_whole and theirs.is_whole:
-            if _same_elements(b"".join(ours.rows), b"".join(theirs.rows), ours.width):
+            if _same_elements(*(cut_elements(b"".join(side.rows), side.width) for side in (ours, theirs))):
                 return True
-        elif self._is_related() and self._lines_moved(*pair, ours.width):
+        elif self._is_related() and self._lines_moved(*pair):
             return True
         return self._is_elsewhere(pair[0], ours)
 
-    def _lines_moved(self, name: str, other: str, width: int) -> bool:
+    def _lines_moved(self, name: str, other: str) -> bool:
         """Return whether lines of two tensors moved, judging from the few members of their family that are read."""
         assert self._target is not None
         looks = self._looks.setdefault(family_of(name), [])
         if True not in looks and len(looks) < _OF_FAMILY and sum(map(len, self._looks.values())) < _LOOKS:
-            looks.append(_lines_moved(self._own.lines(name), self._target.lines(other), width))
+            looks.append(_lines_moved(self._own.lines(name), self._target.lines(other)))
         return True in looks  # all layers of a family are arranged alike
 
     def _is_elsewhere(self, name: str, ours: Sample) -> bool:
@@ -306,22 +346,45 @@ class Pairing:
         return not self._own.by_content().keys().isdisjoint(self._target.by_content())
 
 
-def _lines_moved(ours: Sequence[bytes], theirs: Sequence[bytes], width: int) -> bool:
+def _lines_moved(ours: Sequence[list[bytes]], theirs: Sequence[list[bytes]]) -> bool:
     """Return whether a line of one side is on the other with its elements in another order, or along another axis."""
     for (axis, one), (other_axis, other) in product(enumerate(ours), enumerate(theirs)):
-        if axis == other_axis and _same_elements(one, other, width):
+        if axis == other_axis and _same_elements(one, other):
             return True
-        if axis != other_axis and one == other and len(set(cut_elements(one, width))) >= _TELLING:
+        if axis != other_axis and one == other and len(set(one)) >= _TELLING:
             return True
     return False
 
 
-def _same_elements(one: bytes, other: bytes, width: int) -> bool:
-    """Return whether two byte strings have the same elements in different orders."""
+def _same_elements(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
+    """Return whether two sides have the same elements in different orders."""
     if one == other or len(one) != len(other):
         return False
-    ours = sorted(cut_elements(one, width))
-    return len(set(ours)) >= _TELLING and ours == sorted(cut_elements(other, width))
+    return len(set(one)) >= _TELLING and sorted(one) == sorted(other)
+
+
+def common_precision(ours: Iterable[str], theirs: Iterable[str]) -> str:
+    """Return the coarsest floating-point dtype of two sides, to which both are rounded; "" if they have the same."""
+    sides = [{dtype for dtype in side if dtype in _PRECISION} for side in (ours, theirs)]
+    return "" if sides[0] == sides[1] else max(sides[0] | sides[1], key=list(_PRECISION).index)
+
+
+def _rounded(data: bytes, dtype: str, rounding: str) -> bytes:
+    """Return little-endian numbers as torch converts them to a coarser dtype: to the nearest, ties to even."""
+    if dtype == rounding:
+        return data
+    numbers = unpack(f"<{len(data) // BY_NAME[dtype].itemsize}{_PRECISION[dtype]}", data)
+    if rounding != "bfloat16":
+        return b"".join(_packed(_PRECISION[rounding], number) for number in numbers)
+    bits = unpack(f"<{len(numbers)}I", b"".join(_packed("f", number) for number in numbers))
+    return pack(f"<{len(bits)}H", *((each + 0x7FFF + (each >> 16 & 1)) >> 16 & 0xFFFF for each in bits))
+
+
+def _packed(code: str, number: float) -> bytes:
+    try:
+        return pack(f"<{code}", number)
+    except OverflowError:
+        return pack(f"<{code}", copysign(inf, number))
 
 
 def cut_elements(data: bytes, width: int) -> list[bytes]:
