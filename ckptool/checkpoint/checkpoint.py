@@ -137,8 +137,9 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     were added or removed, or because the container cannot be carried over. ``others`` are the checkpoints from which an
     edit took bytes. ``deferred_changes`` are functions that return changes known only after the bytes were computed.
     ``root`` is the folder of the records in a new layout. ``target`` is the format to write, or None to keep the format
-    of the file. ``companions`` maps names to other files of the folder that an edit changed. ``by_name`` says that an
-    edit removed entries that the user named without a pattern: only then may an output have no tensors.
+    of the file. ``companions`` maps names to other files of the folder that an edit changed. ``texts`` replace the
+    texts stored with the tensors, if not None. ``by_name`` says that an edit removed entries that the user named
+    without a pattern: only then may an output have no tensors.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint
@@ -166,6 +167,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         target: Target | None = None,
         is_lenient: bool = False,
         companions: Mapping[str, bytes] = _EMPTY,
+        texts: Mapping[str, str] | None = None,
         first_descriptions: Mapping[str, Storage] = _EMPTY,
         cache: ReadCache | None = None,
         by_name: bool = False,
@@ -183,6 +185,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         self.target: Final = target
         self.is_lenient: Final = is_lenient
         self.companions: Final = companions
+        self.texts: Final = texts
         #: Storages that the file describes in two ways, with the description that torch uses. Filled by the first edit.
         self.first_descriptions: Final = first_descriptions
         self.cache: Final = ReadCache() if cache is None else cache
@@ -270,7 +273,13 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     @property
     def edited(self) -> bool:
         """Whether the checkpoint differs from its file."""
-        return self.needs_relayout or self.target is not None or self.graph is not self.container.graph
+        changed = self.target is not None or self.texts is not None
+        return changed or self.needs_relayout or self.graph is not self.container.graph
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts stored with the tensors, such as ``__metadata__`` of safetensors."""
+        return self.container.metadata if self.texts is None else self.texts
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -14,7 +14,7 @@ from ..base.records import TypedDict
 from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
-from ..edits.redact import KINDS, Kind, find_private, parse_kinds
+from ..edits.redact import KINDS, Kind, parse_kinds, private_and_left
 from .editing import EditRequest, edit_all
 from .edits import step_option
 from .help import GroupedCommand
@@ -33,11 +33,12 @@ class PrivateReport(TypedDict):
 
 
 class PrivateReports(TypedDict):
-    """``ckptool.redact/1`` when redact only lists private items."""
+    """``ckptool.redact/1`` when redact only lists private items; ``left`` says where something may stay."""
 
     schema: Literal["ckptool.redact/1"]
     path: str
     found: list[PrivateReport]
+    left: list[str]
 
 
 REDACT_EPILOG = """\b
@@ -82,11 +83,11 @@ def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Wr
 def _list(path: str, *, only: Globs, style: str) -> Answer:
     """List the private items in an input."""
     with ckptool.open(path) as checkpoint:
-        items = find_private(checkpoint, only=only)
+        items, left = private_and_left(checkpoint, only=only)
     found: list[PrivateReport] = [
         {"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items
     ]
-    report: PrivateReports = {"schema": "ckptool.redact/1", "path": path, "found": found}
+    report: PrivateReports = {"schema": "ckptool.redact/1", "path": path, "found": found, "left": left}
     return reported(report, style, _list_lines)
 
 
@@ -94,13 +95,13 @@ def _list_lines(report: PrivateReports) -> list[str]:
     """Return the private items for people, and the command that removes them all."""
     from ..reports.edit_steps import edit_step
 
-    path, items = report["path"], report["found"]
+    path, items, left = report["path"], report["found"], [f"  left: {clean(text)}" for text in report["left"]]
     kinds = [kind for kind in KINDS if any(item["kind"] == kind for item in items)]
     if not kinds:
-        return [f"{clean(path)}: nothing private is recognised"]
+        return [f"{clean(path)}: nothing private is recognised{' that redact changes' if left else ''}", *left]
     step = step_lines(edit_step("redact", path, word="redacted", settings=[Setting("redact", ",".join(kinds))]).line)
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
-    return [head, *(f"  {clean(_line(item))}" for item in items), *step]
+    return [head, *(f"  {clean(_line(item))}" for item in items), *left, *step]
 
 
 def _line(item: PrivateReport) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
-from ..base.errors import TargetError
+from ..base.errors import CkptoolError, TargetError
 from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.lazy import regex
 from ..base.records import NamedTuple
@@ -16,10 +17,12 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import attributes, callable_name, class_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within
 from ..checkpoint.tensors import RebuildCall
-from ..formats.opening import takes_path
+from ..formats.opening import open_checkpoint, takes_path
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
+from .private_texts import CONTROL, Text, texts_beside
+from .sanitize.companions import content
 
 Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -28,13 +31,17 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 #: URL.
 _PATH: Final = regex(
     r"(?<![\w.:/\\~-])(?:~|/(?=[\w.@+-]+/))(?:[\w.@+-]*/)+[\w.@+-]*"
-    r"|(?<![\w])[A-Za-z]:\\(?:[^\\/:*?\"<>|\s]+\\)*[^\\/:*?\"<>|\s]*"
+    r"|(?<![\w])[A-Za-z]:(?:\\|/(?!/))(?:[^\\/:*?\"<>|\s]+[\\/])*[^\\/:*?\"<>|\s]*"
     r"|\\\\[\w.-]+\\[^\s:*?\"<>|]+"
 )
 #: A text that is a single absolute path, which may contain spaces.
-_WHOLE: Final = regex(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
+_WHOLE: Final = regex(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:[\\/][^\n]*)\Z")
+#: A string of JSON, and the colon after a key.
+_LITERAL: Final = regex(r'("(?:[^"\\\n]|\\.)*")(\s*:)?')
 #: A path that contains a user's name.
-_HOME: Final = regex(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
+_HOME: Final = regex(
+    r"(?:/home|/Users|/export/home|[A-Za-z]:\\+(?:Users|Documents and Settings))(?:/|\\+)([^/\\\s\"']+)"
+)
 #: Names of entries that hold the name of a user or machine.
 _NAMED: Final = regex(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
 #: Top-level entries with training arguments.
@@ -50,8 +57,6 @@ _WORD: Final = regex("[a-z0-9]")
 _LONGEST: Final = 256
 #: Names found on every machine, which reveal nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
-#: Characters that no text contains. Such bytes are an embedded checkpoint or array data, and stay unchanged.
-_CONTROL: Final = regex("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _PATHLIB: Final = regex(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
 
 
@@ -70,7 +75,7 @@ class _Users:
 
 
 class PrivateItem(NamedTuple):
-    """Something private: its kind, its path, a description, and the node that holds it.
+    """Something private: its kind, its path, a description, and the node or the text that holds it.
 
     ``new`` is the text that replaces it; None drops the whole entry.
     """
@@ -80,6 +85,11 @@ class PrivateItem(NamedTuple):
     what: str
     ref: Ref
     new: str | None
+    holder: Text | None = None
+
+
+#: The reference of an item that is not in the object.
+_NOWHERE: Final = -1
 
 
 @takes_path
@@ -89,8 +99,8 @@ def redact(
     """Redact what ``find_private`` finds for these kinds.
 
     Absolute paths keep their last part. Users and hosts become "user" and "host", sources become empty, and entries
-    with training arguments are dropped. ``include`` and ``exclude`` choose by path. No old bytes stay in the output.
-    Raise TargetError for an unknown kind.
+    with training arguments are dropped. Headers and the files of a folder are included. ``include`` and ``exclude``
+    choose by path. No old bytes stay in the output; texts that stay are noted. Raise TargetError for an unknown kind.
 
     >>> ckptool.redact("args.pth").changes[0].words
     'dropped args'
@@ -100,7 +110,11 @@ def redact(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
-    items = find_private(checkpoint, kinds, only=Globs(include, exclude))
+    items, left = private_and_left(checkpoint, kinds, only=Globs(include, exclude))
+    checkpoint = _with_texts(checkpoint, [item for item in items if item.holder is not None], left, kinds)
+    items = [item for item in items if item.holder is None]
+    if not items and checkpoint.changes:
+        return _laid_out(checkpoint, checkpoint.graph, [])
     if not items:
         nothing = Change("redact", "", 0, 0, f"nothing private is recognised: {', '.join(kinds)}")
         return _laid_out(checkpoint, checkpoint.graph, [nothing])
@@ -144,12 +158,24 @@ def find_private(
 ) -> list[PrivateItem]:
     """Return everything private of these kinds, in file order; ``only`` chooses by path.
 
+    See ``private_and_left`` for what no edit changes.
+    """
+    return private_and_left(checkpoint, kinds, only=only)[0]
+
+
+def private_and_left(
+    checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
+) -> tuple[list[PrivateItem], list[str]]:
+    """Return everything private of these kinds, in file order, and where something private may stay.
+
     A text that appears at several places is one object. It is included if any of its places is chosen.
     """
     graph = checkpoint.graph
     items: list[PrivateItem] = []
     texts = list(_texts(graph))
-    users = _Users(name for _, _, text, _ in texts for name in _HOME.findall(text))
+    beside = list(texts_beside(checkpoint))
+    every = (*(text for _, _, text, _ in texts), *(each.text for each in beside if each.use != "pickle"))
+    users = _Users(name for text in every for name in _HOME.findall(text))
     keys = {str(graph.nodes[key]) for item in checkpoint.state_dicts if item.path == "" for key, _ in item.items}
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if "args" in kinds else ():
@@ -164,12 +190,98 @@ def find_private(
             seen.add(ref)
             message = "a module's source" if is_source else repr(cut(text))
             items.append(PrivateItem(result[0], path, message, ref, result[1]))
-    return _with_distinct_keys(graph, items)
+    items = _with_distinct_keys(graph, items)
+    left: list[str] = []
+    for each in beside:
+        if only.match("", each.path):
+            found, stays = _beside(each, users, kinds)
+            items += found
+            left += stays
+    return items, left
 
 
-def _redacted(path: str, text: str, is_source: bool, users: _Users, kinds: Collection[Kind]) -> tuple[Kind, str] | None:
+def _beside(each: Text, users: _Users, kinds: Collection[Kind]) -> tuple[list[PrivateItem], list[str]]:
+    """Return what is private in a text beside the object, and what stays there."""
+    path = each.path
+    if each.use == "unread":
+        return [], [f"{path} is not read, and may hold anything"]
+    if each.use == "pickle":
+        try:
+            with open_checkpoint(each.text) as opened:
+                found, left = private_and_left(opened, kinds)
+        except CkptoolError:
+            return [], [f"{path} is not read, and may hold anything"]
+        inner = [item._replace(path=f"{path}: {item.path}".rstrip(": "), holder=each) for item in found]
+        return inner, [f"{path}: {text}" for text in left]
+    if each.use == "header" and "args" in kinds and _ARGUMENTS.search(each.name):
+        return [PrivateItem("args", path, "training arguments, a text", _NOWHERE, None, each)], []
+    result = _redacted(each.name, each.text, False, users, kinds, names=each.use != "json")
+    left = []
+    if each.use == "header" and _redacted("", each.name, False, users, kinds) is not None:
+        left.append(f"{path}: the name of this entry is not changed")
+    if (
+        each.use == "json"
+        and "users" in kinds
+        and _without_users(after := result[1] if result else each.text, users) != after
+    ):
+        left.append(f"{path} still has the name of a user in keys or words, which may mean something else")
+    if result is None:
+        return [], left
+    if each.use == "kept":
+        return [], [f"{path} holds {_examples(each.text, users)}, which is not changed"]
+    what = repr(cut(each.text)) if each.use == "header" else _examples(each.text, users)
+    new = None if each.use == "removed" else result[1]
+    return [PrivateItem(result[0], path, what, _NOWHERE, new, each)], left
+
+
+def _examples(text: str, users: _Users) -> str:
+    """Return the first private words of a long text."""
+    found = [match.group() for match in _PATH.finditer(text)] or [
+        word for word in text.split() if _without_users(word, users) != word
+    ]
+    return join_limited([repr(cut(each)) for each in dict.fromkeys(found)], most=3)
+
+
+def _with_texts(
+    checkpoint: Checkpoint, items: Sequence[PrivateItem], left: Sequence[str], kinds: Sequence[Kind]
+) -> Checkpoint:
+    """Return the checkpoint with new texts in its header and in the files beside it, and notes on what stays."""
+    texts, companions, changes = dict(checkpoint.metadata), dict(checkpoint.companions), list[Change]()
+    target, rewritten = checkpoint.target, False
+    for item in items:
+        assert item.holder is not None
+        use, file, name, _ = item.holder
+        if use == "header":
+            rewritten = True
+            for each in (texts, own := dict(target.metadata) if target else {}):
+                if name in each and item.new is None:
+                    del each[name]
+                elif name in each and item.new is not None:
+                    each[name] = item.new
+            target = target._replace(metadata=own) if target else None
+        elif use == "json":
+            companions[file] = (item.new or "").encode()
+        elif use == "pickle" and file not in companions:
+            with open_checkpoint(item.holder.text) as opened:
+                companions[file] = content(redact(opened, kinds))
+        short = use in ("header", "pickle") and item.new is not None
+        how = f" -> {cut(item.new)!r}" if short and item.new is not None else ", removed" if item.new is None else ""
+        changes.append(Change(f"redact-{item.kind}", item.path, 1, 0, f"{item.what}{how}"))
+    if left:
+        stays = f"something private may stay: {'; '.join(left)}"
+        changes.append(Change("redact", "", 0, len(left), stays))
+    if not changes:
+        return checkpoint
+    edited = {"texts": texts, "target": target} if rewritten else {}
+    return checkpoint.replace(changes=(*checkpoint.changes, *changes), companions=companions, **edited)
+
+
+def _redacted(
+    path: str, text: str, is_source: bool, users: _Users, kinds: Collection[Kind], *, names: bool = True
+) -> tuple[Kind, str] | None:
     """Return the kind and the redacted text, or None if nothing is private; a text may contain both a path
-    and a name.
+    and a name. Without ``names``, a user's name is replaced only in sentences and paths of JSON: other words may be
+    those of a format.
     """
     if is_source:
         return ("sources", "") if text and "sources" in kinds else None
@@ -177,7 +289,7 @@ def _redacted(path: str, text: str, is_source: bool, users: _Users, kinds: Colle
     kind: Kind = "users" if new == text else "paths"
     if "users" in kinds:
         last = path.rpartition(".")[2]
-        unnamed = _without_users(new, users)
+        unnamed = _without_users(new, users) if names else _in_sentences(new, users)
         if unnamed != new:
             new = unnamed
         elif new == text and text and _NAMED.search(last) and text.lower() not in {*_COMMON, "host"}:
@@ -196,6 +308,16 @@ def _without_users(text: str, users: _Users) -> str:
                 at = start + size
                 break
     return "".join((*parts, text[at:]))
+
+
+def _in_sentences(text: str, users: _Users) -> str:
+    """Replace users' names in the strings of JSON that are no keys and no single words."""
+
+    def replaced(match: re.Match[str]) -> str:
+        word = match[2] or not re.search(r"[^\w.\"-]", match[1])
+        return match[0] if word else _without_users(match[0], users)
+
+    return _LITERAL.sub(replaced, text)
 
 
 def _with_distinct_keys(graph: Graph, items: Sequence[PrivateItem]) -> list[PrivateItem]:
@@ -221,7 +343,21 @@ def without_paths(text: str) -> str:
         return text
     if _WHOLE.match(text) and "://" not in text:
         return _last_part(text)
+    if text.lstrip()[:1] in ("{", "["):  # JSON escapes backslashes
+        text = _LITERAL.sub(lambda match: _in_literal(match[1]) + (match[2] or ""), text)
     return _PATH.sub(lambda match: _last_part(match.group()), text)
+
+
+def _in_literal(literal: str) -> str:
+    """Return a string of JSON with the paths in it shortened."""
+    try:
+        text: str = json.loads(literal)
+    except ValueError:
+        return literal
+    new = (
+        without_paths(text) if text[:1] not in ("{", "[") else _PATH.sub(lambda match: _last_part(match.group()), text)
+    )
+    return json.dumps(new, ensure_ascii=literal.isascii()) if new != text else literal
 
 
 def _last_part(path: str) -> str:
@@ -244,7 +380,7 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
         seen[ref] = 1
         if type(node) is bytes:
             decoded = node.decode("utf-8", "replace")
-            if not _CONTROL.search(decoded):
+            if not CONTROL.search(decoded):
                 yield path, ref, decoded, False
             continue
         if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
@@ -282,7 +418,7 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         if call.state >= 0 and name.startswith("torch."):
             yield call.state, path  # attributes that were set on the tensor
         elif name == "_codecs.encode":  # pickle protocol 2 writes bytes this way
-            yield from ((part, path) for part in parts[:1] if not _CONTROL.search(str(graph.nodes[part])))
+            yield from ((part, path) for part in parts[:1] if not CONTROL.search(str(graph.nodes[part])))
         elif items is None and not name.startswith("torch._utils."):
             yield node.func, path
             yield from ((part, path) for part in parts)

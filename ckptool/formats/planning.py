@@ -267,8 +267,8 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     if checkpoint.traits.sharded:
         layout = container.shard_layout
         size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
-        return Target(own, "", "", container.metadata, size, layout.stem, layout.variant)
-    return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=container.metadata)
+        return Target(own, "", "", checkpoint.metadata, size, layout.stem, layout.variant)
+    return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=checkpoint.metadata)
 
 
 def is_folder_name(output: str) -> bool:

@@ -248,7 +248,7 @@ def inspection(
         "loader": (program.loader if program is not None else checkpoint.traits.loader) or None,
         "protocol": checkpoint.graph.style.protocol if checkpoint.pickled else None,
         "byteorder": checkpoint.container.byteorder,
-        "metadata": dict(checkpoint.container.metadata),
+        "metadata": dict(checkpoint.metadata),
         "layout": {"kind": layout, "container": container},
         **optional,
         "state_dicts": state_dicts,

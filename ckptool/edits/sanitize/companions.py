@@ -48,7 +48,7 @@ def with_plain_companions(checkpoint: Checkpoint, edit: Callable[[Checkpoint], C
         try:
             with open_checkpoint(path) as opened:
                 edited = edit(opened)
-                changed[name] = _content(edited)
+                changed[name] = content(edited)
         except CkptoolError:
             continue
         changes += [change._replace(path=f"{name}: {change.path}".rstrip(": ")) for change in edited.changes]
@@ -58,7 +58,7 @@ def with_plain_companions(checkpoint: Checkpoint, edit: Callable[[Checkpoint], C
     return checkpoint.replace(companions=changed, changes=(*checkpoint.changes, *changes))
 
 
-def _content(checkpoint: Checkpoint) -> bytes:
+def content(checkpoint: Checkpoint) -> bytes:
     """Return the bytes of a small output."""
     planned, _ = plan_of(checkpoint)
     assert isinstance(planned, Plan)

@@ -64,7 +64,7 @@ class Chosen(NamedTuple):
 def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     """Return what a file or a folder of shards would lack, and the names that "keep-first" removes."""
     chosen = whole_state_dict(checkpoint, target, "a safetensors file")
-    texts = {"format": "pt", **checkpoint.container.metadata, **target.metadata}
+    texts = {"format": "pt", **checkpoint.metadata, **target.metadata}
     names = chosen_tensors(checkpoint, chosen, target.tied).names if target.tied == "keep-first" else {}
     pairs = join_limited([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
     inside = checkpoint.survey.tensors_in([chosen.path]) if target.shard_size else ()
