@@ -221,7 +221,7 @@ def in_order(fusion: Fusion, wholes: Side, parts: Side) -> Fusion | None:
         return None
     orders = permutations(fusion.parts)
     found = next((names for names in orders if [each for name in names for each in lines[name]] == whole), None)
-    return found and fusion._replace(parts=found)
+    return None if found is None else fusion._replace(parts=found)
 
 
 # -- messages

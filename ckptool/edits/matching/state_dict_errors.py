@@ -286,8 +286,11 @@ def prefix_between(names: Iterable[str], others: Collection[str]) -> str:
     """
     names = list(names)
     ends: dict[str, list[str]] = {}
+    lengths = {len(name) for name in names}  # a name may have very many segments
     for other in others:
         for match in _DOT.finditer(other):
+            if len(other) - match.end() not in lengths:
+                continue
             ends.setdefault(other[match.end() :], []).append(other[: match.end()])
     counts = Counter(prefix for name in names for prefix in ends.get(name, ()))
     if not counts:
