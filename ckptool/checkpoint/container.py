@@ -190,6 +190,11 @@ class Container:
         return self.traits.writes_as == "same" and not self.traits.legacy_name
 
     @property
+    def drops_records(self) -> bool:
+        """Whether a new layout of the file lacks the records that are no storages."""
+        return self.keeps_format or bool(self.traits.legacy_name)
+
+    @property
     def keeps_order(self) -> bool:
         """Whether keys come in the order in which the model was saved, not in an order of the format."""
         traits = self.traits

@@ -1,6 +1,6 @@
 """The texts of a checkpoint beside its object: headers, extra records and comments of archives, files of the folder.
 
-What an edit writes anew can be redacted. The rest stays, and is named.
+A text that an edit rewrites can be redacted. Any other text stays, and is listed.
 """
 
 from __future__ import annotations
@@ -85,15 +85,16 @@ def _in_file(checkpoint: Checkpoint, path: str) -> Iterator[Text]:
 
 
 def _in_archive(checkpoint: Checkpoint) -> Iterator[Text]:
-    """Yield records without a storage and the comment of a zip. A new layout has neither; a program keeps its own."""
-    source, kept = checkpoint.source, checkpoint.traits.writes_as == "program"
+    """Yield records without a storage and the comment of a zip. A new layout has neither; other edits keep them."""
+    source, container = checkpoint.source, checkpoint.container
+    kept = not container.drops_records
     use: Use = "kept" if kept else "removed"
     begin = max(source.size - _END_SIZE - _LONGEST_COMMENT, 0)
     tail = source.read(begin, source.size - begin)
     end, comment = tail[at:][:_END_SIZE] if (at := tail.rfind(_ZIP_END)) >= 0 else b"", tail[at + _END_SIZE :]
     if end and comment and int.from_bytes(end[-2:], "little") == len(comment):
         yield Text(use, "", "the comment of the zip", comment.decode("utf-8", "replace"))
-    for record in checkpoint.container.records() if checkpoint.container.keeps_format or kept else ():
+    for record in container.records() if container.keeps_format or kept else ():
         if record.key or (not kept and record.name.endswith("/data.pkl")):
             continue
         if record.size > _LARGEST:

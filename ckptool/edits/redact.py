@@ -281,7 +281,7 @@ def _redacted(
 ) -> tuple[Kind, str] | None:
     """Return the kind and the redacted text, or None if nothing is private; a text may contain both a path
     and a name. Without ``names``, a user's name is replaced only in sentences and paths of JSON: other words may be
-    those of a format.
+    keywords.
     """
     if is_source:
         return ("sources", "") if text and "sources" in kinds else None

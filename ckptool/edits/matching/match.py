@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
@@ -235,11 +236,15 @@ def _losses(left_out: Sequence[str], dropped: Sequence[str]) -> list[str]:
     return notes
 
 
+def _in_wrong_place(agreement: Agreement) -> str:
+    names = join_limited(list(agreement.contradicted), most=3)
+    return f"the target has the same values in another order, or under another name: {names}"
+
+
 def _unproven(target: MatchTarget, agreement: Agreement) -> list[str]:
     """Return a note if the target has values, and none of them shows whether a fit is right."""
-    if target.values is None or agreement.equal:
-        return []
-    return ["no values of the target are equal, as after another training: they cannot confirm this"]
+    note = "no values of the target are equal, as after another training: they cannot confirm this"
+    return [] if target.values is None or agreement.equal else [note]
 
 
 def _by_recipe(
@@ -250,23 +255,23 @@ def _by_recipe(
 
     The values of the result are compared with the target's. What they contradict is added to ``refuted`` instead.
     """
-    pieces = (part_of(checkpoint), target.part)
-    if any(spec.part for spec in best.specs.values()) or any(item and not item.tensors_whole for item in pieces):
+    in_parts = any(item and not item.tensors_whole for item in (part_of(checkpoint), target.part))
+    if in_parts or any(spec.part for spec in best.specs.values()) or not _is_editable(checkpoint):
         return None  # shapes of one rank's part say nothing about the whole
-    if not _is_editable(checkpoint):
-        return None
     from ..recipes import leading_to  # imported late: it reads all recipes
 
     wanted = {name: spec.shape for name, spec in target.tensors.items()}
     family, dropped = leading_to(checkpoint, best.state_dict.path or ".", wanted)
     choices = [FixStep("to-names", family)] if family else []
     for step in (*choices, FixStep("recipe", inferred)) if inferred else choices:
-        agreement = _agreement_after(checkpoint, target, best, step)
+        try:
+            agreement = _agreement_after(checkpoint, target, best, step)
+        except CkptoolError:
+            continue  # the recipe lacks a number
         if not agreement.contradicted:
             break
-        names = join_limited(list(agreement.contradicted), most=3)
         what = f"the names of {step.value}" if step.option == "to-names" else "the rules that the shapes suggest"
-        refuted.append(f"{what} are not offered: the target has other rows, or the same in another order, in {names}")
+        refuted.append(f"{what} are not offered: {_in_wrong_place(agreement)}")
     else:
         return None
     left_out = _left_out(checkpoint, best) if best.before else []
@@ -286,19 +291,16 @@ def _by_recipe(
 
 
 def _agreement_after(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, step: FixStep) -> Agreement:
-    """Compare the values that a recipe makes with those of the target. Of values that are made anew and large, one
-    tensor of each family is read.
-    """
+    """Compare the values that a recipe makes with the target's; of large computed tensors, read one of each family."""
     if target.values is None:
         return Agreement(0, ())
     from ...formats.recipes.recipe import parsed_recipe
     from ..recipes import apply_recipe, named_as
 
-    place = best.state_dict.path
-    if step.option == "recipe":
-        made = apply_recipe(checkpoint, parsed_recipe(step.value), key=place or ".")
-    else:
-        made = named_as(checkpoint, step.value, key=place or ".")
+    place, inferred = best.state_dict.path, step.option == "recipe"
+    recipe = parsed_recipe(step.value) if inferred else ""
+    key = place or "."
+    made = apply_recipe(checkpoint, recipe, key=key) if inferred else named_as(checkpoint, step.value, key=key)
     families = {family_of(name): name for name in target.tensors}
     values = Values(made, place, target.values.rounding, {*families.values()})
     return Pairing(values, target.values).agreement((name, name) for name in target.tensors)
@@ -450,11 +452,7 @@ def _next(
         return "", ""
     if best.misplaced:
         number = pluralize(len(best.misplaced), "key")
-        return (
-            f"{number} would load with values in the wrong place: the target has the same values in another order,"
-            f" or under another name: {join_limited(list(best.misplaced), most=3)}",
-            "",
-        )
+        return f"{number} would load with values in the wrong place: {_in_wrong_place(best.agreement)}", ""
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
     if renaming is not None:
@@ -471,7 +469,7 @@ def _next(
         most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: {most}", ""
     if not after.sizes:
-        if causes:  # strict=False would hide them
+        if causes or not after.loads:  # strict=False would hide them
             return "", ""
         return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after, target.tied)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
