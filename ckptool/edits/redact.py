@@ -111,9 +111,10 @@ def redact(
     if unknown:
         raise TargetError(f"{unknown[0]!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
     items, left = private_and_left(checkpoint, kinds, only=Globs(include, exclude))
+    before = checkpoint
     checkpoint = _with_texts(checkpoint, [item for item in items if item.holder is not None], left, kinds)
     items = [item for item in items if item.holder is None]
-    if not items and checkpoint.changes:
+    if not items and checkpoint is not before:
         return _laid_out(checkpoint, checkpoint.graph, [])
     if not items:
         nothing = Change("redact", "", 0, 0, f"nothing private is recognised: {', '.join(kinds)}")
