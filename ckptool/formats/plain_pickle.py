@@ -11,7 +11,7 @@ from ..safety.held_configuration import may_be_configuration
 from . import BARE_PICKLE, FORMATS
 from .foreign.frameworks import foreign_pickle
 from .foreign.identification import explain_before_pickle
-from .search.graph_parts import may_hold_pickle
+from .search.graph_parts import suspects
 from .search.inert import active_parts
 
 #: The most bytes of such a file. A larger one is rare, and its search costs little per byte.
@@ -34,7 +34,7 @@ def is_plain_pickle(source: Source) -> bool:
     strings = plain_strings(data)
     if strings is None or _ZIP_END in data or may_be_configuration(strings.texts):
         return False
-    if strings.binary and any(map(may_hold_pickle, strings.binary)):
+    if any(True for _ in suspects(strings.texts, strings.binary)):
         return False
     name = source.name
     whole, head = BytesSource(data, name), data[:1024]

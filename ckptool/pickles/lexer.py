@@ -2,7 +2,7 @@
 
 A pickle has no jumps: an unpickler executes the opcodes in order, up to the first one that it refuses. So bytes in
 which an invalid opcode comes before any opcode that names a global run nothing, even if a decoder is stricter than an
-unpickler.
+unpickler. STOP counts as an opcode without effect, because another pickle may follow it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import opcodes as op
 
 #: Opcodes without a variable size: (opcodes, bytes of their argument). PROTO and FRAME change nothing here.
 _FIXED: Final = (
-    (b"(012N)t]lae}dsuQbRo\x81\x92" + bytes((*range(0x85, 0x8A), 0x8F, 0x90, 0x91, 0x94, 0x97, 0x98)), 0),
+    (b".(012N)t]lae}dsuQbRo\x81\x92" + bytes((*range(0x85, 0x8A), 0x8F, 0x90, 0x91, 0x94, 0x97, 0x98)), 0),
     (b"Kqh", 1),
     (b"M", 2),
     (b"Jrj", 4),
@@ -26,6 +26,7 @@ _FIXED: Final = (
 _FIXED_RUN: Final = regex(
     rb"(?s)(?:\x80[\0-\5]|" + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED) + b")+"
 )
+_SIZES: Final = {op.PROTO: 1, **{code: size for codes, size in _FIXED for code in codes}}
 #: The length field of each opcode that is followed by a length and as many bytes.
 _COUNTED: Final = {
     **dict.fromkeys((op.SHORT_BINSTRING, op.SHORT_BINBYTES, op.LONG1, op.SHORT_BINUNICODE), Struct("<B")),
@@ -54,10 +55,11 @@ ENDS, TOO_LONG = "the bytes end first", "too long to tell"
 
 
 def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> str:
-    """Return the worst that an unpickler may do from byte ``at`` on, before it refuses an opcode or stops.
+    """Return the worst that an unpickler may do from byte ``at`` on, before it refuses an opcode.
 
     The result is NOTHING, NAMES (it may import a module), CALLS (it may also call or change an imported object), ENDS
-    (it needs more bytes) or TOO_LONG. ``modules`` are the top-level modules that may be installed; None means any.
+    (no opcode is refused before the end of the bytes) or TOO_LONG. ``modules`` are the top-level modules that may be
+    installed; None means any.
     """
     named = ""
     begin, texts = at, False
@@ -67,7 +69,9 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
             if named and _CALLS.search(data, at, run.end()):
                 return CALLS
             at = run.end()
-        code = data[at] if at < len(data) else op.STOP
+        if at >= len(data):
+            return named or ENDS
+        code = data[at]
         at += 1
         counted = _COUNTED.get(code)
         if counted is not None:
@@ -102,6 +106,8 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
             named, at = NAMES, at + _EXTENSIONS[code]
         elif code == op.STACK_GLOBAL and texts:
             named = NAMES
+        elif at + _SIZES.get(code, 0) > len(data):
+            return named or ENDS
         else:
             break
     else:

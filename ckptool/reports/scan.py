@@ -240,7 +240,7 @@ def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> F
     claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
     if kind in PLACEHOLDERS and claims:
         return unread(path, error)
-    inert = inert_kind(head, source)
+    inert = inert_kind(head)
     if inert and not claims:
         return _scan(path, source.size, kind, passed_over=inert)
     return _scan(path, source.size, kind, Verdict(UNKNOWN, (error.what,)))

@@ -105,8 +105,8 @@ def test_every_value_under_every_name(protocol: int, compared: Any, tmp_path: Pa
                 if compared(path):
                     taken.add(number)
                     assert not rest
-    # Values 4 to 7 have bytes, which protocol 2 makes by a call.
-    assert taken == set(range(0 if protocol < 2 else 4 if protocol == 2 else 8))
+    # Values 4 to 6 have bytes, which protocol 2 makes by a call.
+    assert taken == set(range(0 if protocol < 2 else 4 if protocol == 2 else 7))
 
 
 def _with_signatures() -> Iterator[bytes]:
@@ -168,7 +168,7 @@ def test_mutated_pickles(protocol: int, compared: Any, tmp_path: Path) -> None:
                 data[at:at] = rng.choice(seeds)[: rng.randrange(40)]
         path.write_bytes(data)
         taken += compared(path)
-    assert taken > 60
+    assert taken > 50
 
 
 def test_a_large_pickle_is_searched() -> None:

@@ -8,35 +8,38 @@ JSON and YAML from safetensors metadata.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Final
 
 from ...base.errors import MalformedError
 from ...base.text import human_bytes, quoted
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import FoundPickle
+from ...checkpoint.survey import EXTRA_STATE
 from ...checkpoint.tensors import Tensor, view_id
-from ...files.sources import BytesSource, Source
-from ...pickles.lexer import NOTHING, outcome
+from ...files.compressed import compression_of
 from ...safety.configuration import mapping_findings
 from ...values.elements import elements, storage_reader, tensor_size
-from .pickle_search import active_pickles, find_pickles
+from .budget import unchecked
+from .graph_parts import may_begin_pickle
+from .pickle_search import active_pickles, value_pickles
 
-#: The first bytes of a tensor, enough to tell whether it may hold a pickle.
+#: The first bytes of a tensor: if no pickle, archive or encoded text may begin so, the rest is not searched.
 _HEAD: Final = 512
 #: The most bytes of a tensor that are searched; a layer's extra state has a few thousand.
 _MOST: Final = 64 << 20
-_ZIP: Final = b"PK\x03\x04"
 _NOTE: Final = "a tensor that holds a pickle; TransformerEngine unpickles such values of *_extra_state"
 
 
 def carried_pickles(checkpoint: Checkpoint) -> Iterator[FoundPickle]:
-    """Yield the pickles in byte tensors, and metadata configuration that runs code.
+    """Yield the pickles in byte tensors and in metadata, and metadata configuration that runs code.
 
-    Only the first 512 bytes of a tensor are read, unless a pickle or an archive begins there.
+    Only the first 512 bytes of a tensor are read if they rule out a pickle, except of ``*_extra_state``.
     """
     for file, texts in checkpoint.container.texts():
-        yield from active_pickles(mapping_findings(texts), f"{file}: __metadata__" if file else "__metadata__")
+        where = f"{file}: __metadata__" if file else "__metadata__"
+        yield from active_pickles(mapping_findings(texts), where)
+        for key, text in texts.items():
+            yield from value_pickles(text.encode("latin-1", "replace"), f"{where}: {quoted(key)}")
     seen = set()
     for path, part in checkpoint.survey.byte_tensors():
         if view_id(part) not in seen:
@@ -47,27 +50,19 @@ def carried_pickles(checkpoint: Checkpoint) -> Iterator[FoundPickle]:
 def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[FoundPickle]:
     where = f"tensor {quoted(path)}" if path else "the tensor"
     try:
-        head = _first(checkpoint, tensor, _HEAD)
-        if not (_is_binary(head) or outcome(head) != NOTHING):
+        data = _first(checkpoint, tensor, _HEAD)
+        if not (EXTRA_STATE in path or may_begin_pickle(data) or compression_of(data)):
             return
         data = _first(checkpoint, tensor, _MOST)
     except MalformedError:  # other checks report the missing bytes
         return
-    content: Source = BytesSource(data, where)
-    found = find_pickles(content, strict=False)
-    first = next(found, None)
-    if first is not None:
-        yield from (
-            pickle._replace(where=f"{where}: {pickle.where}" if pickle.where else where, note=pickle.note or _NOTE)
-            for pickle in chain((first,), found)
-        )
-    elif len(data) < tensor_size(tensor) and _is_binary(head):
+    found = False
+    for pickle in value_pickles(data, where):
+        found = True
+        yield pickle._replace(note=pickle.note or _NOTE)
+    if not found and len(data) < tensor_size(tensor) and may_begin_pickle(data):
         what = f"it may hold a pickle of {human_bytes(tensor_size(tensor))}; only {human_bytes(_MOST)} were read"
-        yield FoundPickle(where, None, what, unchecked=True)
-
-
-def _is_binary(head: bytes) -> bool:
-    return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or head[:4] == _ZIP
+        yield unchecked(where, what)
 
 
 def _first(checkpoint: Checkpoint, tensor: Tensor, size: int) -> bytes:

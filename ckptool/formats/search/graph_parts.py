@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from binascii import a2b_base64, a2b_hex
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from typing import Final
 
+from ...base.lazy import regex
 from ...checkpoint.objects import callable_name
+from ...files.compressed import compression_of
+from ...pickles.lexer import ENDS, NOTHING, outcome
 from ...pickles.nodes import ByteArray, Call, Global, Graph, Persistent
 
 #: The first bytes of a zip archive.
@@ -26,52 +31,60 @@ def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
     return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))
 
 
-def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
-    """Yield (bytes that may be a pickle, whether they are arguments of a call)."""
-    nodes = graph.nodes
-    loaders = {ref for ref, node in graph.of_type(Global) if "load" in node.name}
-    encode = {ref for ref, node in graph.of_type(Global) if (node.module, node.name) == ("_codecs", "encode")}
-    binary = graph.has(bytes, ByteArray)
-    if not (loaders or encode or binary) and "\x80" not in "".join(graph.strings):
-        return
-    arguments: set[int] = set()
-    encoded: set[int] = set()
-    for _, node in graph.of_type(Call):
-        args = nodes[node.args]
-        if node.func in encode and type(args) is tuple:
-            encoded.update(args[:1])  # protocol 2 has no bytes: this call makes them from text
-        for ref in args[:4] if type(args) is tuple else ():
-            kind = type(nodes[ref])
-            # Python 2 keeps bytes in str; torch's own calls often take strings.
-            if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
-                arguments.add(ref)
-    for ref, part in enumerate(nodes):
-        if type(part) is str:  # nearly all strings are names
-            if part[:1] != "\x80" and ref not in arguments and ref not in encoded:
-                continue
-            data = part.encode("latin-1", "replace")
-        elif type(part) is bytes:
-            data = part
-        elif type(part) is ByteArray:
-            data = part.data
-        else:
-            continue
-        if len(data) > 2:
-            yield data, ref in arguments
+#: The most levels of hex and base64 that are decoded to see whether a value is searched.
+_MAX_LEVELS: Final = 4
+#: Any other string holds no pickle: it has neither control characters nor a word that may be hex or base64.
+_SUSPECT: Final = regex(r"[^\x20-\x7e]|(?<![0-9A-Za-z+/_-])[0-9A-Za-z+/_-]{16}")
+#: Words in hex, and in base64 of either alphabet. No shorter word holds a call.
+_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}){12,}")
+_BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}")
+_TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
 
 
-def may_hold_pickle(data: bytes) -> bool:
-    """Return whether bytes in a pickle are searched for other pickles, even if they are no argument of a call."""
-    return data[:4] == ZIP or is_binary_pickle(data) or may_run(data)
+def values(graph: Graph) -> Iterator[bytes]:
+    """Yield the bytes objects and strings of a pickle that may hold another one, as bytes."""
+    arrays = (node.data for _, node in graph.of_type(ByteArray))
+    return suspects(graph.strings, chain((node for _, node in graph.of_type(bytes)), arrays))
+
+
+def suspects(strings: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the strings and bytes that may hold a pickle, as bytes."""
+    yield from filter(may_hold_pickle, binary)
+    if _SUSPECT.search(" ".join(strings)):
+        yield from filter(
+            may_hold_pickle, (text.encode("latin-1", "replace") for text in strings if _SUSPECT.search(text))
+        )
+
+
+def may_hold_pickle(data: bytes, level: int = 0) -> bool:
+    """Return whether bytes are searched for pickles: also archives, compressed bytes, and hex or base64 of any."""
+    if data[:4] == ZIP or is_binary_pickle(data) or compression_of(data[:16]) is not None:
+        return True
+    if outcome(data) not in (NOTHING, ENDS):
+        return True
+    return any(True for _ in decoded(data, level + 1)) if level < _MAX_LEVELS else _BASE64.search(data) is not None
+
+
+def may_begin_pickle(head: bytes) -> bool:
+    """Return whether longer bytes may hold a pickle, by the first of them."""
+    compression = compression_of(head)
+    known = head[:4] == ZIP or is_binary_pickle(head) or (compression is not None and not compression.doubtful)
+    return known or outcome(head) != NOTHING or _BASE64.match(head) is not None
+
+
+def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
+    """Yield what a text holds in hex or base64, as a whole or word by word, if it may hold a pickle."""
+    whole = data.translate(None, b" \t\r\n")  # base64 may have line breaks, hex also spaces
+    for text in (data, whole) if len(whole) < len(data) else (data,):
+        for match in _HEX.finditer(text):
+            if may_hold_pickle(part := a2b_hex(match[0]), level):
+                yield part
+        for match in _BASE64.finditer(text):
+            word = match[0].translate(_TO_BASE64)
+            if may_hold_pickle(part := a2b_base64(word[: len(word) - (len(word) % 4 == 1)] + b"=="), level):
+                yield part
 
 
 def is_binary_pickle(data: bytes) -> bool:
     """Return whether bytes begin like a pickle of protocol 2 or later."""
-    return data[:1] == b"\x80" and data[1:2] <= b"\x05"
-
-
-def may_run(data: bytes) -> bool:
-    """Return whether an unpickler may import something from bytes that do not begin like a binary pickle."""
-    from ...pickles.lexer import ENDS, NOTHING, outcome  # only for pickles that hold bytes
-
-    return outcome(data) not in (NOTHING, ENDS)
+    return data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")

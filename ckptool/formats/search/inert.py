@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections.abc import Collection
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -61,6 +59,8 @@ _PROGRAMS: Final = (
     (b"\xca\xfe\xba\xbe", _COMPILED),
 )
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
+#: The key of an extension type of Arrow, and its base64 at each of three offsets, as in Parquet.
+_EXTENSION: Final = (b"ARROW:extension", b"QVJST1c6ZXh0ZW5zaW9u", b"FSUk9XOmV4dGVuc2lvb", b"BUlJPVzpleHRlbnNpb2")
 #: The first bytes of byte order marks in UTF-8, UTF-16 and UTF-32.
 _MARKS: Final = (b"\xef", b"\xff", b"\xfe")
 _CONTROL: Final = regex(rb"[\x00-\x08\x0b\x0e-\x1f]")
@@ -70,25 +70,6 @@ _WORD: Final = 64
 _READ: Final = 40 << 20
 #: Suffixes of texts for people: programs read only the YAML front matter of these.
 _PROSE: Final = (".md", ".rst", ".html", ".htm", ".log")
-#: Archives that a program loads by their configuration: the suffix of the name, or the required members.
-_CONFIGURED: Final = (
-    (".keras", ("config.json", "metadata.json"), "a Keras model: load_model builds what its config.json names"),
-    (".keras", ("config.json", "model.weights.h5"), "a Keras model: load_model builds what its config.json names"),
-    (".skops", ("schema.json",), "a model of skops: it imports what its schema.json names"),
-    (".nemo", ("model_config.yaml",), "a NeMo model: it imports and calls what its model_config.yaml names"),
-)
-
-
-def configured_kind(name: str, members: Collection[str] = ()) -> str:
-    """Return a description of an archive that is loaded by its configuration, or "" for any other.
-
-    ``members`` are the names in it, possibly inside a folder.
-    """
-    names = {member.removeprefix("./").rpartition("/")[2] for member in members}
-    for suffix, required, words in _CONFIGURED:
-        if name.lower().endswith(suffix) or (members and names.issuperset(required)):
-            return words
-    return ""
 
 
 def encoding_of(head: bytes) -> str:
@@ -118,20 +99,39 @@ def is_text(head: bytes) -> bool:
     return encoding_of(head) in ("utf-8", "utf-8-sig")
 
 
-def inert_kind(head: bytes, source: Source) -> str:
+def inert_kind(head: bytes) -> str:
     """Return the kind of bytes in which no checkpoint loader runs anything, such as "image", or "" for any other bytes.
 
     ``head`` are at least the first 512 bytes, enough to tell text and pictures. ``active_parts`` finds what makes a
-    loader run code because of a text.
+    loader run code because of a text, ``hidden_kind`` what only looks inert.
     """
     if not head:
         return "empty file"
     for offset, magic, kind in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return kind
-    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
-        return "safetensors"
     return "text file" if encoding_of(head) else ""
+
+
+def hidden_kind(head: bytes, source: Source) -> str:
+    """Return why a file must not count by its first bytes alone, or "".
+
+    HDF5 may follow a user block of any content (HDF5 File Format Specification: the superblock is at 0, 512 or 512
+    doubled any number of times). Extension types of Arrow may hold a pickle (CVE-2023-47248).
+    """
+    places = (512 << number for number in range(max(source.size // 512, 1).bit_length()))
+    if any(source.read(place, len(_HDF5)) == _HDF5 for place in places):
+        return "HDF5 behind a user block"
+    size = {b"PAR1": 8, b"ARRO": 10}.get(head[:4], 0)  # the footer's size and the magic bytes at the end
+    if size:
+        end = source.size - size
+        footer = int.from_bytes(source.read(end, 4), "little")
+        # A stream reader of Arrow takes the schema at the start instead.
+        begin = min(int.from_bytes(head[12:16], "little"), _READ) if size > 8 else 0
+        text = source.read(0, begin + 16) + source.read(max(end - footer, 0), min(footer, _READ))
+        if footer > _READ or any(name in text for name in _EXTENSION):
+            return "a table with extension types, which pyarrow may unpickle"
+    return ""
 
 
 def code_kind(name: str, head: bytes) -> str:

@@ -25,11 +25,10 @@ from ...files.zips.audit import audit, find_signatures
 from ...files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ...pickles.nodes import Call, Extension, Global, Graph, Node
 from ...pickles.opcodes import PROTO
-from ...safety.calls import suspicious_calls
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
-from .graph_parts import ZIP, byte_strings, is_binary_pickle, may_run
-from .inert import active_parts, code_kind, configured_kind, inert_kind, is_plain_record, is_text
+from .graph_parts import ZIP, decoded, is_binary_pickle, values
+from .inert import active_parts, code_kind, hidden_kind, inert_kind, is_plain_record, is_text
 from .numpy_arrays import npy_data
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 _MAX_DEPTH: Final = 8
 #: Inflating this many bytes costs as much as decoding one.
 _INFLATE_RATIO: Final = 16
+#: Bytes that begin like compressed ones by chance inflate to less.
+_INFLATES: Final = 1 << 20
 #: Bytes after the end of a tar archive that are examined: tar pads with zeros, up to 10,240.
 _TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
@@ -118,57 +119,75 @@ def _ends_like_zip(source: Source) -> bool:
     return b"PK\x05\x06" in source.read(begin, source.size - begin)
 
 
-def _in_content(content: Source, name: str, search: Search, *, storage: bool = False) -> Iterator[FoundPickle]:
+def _in_content(content: Source, name: str, search: Search, *, value: bool = False) -> Iterator[FoundPickle]:
     """Yield the pickles in bytes that may be of several kinds at once.
 
-    ``storage``: the bytes belong to a tensor, which no loader unpickles, but which may be an archive.
+    ``value``: the bytes are a value of a checkpoint, and neither a file nor a record: they count only as pickles.
     """
     if search.depth > _MAX_DEPTH:
         yield unchecked(name, _TOO_DEEP)
         return
     head = content.read(0, 512)
     zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
-    if not head or (storage and not zipped and not arrays):
-        return
-    active = [] if storage else active_parts(name or content.name, head, content)
+    active = [] if value else active_parts(name or content.name, head, content)
     if active:
         search.budget.take(content.size // _INFLATE_RATIO)
         yield from _active(active, name, search)
-    elif not storage and is_plain_record(head, content) and not _is_pickle_name(name):
+    elif not head or (not value and is_plain_record(head, content) and not _is_pickle_name(name)):
         return
+    if search.strict and (hidden := hidden_kind(head, content)):
+        yield unchecked(name, hidden)
     if search.strict and name and (found := _in_checkpoint(content, content.read(0, 1024), search)) is not None:
         yield from _within(name, iter(found))
         return
     compression = compression_of(head)
     tar = is_header(head)
-    # Like torch, look for a zip directory at the end. In a tar archive it may belong to the last member, in a pickle to
-    # bytes that it carries: both are examined separately.
-    if zipped or (not tar and _ends_like_zip(content) and (search.strict or not _is_one_pickle(content, search))):
+    # Like torch, look for a zip directory at the end. In a tar archive it may belong to the last member.
+    if zipped or (not tar and _ends_like_zip(content)):
         zipped = zipped or _is_zip(content)
         yield from _within(name, _in_zip_file(content, search.deeper()))
     if tar:
         yield from _within(name, _in_tar(content, (), search.deeper()))
     if compression is not None:
-        yield from _within(name, _in_compressed(content, compression, search.deeper()))
+        yield from _within(name, _in_compressed(content, compression, search.deeper(), value))
     if head[:4] == ZIP:
         return
     if _is_pickle_name(name):
         yield from _within("", _whole_pickle(content, name, search))
         return
-    pickles = _within("", _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search))
+    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search, further=not value)
+    pickles = _within("", pickles)
+    if value:
+        # Bytes that parse by chance name no globals.
+        yield from (pickle for pickle in pickles if is_binary_pickle(head) or _may_name(pickle))
+        yield from _in_encoded(content.read(0, content.size), name, search)
+        return
     first = next(pickles, None)
     if first is not None:
         yield first
         yield from pickles
     elif search.strict and name and not (zipped or tar or arrays or (compression and not compression.doubtful)):
-        yield from () if active or inert_kind(head, content) else [unchecked(name, _NO_KIND)]
+        yield from () if active or inert_kind(head) else [unchecked(name, _NO_KIND)]
 
 
-def _is_one_pickle(content: Source, search: Search) -> bool:
-    try:
-        return decode_at(content, 0, search.budget, where="pickle")[1] == content.size
-    except PickleError:
-        return False
+def _may_name(pickle: FoundPickle) -> bool:
+    return pickle.graph is None or pickle.graph.has(Global, Extension)
+
+
+def value_pickles(data: bytes, where: str) -> Iterator[FoundPickle]:
+    """Yield the pickles in a value of a checkpoint, which may be compressed, or encoded as hex or base64."""
+    return limited(len(data), lambda search: _in_value(data, where, search))
+
+
+def _in_value(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
+    inner = search.deeper()._replace(strict=False)
+    yield from _within(name, _in_content(BytesSource(data, name), "", inner, value=True))
+
+
+def _in_encoded(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
+    for part in decoded(data):
+        search.budget.take(len(part))
+        yield from _in_value(part, f"{name}: decoded" if name else "decoded", search)
 
 
 def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
@@ -190,16 +209,15 @@ def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
             yield unchecked("the archive", error.what)
         yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
         return
-    kind = configured_kind(content.name, [record.name for record in archive.records])
-    if kind:
-        yield FoundPickle("", None, note=kind)
     for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
         if oddity.ambiguous:
             yield unchecked("the archive", oddity.message)
     yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
 
 
-def _in_compressed(content: Source, compression: Compression, search: Search) -> Iterator[FoundPickle]:
+def _in_compressed(
+    content: Source, compression: Compression, search: Search, value: bool = False
+) -> Iterator[FoundPickle]:
     """Yield the pickles in compressed data, such as joblib and pandas write."""
     why = ""
     limit = min(LIMITS.member_bytes, max(MAX_GUESS, LIMITS.inflation * content.size))
@@ -209,9 +227,9 @@ def _in_compressed(content: Source, compression: Compression, search: Search) ->
         # A streaming reader reaches the pickles that precede the damage or the limit.
         why, data = error.what, inflate_start(content, compression)
     search.budget.take(len(data) // _INFLATE_RATIO)
-    doubtful = why and compression.doubtful
+    doubtful = why and compression.doubtful and len(data) < _INFLATES
     inner = search._replace(strict=False) if doubtful else search
-    pickles = _in_content(BytesSource(data, content.name), "inflated", inner)
+    pickles = _in_content(BytesSource(data, content.name), "inflated", inner, value=value)
     first = next(pickles, None)
     if why and (first is not None or not doubtful):
         yield unchecked("the file", why)
@@ -263,7 +281,7 @@ def _bare(
     Text that happens to begin like a pickle may name globals, but calls nothing. ``further``: also look for pickles
     that begin after the error.
     """
-    text = bool(inert_kind(source.read(begin, 512), source))
+    text = bool(inert_kind(source.read(begin, 512)))
     trivial: list[FoundPickle] = []  # bytes such as "N." count only if better pickles follow
     number = 0
     certain = source.read(begin, 1) == b"\x80"
@@ -395,7 +413,7 @@ def _in_zip(
             storage = storage and not _is_pickle_name(record.name)
         else:
             storage = record.name in storages
-        if not record.size or (search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage)):
+        if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
             continue
         for pickle in _but_no_kind(_in_record(version, record, storage, search), unknown):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
@@ -405,6 +423,8 @@ def _in_zip(
 
 def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
     """Return whether a record is quickly seen to hold no pickle: nearly all have numbers, or a word for torch."""
+    if not (record.size or record.compressed):
+        return True
     small = record.compressed <= 64 and not (_is_pickle_name(record.name) or code_kind(record.name, b""))
     if record.method or record.flags & 1 or not (storage or small):
         return False
@@ -450,7 +470,9 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         yield broken(record.name, error) if is_pickle else unchecked(record.name, error.what)
         yield from _start_of(archive, record, search)
         return
-    yield from _in_content(content, record.name, search, storage=storage)
+    head = content.read(0, 6) if storage else b""
+    if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
+        yield from _in_content(content, record.name, search, value=storage)
 
 
 def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[FoundPickle]:
@@ -538,11 +560,9 @@ def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPi
 def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[FoundPickle]:
     at = 0
     unknown: list[str] = []
-    names: list[str] = []
     try:
         for member in members(source):
             at = member.end
-            names.append(member.name)
             size = min(member.size, source.size - member.begin)
             if size <= 0 or member.begin in known:
                 continue
@@ -555,9 +575,6 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
         if search.strict:
             yield unchecked("the rest of the archive", error.what)
             yield from _further(source, at, "the rest of the archive", search)
-    kind = configured_kind(source.name, names)
-    if kind:
-        yield FoundPickle("", None, note=kind)
     yield from _of_no_kind(unknown)
     rest = source.read(at, _TAR_REST)
     blank = len(rest) - len(rest.lstrip(b"\0"))
@@ -569,32 +586,12 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
-    """Yield the pickles in bytes that a pickle passes to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
+    """Yield the pickles in the bytes and strings of a pickle, which a program may unpickle."""
     return limited(0, lambda search: _in_graph(graph, where, search))
 
 
 def _in_graph(graph: Graph, where: str, search: Search) -> Iterator[FoundPickle]:
-    name = f"{where}: bytes in it"
-    for data, is_argument in byte_strings(graph):
-        if search.depth >= _MAX_DEPTH:
-            yield unchecked(name, _TOO_DEEP)
-            return
+    for data in values(graph):
         if not search.depth:
             search.budget.left += len(data)
-        content = BytesSource(data, name)
-        if data[:4] == ZIP:
-            yield from _within(name, _in_content(content, "", search.deeper()))
-            continue
-        binary = is_binary_pickle(data)
-        for pickle in _bare(content, 0, name, search.deeper(), False) if binary or is_argument or may_run(data) else ():
-            if pickle.unchecked and _is_clean(data):
-                continue  # a storage's values follow the pickles
-            # Bytes that parse by chance name no globals.
-            if binary or (pickle.graph and pickle.graph.has(Global, Extension)):
-                yield pickle
-
-
-def _is_clean(data: bytes) -> bool:
-    from ...safety.torch_bytes import is_clean  # only for bytes that torch saved
-
-    return is_clean(data, suspicious_calls)
+        yield from _in_value(data, f"{where}: bytes in it", search)
