@@ -40,6 +40,8 @@ _MAGIC: Final = (
     (b"Rar!", Compression("rar", False)),
     (b"\x1f\x9d", Compression("compress", False)),
     (b"ZF0x", Compression("joblib's old zlib", False)),
+    (b"!<arch>\n", Compression("ar", False)),
+    (b"07070", Compression("cpio", False)),
 )
 
 

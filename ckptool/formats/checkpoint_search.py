@@ -52,6 +52,11 @@ _OPENED: Final = 8
 _NAMED: Final = 3
 
 
+#: Folders that a scan does not enter, so what is in them is unknown.
+GIT_FOLDER: Final = "a folder of Git, not followed: it may hold programs (hooks) and any object"
+LINKED_FOLDER: Final = "a link to a folder, not followed"
+
+
 class SkippedFile(NamedTuple):
     """A file in a folder that is skipped, and the reason."""
 
@@ -160,8 +165,8 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
 def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | SkippedFile | UnreadableError]:
     """Yield every file that the paths lead to, of any kind, and an error for each folder that cannot be listed.
 
-    A folder that is one checkpoint is yielded itself; its files are scanned with it. Links to folders and ``.git``
-    folders are skipped, because no loader opens them. ``within``: the paths are folders to enter, even if each is one
+    A folder that is one checkpoint is yielded itself; its files are scanned with it. A link to a folder, and ``.git``,
+    is skipped with the reason. ``within``: the paths are folders to enter, even if each is one
     checkpoint.
     """
     for path in paths:
@@ -186,7 +191,7 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
         for name in sorted(folders):
             path = place.join(name)
             if place.is_link(name) or name == ".git":
-                yield SkippedFile(path, "git folder" if name == ".git" else "linked folder")
+                yield SkippedFile(path, GIT_FOLDER if name == ".git" else LINKED_FOLDER)
                 folders.remove(name)
             elif folder_format(place.inner(name)):
                 yield path

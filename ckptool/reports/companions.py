@@ -20,14 +20,14 @@ from ..base.text import join_limited, pluralize
 from ..files.folders import Folder, open_folder
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
+from ..formats.checkpoint_search import GIT_FOLDER, LINKED_FOLDER
 from ..formats.opening import checkpoint_of
-from ..formats.search.inert import code_kind
+from ..formats.search.inert import code_kind, inert_kind
 from ..formats.search.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
 from .checks import NOT_POSSIBLE, Check, check_checkpoint, check_pickles, judge
 
-#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They only matter if the content is not
-#: text.
+#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. No weights are expected there.
 _DATA: Final = (
     *(".json", ".jsonl", ".txt", ".md", ".rst", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".jinja"),
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf", ".mp4", ".wav", ".mp3", ".flac", ".parquet", ".arrow"),
@@ -88,7 +88,8 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     around = (os.path.relpath(path, top.path).replace(os.sep, "/") for path, whole in _around(source) if not whole)
     every = list(islice(chain(companion_names(top, source.parts), around), LIMITS.listed + 1))
     files = [check_companion(top, name, torch) for name in every[: LIMITS.listed]]
-    files += _linked_folders(top)
+    named = open_folder(source.name)  # contains the folder of the checkpoint, or is it
+    files += _unfollowed_folders(named if named.is_folder("") else top)
     if len(every) > LIMITS.listed:
         why = f"more than {LIMITS.listed:,} files"
         files.append(Companion(f"{every[-1]} and what follows it", "more files", reason=why))
@@ -117,7 +118,7 @@ def companion_names(top: Folder, parts: Collection[str]) -> Iterator[str]:
     not followed.
     """
     for inner, folders, files in top.walk():
-        folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens files in .git
+        folders[:] = sorted(name for name in folders if name != ".git")
         for name in sorted(files):
             own = os.path.relpath(inner.join(name), top.path).replace(os.sep, "/")
             if own not in parts:
@@ -146,13 +147,16 @@ def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
         folders[:] = [name for name in folders if name not in whole]
 
 
-def _linked_folders(top: Folder) -> list[Companion]:
-    """Return the links to folders, which are not followed."""
+def _unfollowed_folders(top: Folder) -> list[Companion]:
+    """Return the links to folders and the folders of Git."""
     folders = ((inner, name) for inner, names, _ in top.walk() for name in sorted(names))
-    paths = (inner.join(name) for inner, name in folders if inner.is_link(name))
-    links = (os.path.relpath(path, top.path).replace(os.sep, "/") for path in paths)
-    why = "a link to a folder, not followed"
-    return [Companion(name, "a link to a folder", reason=why) for name in islice(links, LIMITS.listed)]
+    kinds = (
+        (inner.join(name), GIT_FOLDER if name == ".git" else LINKED_FOLDER)
+        for inner, name in folders
+        if name == ".git" or inner.is_link(name)
+    )
+    names = ((os.path.relpath(path, top.path).replace(os.sep, "/"), why) for path, why in kinds)
+    return [Companion(name, "a folder", reason=why) for name, why in islice(names, LIMITS.listed)]
 
 
 def check_companion(folder: Folder, name: str, torch: str) -> Companion:
@@ -199,7 +203,7 @@ def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableEr
     notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, *_CODE)]
     pickles = [pickle.in_file(name) for pickle in pickles]
     whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)
-    data = kind in _NOT_LOADED or (kind == "unknown" and (name.lower().endswith(_DATA) or "." not in name))
+    data = kind in _NOT_LOADED or bool(inert_kind(source.read(0, _HEAD)))
     if not (data or (whole and kind == "pickle")):
         return Companion(name, kind or "damaged", False, error.what, tuple(notes), tuple(pickles))
     if _replaces_weights(name, kind):

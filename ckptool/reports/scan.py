@@ -140,8 +140,8 @@ def path_verdict(scans: Sequence[FileScan]) -> FileVerdict:
 
 
 def skipped(item: SkippedFile) -> FileScan:
-    """Return the scan of a file that is not opened."""
-    return _scan(item.path, None, "", passed_over=item.why)
+    """Return the scan of a folder that is not entered."""
+    return _scan(item.path, None, "", Verdict(UNKNOWN, (item.why,)))
 
 
 def unread(path: str, error: CkptoolError) -> FileScan:

@@ -96,8 +96,7 @@ def test_a_file_that_runs_something_is_found_wherever_it_stands(
     files = {item["name"]: item for item in report["files"]}
     assert report["valid"] == (evil is None), report["checks"]
     for name, looked in wanted.items():
-        # A picture or a vocabulary of any content is not loaded by running it.
-        assert files[name]["looked_at"] == (looked or name == "no_suffix"), (name, files[name])
+        assert files[name]["looked_at"] == looked, (name, files[name])
     assert not evil or evil in files
     if not all(item["looked_at"] for item in files.values()):
         assert report["coverage"] == "partial"

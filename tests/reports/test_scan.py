@@ -295,13 +295,13 @@ def test_every_file_of_a_folder_is_looked_at(downloads: Path) -> None:
     report = ckptool.scan(downloads)
     verdicts = {Path(item["path"]).name: item["verdict"] for item in report["files"] if item["verdict"]}
     evil = dict.fromkeys(("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"), "unsafe")
-    assert verdicts == {"just.pt": "weights-only"} | evil
-    assert report["passed_over"] == {"image": 2, "text file": 1, "git folder": 1}
+    assert verdicts == {"just.pt": "weights-only", ".git": "unknown"} | evil
+    assert report["passed_over"] == {"image": 2, "text file": 1}
     assert report["verdict"] == "unsafe"
     said = say("scan", downloads)
     assert said.code == 1
-    assert "5 files: 4 unsafe, 1 weights-only" in said.out
-    assert "skipped: 4 (2 images, 1 git folder, 1 text file): .git, a.png, b.png and notes.md" in said.out
+    assert "6 files: 4 unsafe, 1 unknown, 1 weights-only" in said.out
+    assert "skipped: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
 
 
 def test_the_formats_agree(downloads: Path) -> None:

@@ -130,11 +130,13 @@ class Search(NamedTuple):
     """The depth of nested files, and the budget that they share.
 
     ``strict``: report bytes of unrecognised type as unchecked. Not set in a checkpoint, where no loader reads them.
+    ``value``: the bytes are, or were held by, a value of a checkpoint: they count only as pickles.
     """
 
     budget: Budget
     depth: int = 0
     strict: bool = False
+    value: bool = False
 
     def deeper(self) -> Search:
         return self._replace(depth=self.depth + 1)

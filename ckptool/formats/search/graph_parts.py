@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from binascii import a2b_base64, a2b_hex
+from binascii import a2b_base64
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Final
@@ -12,6 +12,8 @@ from ...checkpoint.objects import callable_name
 from ...files.compressed import compression_of
 from ...pickles.lexer import ENDS, NOTHING, outcome
 from ...pickles.nodes import ByteArray, Call, Global, Graph, Persistent
+from .budget import BudgetError
+from .inert import is_text
 
 #: The first bytes of a zip archive.
 ZIP: Final = b"PK\x03\x04"
@@ -34,10 +36,12 @@ def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.
 _MAX_LEVELS: Final = 4
 #: Any other string holds no pickle: it has neither control characters nor a word that may be hex or base64.
-_SUSPECT: Final = regex(r"[^\x20-\x7e]|(?<![0-9A-Za-z+/_-])[0-9A-Za-z+/_-]{16}")
-#: Words in hex, and in base64 of either alphabet. No shorter word holds a call.
-_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}){12,}")
+_SUSPECT: Final = regex(r"[^\x20-\x7e]|(?<![0-9A-Za-z+/_-])(?:[0-9A-Za-z+/_-]{16}|(?:[0-9a-fA-F]{2} ){11})")
+#: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
+#: holds a call.
+_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12,}")
 _BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}")
+_LINES: Final = regex(rb"(?:[0-9A-Za-z+/_-]+=*[ \t\r\n]{0,9})+")
 _TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
 
 
@@ -62,27 +66,45 @@ def may_hold_pickle(data: bytes, level: int = 0) -> bool:
         return True
     if outcome(data) not in (NOTHING, ENDS):
         return True
-    return any(True for _ in decoded(data, level + 1)) if level < _MAX_LEVELS else _BASE64.search(data) is not None
+    if level == _MAX_LEVELS:
+        return _BASE64.search(data) is not None
+    try:
+        return any(True for _ in decoded(data, level + 1))
+    except BudgetError:
+        return True
 
 
 def may_begin_pickle(head: bytes) -> bool:
-    """Return whether longer bytes may hold a pickle, by the first of them."""
+    """Return whether longer bytes may hold a pickle or an encoded one, by the first of them."""
     compression = compression_of(head)
     known = head[:4] == ZIP or is_binary_pickle(head) or (compression is not None and not compression.doubtful)
-    return known or outcome(head) != NOTHING or _BASE64.match(head) is not None
+    return known or outcome(head) != NOTHING or is_text(head)
 
 
 def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
-    """Yield what a text holds in hex or base64, as a whole or word by word, if it may hold a pickle."""
-    whole = data.translate(None, b" \t\r\n")  # base64 may have line breaks, hex also spaces
-    for text in (data, whole) if len(whole) < len(data) else (data,):
-        for match in _HEX.finditer(text):
-            if may_hold_pickle(part := a2b_hex(match[0]), level):
-                yield part
-        for match in _BASE64.finditer(text):
-            word = match[0].translate(_TO_BASE64)
-            if may_hold_pickle(part := a2b_base64(word[: len(word) - (len(word) % 4 == 1)] + b"=="), level):
-                yield part
+    """Yield what a text holds in hex or base64 at any place, if it may hold a pickle.
+
+    Raises BudgetError if too many lines may begin one.
+    """
+    for match in _HEX.finditer(data):
+        if may_hold_pickle(part := bytes.fromhex(match[0].decode("ascii")), level):
+            yield part
+    left = 8 * len(data)
+    for match in _BASE64.finditer(data):
+        part = _from_base64(match[0])
+        if (may_begin_pickle(part) or compression_of(part)) and data[match.end() : match.end() + 1] in (b"\n", b"\r"):
+            lines = _LINES.match(data, match.start())
+            left -= len(lines[0])
+            if left < 0:
+                raise BudgetError
+            part = _from_base64(lines[0])
+        if may_hold_pickle(part, level):
+            yield part
+
+
+def _from_base64(text: bytes) -> bytes:
+    text = text.translate(_TO_BASE64, b" \t\r\n=")
+    return a2b_base64(text[: len(text) - (len(text) % 4 == 1)] + b"==")
 
 
 def is_binary_pickle(data: bytes) -> bool:

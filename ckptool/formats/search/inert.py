@@ -37,6 +37,8 @@ _MAGIC: Final = (
     (0, b"\0\1\0\0\0", "font"),
     (0, b"OTTO", "font"),
 )
+#: A ModelProto of SentencePiece begins with its pieces: text, score, type (sentencepiece_model.proto).
+_SENTENCEPIECE: Final = rb"\n[\x08-\x7f]\n[\1-\x70][^\0]{1,112}?\x15.{4}(?:\x18[\1-\6])?\n[\x08-\x7f]\n"
 _COMPILED: Final = "a compiled program or library"
 #: Suffixes of code files, which a program may run.
 _CODE: Final = {
@@ -110,6 +112,8 @@ def inert_kind(head: bytes) -> str:
     for offset, magic, kind in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return kind
+    if re.match(_SENTENCEPIECE, head, re.S):
+        return "SentencePiece model"
     return "text file" if encoding_of(head) else ""
 
 

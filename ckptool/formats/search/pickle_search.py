@@ -119,21 +119,18 @@ def _ends_like_zip(source: Source) -> bool:
     return b"PK\x05\x06" in source.read(begin, source.size - begin)
 
 
-def _in_content(content: Source, name: str, search: Search, *, value: bool = False) -> Iterator[FoundPickle]:
-    """Yield the pickles in bytes that may be of several kinds at once.
-
-    ``value``: the bytes are a value of a checkpoint, and neither a file nor a record: they count only as pickles.
-    """
+def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
+    """Yield the pickles in bytes that may be of several kinds at once."""
     if search.depth > _MAX_DEPTH:
         yield unchecked(name, _TOO_DEEP)
         return
     head = content.read(0, 512)
     zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
-    active = [] if value else active_parts(name or content.name, head, content)
+    active = [] if search.value else active_parts(name or content.name, head, content)
     if active:
         search.budget.take(content.size // _INFLATE_RATIO)
         yield from _active(active, name, search)
-    elif not head or (not value and is_plain_record(head, content) and not _is_pickle_name(name)):
+    elif not head or (not search.value and is_plain_record(head, content) and not _is_pickle_name(name)):
         return
     if search.strict and (hidden := hidden_kind(head, content)):
         yield unchecked(name, hidden)
@@ -149,15 +146,15 @@ def _in_content(content: Source, name: str, search: Search, *, value: bool = Fal
     if tar:
         yield from _within(name, _in_tar(content, (), search.deeper()))
     if compression is not None:
-        yield from _within(name, _in_compressed(content, compression, search.deeper(), value))
+        yield from _within(name, _in_compressed(content, compression, search.deeper()))
     if head[:4] == ZIP:
         return
     if _is_pickle_name(name):
         yield from _within("", _whole_pickle(content, name, search))
         return
-    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search, further=not value)
+    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search, further=not search.value)
     pickles = _within("", pickles)
-    if value:
+    if search.value:
         # Bytes that parse by chance name no globals.
         yield from (pickle for pickle in pickles if is_binary_pickle(head) or _may_name(pickle))
         yield from _in_encoded(content.read(0, content.size), name, search)
@@ -180,8 +177,8 @@ def value_pickles(data: bytes, where: str) -> Iterator[FoundPickle]:
 
 
 def _in_value(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
-    inner = search.deeper()._replace(strict=False)
-    yield from _within(name, _in_content(BytesSource(data, name), "", inner, value=True))
+    inner = search.deeper()._replace(strict=False, value=True)
+    yield from _within(name, _in_content(BytesSource(data, name), "", inner))
 
 
 def _in_encoded(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
@@ -215,9 +212,7 @@ def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
     yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
 
 
-def _in_compressed(
-    content: Source, compression: Compression, search: Search, value: bool = False
-) -> Iterator[FoundPickle]:
+def _in_compressed(content: Source, compression: Compression, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in compressed data, such as joblib and pandas write."""
     why = ""
     limit = min(LIMITS.member_bytes, max(MAX_GUESS, LIMITS.inflation * content.size))
@@ -229,7 +224,7 @@ def _in_compressed(
     search.budget.take(len(data) // _INFLATE_RATIO)
     doubtful = why and compression.doubtful and len(data) < _INFLATES
     inner = search._replace(strict=False) if doubtful else search
-    pickles = _in_content(BytesSource(data, content.name), "inflated", inner, value=value)
+    pickles = _in_content(BytesSource(data, content.name), "inflated", inner)
     first = next(pickles, None)
     if why and (first is not None or not doubtful):
         yield unchecked("the file", why)
@@ -410,7 +405,7 @@ def _in_zip(
     for version, record, prefix in chain(current, older):
         if storages is None:
             storage = record.name.startswith((f"{version.root}/data/", "data/")) and not search.strict
-            storage = storage and not _is_pickle_name(record.name)
+            storage = storage and not (search.value or _is_pickle_name(record.name))
         else:
             storage = record.name in storages
         if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
@@ -472,7 +467,7 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
         return
     head = content.read(0, 6) if storage else b""
     if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
-        yield from _in_content(content, record.name, search, value=storage)
+        yield from _in_content(content, record.name, search._replace(value=search.value or storage))
 
 
 def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[FoundPickle]:
@@ -564,11 +559,12 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
         for member in members(source):
             at = member.end
             size = min(member.size, source.size - member.begin)
+            if search.strict and (member.odd or member.link or (size > 0 and not member.plain)):
+                what = "a link, not followed" if member.link else "it is a sparse file, or of a type of its own"
+                yield unchecked(member.name, member.odd or what)
             if size <= 0 or member.begin in known:
                 continue
             search.budget.take(0)
-            if search.strict and (member.odd or not member.plain):
-                yield unchecked(member.name, member.odd or "it is a sparse file, or of a type of its own")
             content = SliceSource(source, member.begin, size, member.name)
             yield from _but_no_kind(_in_content(content, member.name, search), unknown)
     except MalformedError as error:  # members before the damage were examined
