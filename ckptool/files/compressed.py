@@ -31,14 +31,14 @@ class Compression(NamedTuple):
 
 #: (magic, compression). ``lzma`` has a byte of parameters and a power of two, the size of its dictionary.
 _MAGIC: Final = (
-    (b"\x1f\x8b", Compression("gzip")),
+    (b"\x1f\x8b\x08", Compression("gzip")),
     (b"BZh", Compression("bzip2")),
     (b"\xfd7zXZ\0", Compression("xz")),
     (b"\x28\xb5\x2f\xfd", Compression("zstd", False)),
     (b"\x04\x22\x4d\x18", Compression("lz4", False)),
     (b"7z\xbc\xaf\x27\x1c", Compression("7z", False)),
     (b"Rar!", Compression("rar", False)),
-    (b"\x1f\x9d", Compression("compress", False)),
+    *((bytes((0x1F, 0x9D, 0x80 | bits)), Compression("compress", False)) for bits in range(9, 17)),
     (b"ZF0x", Compression("joblib's old zlib", False)),
     (b"!<arch>\n", Compression("ar", False)),
     (b"07070", Compression("cpio", False)),

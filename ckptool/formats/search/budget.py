@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from ...base.errors import MalformedError, PickleError, PickleLimitError, TruncatedPickleError
 from ...base.records import NamedTuple
 from ...checkpoint.container import FoundPickle
-from ...files.sources import BytesSource, SliceSource, Source, Span
+from ...files.sources import Source
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph, Node, Style
 from .numpy_arrays import JoblibArrays
@@ -32,31 +32,16 @@ class BudgetError(Exception):
 
 
 class Budget:
-    """The bytes that may still be examined, and the examined spans: (source, offset, size, how it was read)."""
+    """The bytes that may still be examined."""
 
     def __init__(self, left: int) -> None:
         self.left = left
-        #: Keeps the sources alive, so that their ids are not reused.
-        self.seen: dict[tuple[int, int, int, object], Source] = {}
 
     def take(self, size: int) -> None:
         """Spend ``size`` bytes; raise BudgetError if too few are left."""
         self.left -= size + _COST
         if self.left < 0:
             raise BudgetError
-
-    def is_new(self, span: Span, how: object) -> bool:
-        """Return whether a span was not yet examined in this way under any name, and record it."""
-        source, offset, size = span
-        while isinstance(source, SliceSource):
-            offset += source.offset
-            source = source.source
-        if isinstance(source, BytesSource):
-            return True  # inflated: recording it would keep it in memory
-        key = (id(source), offset, size, how)
-        new = key not in self.seen
-        self.seen[key] = source
-        return new
 
 
 #: Pickles at the start of open sources: a file is first recognised by its pickle, and then searched.

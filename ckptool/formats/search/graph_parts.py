@@ -95,9 +95,9 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
         if (may_begin_pickle(part) or compression_of(part)) and data[match.end() : match.end() + 1] in (b"\n", b"\r"):
             lines = _LINES.match(data, match.start())
             left -= len(lines[0])
-            if left < 0:
+            if left < 0 and outcome(part) != NOTHING:
                 raise BudgetError
-            part = _from_base64(lines[0])
+            part = _from_base64(lines[0]) if left >= 0 else part
         if may_hold_pickle(part, level):
             yield part
 
