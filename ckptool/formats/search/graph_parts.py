@@ -87,17 +87,20 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
     Raises BudgetError if too many lines may begin one.
     """
     for match in _HEX.finditer(data):
-        if may_hold_pickle(part := bytes.fromhex(match[0].decode("ascii")), level):
+        part = bytes.fromhex(match[0].decode("ascii"))
+        if may_hold_pickle(part, level):
             yield part
     left = 8 * len(data)
     for match in _BASE64.finditer(data):
         part = _from_base64(match[0])
-        if (may_begin_pickle(part) or compression_of(part)) and data[match.end() : match.end() + 1] in (b"\n", b"\r"):
+        goes_on = data[match.end() : match.end() + 1] in (b"\n", b"\r")
+        if goes_on and left > 0 and (may_begin_pickle(part) or compression_of(part)):
             lines = _LINES.match(data, match.start())
-            left -= len(lines[0])
-            if left < 0 and outcome(part) != NOTHING:
-                raise BudgetError
-            part = _from_base64(lines[0]) if left >= 0 else part
+            text = lines[0] if lines else match[0]
+            left -= len(text)
+            part = _from_base64(text)
+        elif goes_on and left <= 0 and outcome(part) != NOTHING and not is_text(part):
+            raise BudgetError
         if may_hold_pickle(part, level):
             yield part
 
