@@ -24,7 +24,9 @@ _FIXED: Final = (
     (b"G\x95", 8),
 )
 _FIXED_RUN: Final = regex(
-    rb"(?s)(?:\x80[\0-\5]|" + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED) + b")+"
+    rb"(?s)(?:\x80[\0-\5]|"
+    + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED)
+    + b"){1,4096}"
 )
 _SIZES: Final = {op.PROTO: 1, **{code: size for codes, size in _FIXED for code in codes}}
 #: The length field of each opcode that is followed by a length and as many bytes.
@@ -69,6 +71,7 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
             if named and _CALLS.search(data, at, run.end()):
                 return CALLS
             at = run.end()
+            continue
         if at >= len(data):
             return named or ENDS
         code = data[at]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from binascii import a2b_base64
+from binascii import a2b_base64, a2b_hex
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Final
@@ -39,9 +39,9 @@ _MAX_LEVELS: Final = 4
 _SUSPECT: Final = regex(r"[^\x20-\x7e]|(?<![0-9A-Za-z+/_-])(?:[0-9A-Za-z+/_-]{16}|(?:[0-9a-fA-F]{2} ){11})")
 #: Hex, possibly in words, and a word in base64 of either alphabet, with the lines that continue it. No shorter one
 #: holds a call.
-_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12,}")
+_HEX: Final = regex(rb"(?:[0-9a-fA-F]{2}[ \t\r\n]{0,2}){12}[0-9a-fA-F \t\r\n]*")
 _BASE64: Final = regex(rb"[0-9A-Za-z+/_-]{16,}")
-_LINES: Final = regex(rb"(?:[0-9A-Za-z+/_-]+=*[ \t\r\n]{0,9})+")
+_LINES: Final = regex(rb"[0-9A-Za-z+/_= \t\r\n-]+")
 _TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
 
 
@@ -87,20 +87,23 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
     Raises BudgetError if too many lines may begin one.
     """
     for match in _HEX.finditer(data):
-        part = bytes.fromhex(match[0].decode("ascii"))
+        digits = match[0].translate(None, b" \t\r\n")
+        part = a2b_hex(digits[: len(digits) // 2 * 2])
         if may_hold_pickle(part, level):
             yield part
     left = 8 * len(data)
     for match in _BASE64.finditer(data):
         part = _from_base64(match[0])
-        goes_on = data[match.end() : match.end() + 1] in (b"\n", b"\r")
-        if goes_on and left > 0 and (may_begin_pickle(part) or compression_of(part)):
-            lines = _LINES.match(data, match.start())
-            text = lines[0] if lines else match[0]
-            left -= len(text)
-            part = _from_base64(text)
-        elif goes_on and left <= 0 and outcome(part) != NOTHING and not is_text(part):
-            raise BudgetError
+        size, begin = len(match[0]), match.start()
+        goes_on = data[begin + size : begin + size + 1] in (b"\n", b"\r")
+        while goes_on and (may_begin_pickle(part) or compression_of(part)):
+            size *= 4
+            left -= size
+            if left < 0:
+                raise BudgetError
+            lines = data[begin : begin + size]
+            goes_on = len(lines) == size and _LINES.fullmatch(lines) is not None
+            part = _from_base64(_LINES.findall(lines)[0])
         if may_hold_pickle(part, level):
             yield part
 
