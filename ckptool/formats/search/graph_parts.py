@@ -91,11 +91,11 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
         part = a2b_hex(digits[: len(digits) // 2 * 2])
         if may_hold_pickle(part, level):
             yield part
-    left = 8 * len(data)
+    left, text_end = 8 * len(data), 0
     for match in _BASE64.finditer(data):
         part = _from_base64(match[0])
         size, begin = len(match[0]), match.start()
-        goes_on = data[begin + size : begin + size + 1] in (b"\n", b"\r")
+        goes_on = begin >= text_end and data[begin + size : begin + size + 1] in (b"\n", b"\r")
         while goes_on and (may_begin_pickle(part) or compression_of(part)):
             size *= 4
             left -= size
@@ -104,6 +104,7 @@ def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
             lines = data[begin : begin + size]
             goes_on = len(lines) == size and _LINES.fullmatch(lines) is not None
             part = _from_base64(_LINES.findall(lines)[0])
+            text_end = begin + size if is_text(part) else 0
         if may_hold_pickle(part, level):
             yield part
 
