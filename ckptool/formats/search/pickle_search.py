@@ -401,6 +401,7 @@ def _in_zip(
 ) -> Iterator[FoundPickle]:
     current = ((archive, record, "") for record in records if record is not main)
     older = ((version, record, "former version: ") for version, record in former)
+    unknown: list[str] = []
     for version, record, prefix in chain(current, older):
         if storages is None:
             storage = record.name.startswith((f"{version.root}/data/", "data/")) and not search.strict
@@ -409,8 +410,9 @@ def _in_zip(
             storage = record.name in storages
         if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
             continue
-        for pickle in _in_record(version, record, storage, search):
+        for pickle in _but_no_kind(_in_record(version, record, storage, search), unknown):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
+    yield from _of_no_kind(unknown)
     yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
 
 
@@ -427,6 +429,22 @@ def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
         return False
     head = span.source.read(span.offset, min(64, span.size))
     return head[:4] != ZIP and head[:6] != _NPY if storage else is_plain_record(head, BytesSource(head))
+
+
+def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:
+    """Yield everything except notes on members of unrecognised type; collect the names of these in ``unknown``."""
+    for pickle in pickles:
+        if pickle.error == _NO_KIND:
+            unknown.append(pickle.where)
+        else:
+            yield pickle
+
+
+def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
+    """Yield one note for all members of unrecognised type."""
+    if names:
+        more = f" and {pluralize(len(names) - 1, 'other member')}" if len(names) > 1 else ""
+        yield unchecked(names[0] + more, _NO_KIND)
 
 
 def _in_record(archive: Archive, record: Record, storage: bool, search: Search) -> Iterator[FoundPickle]:
@@ -493,6 +511,7 @@ def _is_pickle_name(name: str) -> bool:
 def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in records found by local headers only; their sizes are unknown."""
     following = chain(offsets, (source.size,))
+    unknown: list[str] = []
     for number, (offset, end) in enumerate(pairwise(following)):
         if number == LIMITS.listed:
             yield unchecked("the rest of the file", f"more than {LIMITS.listed:,} records that no directory lists")
@@ -516,7 +535,8 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
         if _is_pickle_name(name):
             yield from _whole_pickle(content, prefix + name, search)
         else:
-            yield from _in_content(content, prefix + name, search)
+            yield from _but_no_kind(_in_content(content, prefix + name, search), unknown)
+    yield from _of_no_kind(unknown)
 
 
 def _directory_at(source: Source, begin: int, end: int) -> int:
