@@ -552,6 +552,7 @@ def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPi
 
 def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[FoundPickle]:
     at = 0
+    unknown: list[str] = []
     try:
         for member in members(source):
             at = member.end
@@ -563,11 +564,12 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
                 continue
             search.budget.take(0)
             content = SliceSource(source, member.begin, size, member.name)
-            yield from _in_content(content, member.name, search)
+            yield from _but_no_kind(_in_content(content, member.name, search), unknown)
     except MalformedError as error:  # members before the damage were examined
         if search.strict:
             yield unchecked("the rest of the archive", error.what)
             yield from _further(source, at, "the rest of the archive", search)
+    yield from _of_no_kind(unknown)
     rest = source.read(at, _TAR_REST)
     blank = len(rest) - len(rest.lstrip(b"\0"))
     if blank < len(rest):
