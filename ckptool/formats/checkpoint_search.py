@@ -165,9 +165,9 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
 def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | SkippedFile | UnreadableError]:
     """Yield every file that the paths lead to, of any kind, and an error for each folder that cannot be listed.
 
-    A folder that is one checkpoint is yielded itself; its files are scanned with it. A link to a folder, and ``.git``,
-    is skipped with the reason. ``within``: the paths are folders to enter, even if each is one
-    checkpoint.
+    A folder that its file names show to be one checkpoint is yielded itself; its files are scanned with it. Rank files
+    are scanned one by one, like the other files beside them. A link to a folder, and ``.git``, is skipped with the
+    reason. ``within``: the paths are folders to enter, even if each is one checkpoint.
     """
     for path in paths:
         if within:
@@ -175,7 +175,7 @@ def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | Sk
         elif is_address(path) or not (_is_folder(path) or _is_glob(path)):
             yield path
         elif _is_folder(path):
-            yield from [path] if folder_format(path) else _all_in(path)
+            yield from [path] if folder_format(path, by_names=True) else _all_in(path)
         else:
             matches = _matching(path)
             yield from matches if path in matches else find_all(matches)
@@ -193,7 +193,7 @@ def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
             if place.is_link(name) or name == ".git":
                 yield SkippedFile(path, GIT_FOLDER if name == ".git" else LINKED_FOLDER)
                 folders.remove(name)
-            elif folder_format(place.inner(name)):
+            elif folder_format(place.inner(name), by_names=True):
                 yield path
                 folders.remove(name)
         folders.sort()

@@ -220,25 +220,23 @@ def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
 def _whole_of_ranks(checkpoint: Checkpoint, folder: Folder, ranks: int) -> str:
     """Return the path of all ranks' files, judged by the names in the folder; "" if the names do not prove it.
 
-    The path is the folder, or a glob pattern if other runs saved in the same folder. No other file is opened.
+    The path is the folder, or a pattern if other files there are not of this save by their names. No other file is
+    opened.
     """
-    from .names.ranks import numbered_sets, rank_sets
+    from .fsdp.patterns import pattern_among
+    from .names.ranks import numbered_sets, rank_sets, torch_files
 
     name = os.path.basename(checkpoint.path)
     names = folder.names()
-    sets = rank_sets(names)
-    own = next((files for files in sets if name in files.files.values()), None)
-    if own is None:
-        numbered = numbered_sets(names)
-        together = any(name in files.files.values() and len(files.files) == ranks for files in numbered)
-        return folder.path if together else ""
-    if len(own.files) < (own.world or ranks):
+    own = [files for files in rank_sets(names) if name in files.files.values() and len(files.files) >= files.world]
+    own += [files for files in numbered_sets(names) if name in files.files.values() and len(files.files) == ranks]
+    if not own or len(own[0].files) < (own[0].world or ranks):
         return ""
-    worlds = {files.world for files in sets}
-    # Different rank numbers mean different saves.
-    if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):
+    files = [*own[0].files.values()]
+    worlds = {every.world for every in rank_sets(names)}
+    if {*torch_files(names)} <= {*files} or (own[0].world and worlds == {own[0].world}):
         return folder.path
-    return folder.join(own.pattern) if own.world and len(own.files) > 1 else ""
+    return os.path.join(os.path.dirname(checkpoint.path), pattern_among(files, names))
 
 
 def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:

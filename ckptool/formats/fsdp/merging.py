@@ -295,6 +295,11 @@ class Merge:
         return f"{name} ({' and '.join(kinds)})" if kinds else ""
 
     @property
+    def is_optimizer(self) -> bool:
+        """Whether the files hold the state of an optimizer, in torch's form."""
+        return {"state", "param_groups"} <= self._places.keys()
+
+    @property
     def is_sure(self) -> bool:
         """Whether the files read so far have the same names, and hold only located parts and equal values.
 

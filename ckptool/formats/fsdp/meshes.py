@@ -120,6 +120,9 @@ class Meshes(RankFiles):
         numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
         ranks = max(gap.world for gap in gaps) or len(sets[0].files)
         self._note_meshes(merges, meshes, ranks)
+        spread = [merge.is_optimizer for merge in merges if merge.parts]
+        #: Whether all that is spread over the ranks is the state of an optimizer.
+        self.only_optimizer = bool(spread) and all(spread)
         step = next((merge.step for merge in merges if merge.step), None)
         self.rank_save = RankSave(ranks, step[1] if step and "epoch" not in step[0] else None)
         state = "all there" if all(complete) and is_complete(self.problems) else "incomplete"
@@ -242,7 +245,7 @@ def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
     ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
     sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, first, ranks)]
     sets += [rank_set._replace(world=first.world) for rank_set in _numbered(folder, others, first.files.keys())]
-    of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in sets)
+    of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in spread)
     return _labelled(sets) if of_one else []
 
 
@@ -271,7 +274,7 @@ def _numbered(folder: Folder, names: Collection[str], like: Collection[int] | No
 def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes]) -> bool:
     """Return whether the file numbers match. Numbers may be missing from files whose tensors record their rank."""
     own, numbers = rank_set.files.keys(), {*like}
-    return not own.isdisjoint(numbers) if words is _CLASSES else own == numbers
+    return not own.isdisjoint(numbers) if words is _CLASSES else own <= numbers
 
 
 def _labelled(sets: list[RankSet]) -> list[RankSet]:
@@ -293,7 +296,7 @@ def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> boo
     """Return whether files without spread tensors, such as optimizer files, belong to the same save as another set."""
     if rank_set.world or other.world:
         return rank_set.world == other.world
-    return len(rank_set.files) > 1 or rank_set.files.keys() == ranks
+    return rank_set.files.keys() <= {*ranks} and (len(rank_set.files) > 1 or len(ranks) == 1)
 
 
 def _is_spread(folder: Folder, rank_set: RankSet) -> bool:
@@ -302,35 +305,43 @@ def _is_spread(folder: Folder, rank_set: RankSet) -> bool:
 
 
 def _mentions(folder: Folder, rank_set: RankSet, words: Sequence[bytes]) -> bool:
-    """Return whether the first readable file of a set has one of the words in its pickle."""
-    for name in islice(rank_set.files.values(), _TRIED):
-        try:
-            with closing(folder.open(name)) as source:
-                at, size = 0, source.size
-                if source.read(0, 4) == b"PK\x03\x04":
-                    archive = read_archive(source)
-                    record = archive.find("data.pkl")
-                    _, at, size = archive.payload(record) if record else (source, 0, 0)
-                data = source.read(at, min(size, _SEARCHED))
-        except CkptoolError:
-            continue
-        return any(word in data for word in words)
-    return False
+    """Return whether one of the first files of a set has one of the words in its pickle."""
+    return any(_has_word(folder, name, words) for name in islice(rank_set.files.values(), _TRIED))
+
+
+def _has_word(folder: Folder, name: str, words: Sequence[bytes]) -> bool:
+    """Return whether the pickle of a file has one of the words; False for a file that cannot be read."""
+    try:
+        with closing(folder.open(name)) as source:
+            at, size = 0, source.size
+            if source.read(0, 4) == b"PK\x03\x04":
+                archive = read_archive(source)
+                record = archive.find("data.pkl")
+                _, at, size = archive.payload(record) if record else (source, 0, 0)
+            data = source.read(at, min(size, _SEARCHED))
+    except CkptoolError:
+        return False
+    return any(word in data for word in words)
 
 
 def _is_one_save(folder: Folder, rank_set: RankSet) -> bool:
-    """Return whether numbered files are from several ranks of one mesh, all ranks or some."""
+    """Return whether numbered files are from several ranks of one mesh, all ranks or some.
+
+    Files that one rank saved one after the other are not. One readable file is enough if there are as many files as
+    ranks.
+    """
     names = list(rank_set.files.values())
     ends = [_summary(folder, name) for name in (names[0], names[-1])]
-    if all(end is not None and end.expected == len(names) for end in ends):
-        return len({rank for end in ends if end for rank in end.ranks}) != 1  # one rank saved several times
+    named = all(end is not None and end.expected == len(names) for end in ends)
+    if named and len({rank for end in ends if end for rank in end.ranks}) != 1:
+        return True  # read two files of thousands
     summaries = [found for name in names[:_COMPARED] if (found := _summary(folder, name))]
     ranks = [rank for found in summaries for rank in found.ranks]
-    if len(ranks) != len(set(ranks)) or any(len(found.ranks) != 1 for found in summaries):
+    if any(len(found.ranks) != 1 for found in summaries):
         return False
     members = {rank for found in summaries for mesh in found.meshes for rank in mesh.members}
     most = max([len(members), *(found.expected for found in summaries)])
-    return len(names) <= most and (len(ranks) > 1 or len(names) == most)
+    return len(names) <= most and (len(set(ranks)) > 1 or len(ranks) == 1 < len(names) == most)
 
 
 def _summary(folder: Folder, name: str) -> ShardingSummary | None:
@@ -347,7 +358,11 @@ def _summary(folder: Folder, name: str) -> ShardingSummary | None:
 
 def read(folder: Folder) -> tuple[FolderSource, Meshes]:
     """Open a folder of rank files; raise MalformedError if none of its files can be read."""
-    return read_files(folder.path, folder, folder.names(strict=True))
+    source, container = read_files(folder.path, folder, folder.names(strict=True))
+    if container.only_optimizer:
+        what = "the rank files here hold the state of an optimizer, and no file holds the model"
+        container.problems.append(Finding.of(INCOMPLETE, "error", what))
+    return source, container
 
 
 def read_files(path: str, folder: Folder, names: Collection[str]) -> tuple[FolderSource, Meshes]:
@@ -365,29 +380,39 @@ def read_files(path: str, folder: Folder, names: Collection[str]) -> tuple[Folde
 
 
 def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
-    """Return notes on other checkpoints and torch files in the folder. Numbered files are shown as one pattern."""
+    """Return notes on other checkpoints and torch files in the folder, and an error for each that has parts of tensors:
+    the files with the other parts are missing. Numbered files are shown as one pattern."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
     others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
-    words: list[str] = []
-    paths: list[str] = []
+    files: dict[str, list[str]] = {}
     left = set(others)
     for rank_set in [*rank_sets(others), *numbered_sets(others)]:
         own = set(rank_set.files.values())
         if len(own) > 1 and own <= left:
             left -= own
-            paths.append(rank_set.pattern)
-            words.append(f"{rank_set.pattern} ({pluralize(len(own), 'file')})")
+            files[rank_set.pattern] = sorted(own)
+    files |= {name: [name] for name in sorted(left)}
     problems = []
+    for pattern, own in islice(files.items(), _MOST_SETS):
+        if part := next(filter(None, (_part_in(folder, name) for name in own[:_TRIED])), ""):
+            what = f"{part}; the files with the other parts are not there, or are damaged: {pattern} is not read"
+            problems.append(Finding.of(INCOMPLETE, "error", what, folder.join(pattern)))
     for name in sorted(names)[:_MOST_NAMES]:
         inner = folder.inner(name)
         if name not in taken and folder_format(inner, by_names=True) is not None:
             what = f"{name} in this folder is a checkpoint of its own, and not read here"
             problems.append(Finding.of(INNER, "note", what, inner.path))
-    if not others:
+    if not files:
         return problems
-    what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
-    first = folder.join([*paths, *sorted(left)][0])
-    return [*problems, Finding.of(OTHER_FILES, "note", what, first)]
+    words = [f"{name} ({pluralize(len(own), 'file')})" if len(own) > 1 else name for name, own in files.items()]
+    what = f"other files in this folder, not read here: {join_limited(words)}"
+    return [*problems, Finding.of(OTHER_FILES, "note", what, folder.join(next(iter(files))))]
+
+
+def _part_in(folder: Folder, name: str) -> str:
+    """Return a sentence on the rank that saved a file with parts of tensors; "" for any other file."""
+    found = _summary(folder, name) if _has_word(folder, name, _CLASSES) else None
+    return f"{name} has parts of tensors that {found.owner} saved" if found is not None and found.partial else ""
 
 
 def _of_model(folder: Folder) -> list[str]:

@@ -64,7 +64,7 @@ def pattern_of(paths: Sequence[str]) -> str:
     among = open_folder(folder).names()
     if not mates(names, names) == mates(names, among) == names:
         return ""
-    pattern = os.path.join(folder, _pattern(names, among))
+    pattern = os.path.join(folder, pattern_among(names, among))
     return pattern if of_one_save(pattern) else ""
 
 
@@ -75,7 +75,7 @@ def left_out(paths: Sequence[str]) -> list[str]:
     return sorted(os.path.join(folder, name) for name in mates(names, open_folder(folder).names()) - names)
 
 
-def _pattern(names: Collection[str], among: Collection[str]) -> str:
+def pattern_among(names: Collection[str], among: Collection[str]) -> str:
     """Return a pattern that matches exactly these names among the names in a folder."""
     start = _common(names)
     end = _common([name[len(start) :][::-1] for name in names])[::-1]
