@@ -17,7 +17,7 @@ import ckptool
 
 from ..base.engines import LOCAL
 from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
-from ..base.findings import EDITED
+from ..base.findings import EDITED, RANK_SETS
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple
 from ..base.steps import argument, as_step, is_remote
@@ -272,6 +272,9 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
             _refuse_inputs(request, target)
         if not request.code:
             say_problems(checkpoint)
+        for problem in checkpoint.container.problems:
+            if problem.code == RANK_SETS:
+                say(f"note: {checkpoint.path}: {problem.message}")
         with blaming_damage(checkpoint):
             edited, fields = _with_fields(request.edit(checkpoint))
             if how.in_place:
@@ -382,8 +385,9 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
         report["planned"] = True
     if beside.copied:
         report["copied"] = beside.copied
-    if beside.not_copied:
-        report["not_copied"] = beside.not_copied
+    left = tuple(name for name in beside.not_copied if name != os.path.basename(output or "") or how.dry_run)
+    if left:
+        report["not_copied"] = left
     if beside.links:
         report["links"] = beside.links
     if saved.shortage:

@@ -18,6 +18,7 @@ from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks,
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address, parsed_object
 from ..files.folders import Folder, open_folder
+from .names.families import family_of_model
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The most bytes of a ``params.json``.
@@ -142,16 +143,22 @@ def _deepspeed_piece(message: str, folder: Folder, others: bool = True) -> Part:
 
 
 def _deepspeed_named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
-    """Recognise the file of one expert or of one pipeline layer of DeepSpeed by its name; None for any other file."""
-    name = os.path.basename(checkpoint.path)
-    if not name.endswith("model_states.pt"):
+    """Recognise the file of one expert of DeepSpeed by its keys, and of one pipeline layer by its name; None for any
+    other file."""
+    name, graph = os.path.basename(checkpoint.path), checkpoint.container.graph
+    expert = any(_EXPERTS in text for text in graph.strings) and all(map(_is_expert, values_of(graph, graph.root)))
+    if not (expert or name.endswith("model_states.pt")):
         return None
-    from .names.deepspeed import EXPERT, LAYER
+    from .names.deepspeed import LAYER
 
-    layer, expert = LAYER.match(name), EXPERT.match(name)
-    if not checkpoint.state_dicts or (expert is None and (layer is None or layer[2])):
+    layer = LAYER.match(name)
+    if not checkpoint.state_dicts or (not expert and (layer is None or layer[2])):
         return None
     return _deepspeed_piece(f"it holds one {'expert' if expert else 'layer'} of a model that DeepSpeed saved", folder)
+
+
+def _is_expert(key: str) -> bool:
+    return _EXPERTS in key
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:
@@ -246,9 +253,9 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
         return None
     parts = named_parts(name, folder.names()) or _lone_part(checkpoint, name, folder)
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
-    if parts is not None and parts.kind in (RANKS, NUMBERED) and others:
+    if parts is not None and others:
         parts = _by_content(parts, checkpoint, folder, others[0])
-    if parts is None:
+    if parts is None or (parts.kind == RANKS and _is_adapter(checkpoint)):
         return None
     number = next(number for number, file in parts.files.items() if file == name)
     message = f"it is part {number - parts.every[0] + 1:,} of {len(parts.every):,} of a checkpoint"
@@ -265,6 +272,11 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     place = folder.path if whole else ""
     alone = bool(missing)
     return Part("part", level, message, place, False, paths, tensors_whole=parts.is_shards, alone=alone)
+
+
+def _is_adapter(checkpoint: Checkpoint) -> bool:
+    """Return whether a file holds a LoRA adapter; a rank in its name is that of its matrices."""
+    return "LoRA" in family_of_model(f"{entry.key}" for entry in checkpoint.survey.tensors)
 
 
 def _lone_part(checkpoint: Checkpoint, name: str, folder: Folder) -> NamedParts | None:
@@ -286,11 +298,12 @@ def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name:
             here, there = ({entry.path: entry.tensor for entry in item.survey.tensors} for item in (checkpoint, other))
             if here.keys().isdisjoint(there):
                 return parts._replace(kind=SHARDS)
-            if here.keys() == there.keys() and (parts.kind == NUMBERED or are_copies(checkpoint, other)):
-                return None
+            copies = here.keys() == there.keys() and are_copies(checkpoint, other)
+            if here.keys() == there.keys() and (parts.kind == NUMBERED or copies != (parts.kind == SHARDS)):
+                return None  # shards have other names of tensors: these are files such as those of epochs
     except CkptoolError:
         pass  # an unreadable file proves nothing
-    return parts._replace(kind=SLICES)
+    return parts._replace(kind=SLICES) if parts.kind in (RANKS, NUMBERED) else parts
 
 
 def are_copies(one: Checkpoint, other: Checkpoint) -> bool:

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE, MISPLACED, OTHER_FILES
 from ...base.steps import RENAME_BACK
-from ...base.text import join_limited, pluralize, quoted, words
+from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.objects import list_items, mapping, values_of
@@ -34,13 +34,8 @@ from ..pieces.chunks import Rows
 from ..pieces.copies import RANK_VALUES, STATISTICS, CopyPair, differ
 from .rounding import MOST_UNLIKE, unlike
 from .slices import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
-from .states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
+from .states import OF_PARTS, ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
 
-#: Root entries of a model file that only describe the partitions. They are left out of the joined object.
-_OF_PARTS: Final = words("""
-    buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
-    dp_world_size mp_world_size
-""")
 #: More ranks than this are rejected as damage.
 _MAX_RANKS: Final = 1 << 16
 #: Bytes of a partition that are sampled for distinct values. With ``_FEW`` distinct values or fewer, equal partitions
@@ -377,7 +372,7 @@ class Deepspeed(RankFiles):
         items = []
         values = {"module": -1, "optimizer": -1, **self._model.values}
         for name, ref in values.items():
-            if name in _OF_PARTS:
+            if name in OF_PARTS:
                 continue
             own: Ref | None = None
             if name == "module":

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.records import NamedTuple
-from ...base.text import quoted
+from ...base.text import quoted, words
 from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
 from ...checkpoint.tensors import Tensor
 from ...pickles.nodes import Call, Graph, Ref
@@ -29,6 +29,12 @@ from .slices import Shapes
 
 #: Struct formats of step dtypes.
 _NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+#: Root entries of a model file that only describe the partitions. They are left out of a joined checkpoint.
+OF_PARTS: Final = words("""
+    buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
+    dp_world_size mp_world_size
+""")
 
 #: The places of parameters in a rank's flat tensor: name -> (first element, number of elements).
 Addresses = Mapping[str, tuple[int, int]]

@@ -15,11 +15,10 @@ from math import prod
 from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
-from ...base.findings import INCOMPLETE
-from ...base.lazy import regex
+from ...base.findings import INCOMPLETE, UNCHECKED
 from ...base.records import NamedTuple
 from ...base.steps import RENAME_BACK
-from ...base.text import join_limited, pluralize, quoted, shown, step_words, words
+from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.folders import Folder
@@ -44,8 +43,11 @@ from ..names.ranks import by_number
 from ..names.training import training_folder
 from ..pieces.chunks import Rows
 from .folder import state_dict_with
+from .listed import listed_in, without_tensors
+from .numbered import EXPERT_KEY, NumberedFiles, numbers_in
+from .pipelines import Pipeline
 from .rounding import MOST_UNLIKE, unlike
-from .states import ModelState, number_of, parameter_shapes, read_model
+from .states import OF_PARTS, ModelState, number_of, read_model
 
 _LATEST: Final = "latest_universal"
 #: Holds one folder per parameter, with one file per state.
@@ -55,21 +57,13 @@ _WEIGHTS: Final = "fp32.pt"
 #: The conversion adds this to the model file of a model with experts; the expert parameters are not in that file.
 _EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
+_EXPERT_OPTIMIZER: Final = "expp_rank_0_mp_rank_00_optim_states.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
 #: Facts in a model file: the number of ranks, and the steps done.
 _RUN: Final = ("dp_world_size", "global_steps")
 #: The keys that may hold the optimizer's state in its files.
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
-#: The expert number in a tensor name.
-_EXPERT_KEY: Final = regex(r"\.deepspeed_experts\.(\d{1,6})\.")
 _MAX_RANKS: Final = 1 << 16
-#: A parameter name of a numbered layer; tied layers have a key instead of a number.
-_OF_LAYER: Final = regex(r"\d+\.")
-#: Entries that describe partitions; a universal checkpoint no longer needs them.
-_OF_PARTS: Final = words("""
-    buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
-    dp_world_size mp_world_size
-""")
 
 
 class _Parameter(NamedTuple):
@@ -77,20 +71,6 @@ class _Parameter(NamedTuple):
 
     name: str
     files: Mapping[str, str]
-
-
-class _Numbered(RankFiles):
-    """Files with numbers in their names, checked against the names under which they were saved."""
-
-    def _open_as(self, kind: re.Pattern[str], name: str, numbers: tuple[int, ...], stack: ExitStack) -> RankFile | None:
-        """Open a file of one kind; None if it cannot be read or was saved with other numbers, reported as a problem."""
-        file = self.open_file(name, stack)
-        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
-        if saved and _numbers(saved) != numbers:
-            what = f"it was saved as {saved[0]}: that of another place under this name"
-            self._note_incomplete(f"{name}: {what}", name)
-            return None
-        return file
 
 
 class Universal(RankFiles):
@@ -134,7 +114,7 @@ class Universal(RankFiles):
                 items.append((name, state_dict_with(self, file, model, refs, in_parts=False)))
             elif name == "optimizer":
                 items.append((name, self._optimizer(model, states, stack)))
-            elif name not in _OF_PARTS:
+            elif name not in OF_PARTS:
                 items.append((name, self.graft(file, ref)))
         self.build(self.builder.mapping(items))
         name = f"DeepSpeed {model.save.get('ds_version', '')}".rstrip()
@@ -261,6 +241,8 @@ class Universal(RankFiles):
         name = os.path.join(_PARAMETERS, _STATE)
         there = _STATE in self.folder.inner(_PARAMETERS).names()
         file = self.open_file(name, stack) if there else None
+        if states and not there:
+            self._note_incomplete(f"{name} is not there: the optimizer's groups are missing", name)
         groups = []
         if file is not None:
             graph = file.graph
@@ -275,7 +257,7 @@ class Universal(RankFiles):
         return self.builder.mapping(parts)
 
 
-class WholeModel(_Numbered):
+class WholeModel(NumberedFiles):
     """The file of an uncut model, with its experts' tensors in their places.
 
     Expert-parallel ranks number the optimizer's states, or have flat vectors with ZeRO. These parts are not joined:
@@ -288,7 +270,7 @@ class WholeModel(_Numbered):
         super().__init__(step.folder)
         names = step.names
         name = whole_file(names)
-        file = self._open_as(MODEL, name, (0,), stack)
+        file = self.open_as(MODEL, name, (0,), stack)
         if file is None:
             raise self.errors[0] if self.errors else MalformedError(self.problems[0].message, next=RENAME_BACK)
         graph, values = file.graph, values_of(file.graph, file.graph.root)
@@ -301,14 +283,17 @@ class WholeModel(_Numbered):
             raise training_folder(folder) or NotACheckpointError(what, kind="deepspeed", path=folder.path)
         counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
         module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
-        self._add_experts(experts, counts, module, stack)
-        optimizers = self._files(EXPERT_OPTIMIZER, names) | self._files(OPTIMIZER, names) if experts else {}
+        #: The number of an expert, and the shape of one of its tensors.
+        self._of_experts: list[tuple[int, tuple[int, ...]]] = []
+        inside = any(map(EXPERT_KEY.search, module))
+        self._add_experts(experts, [] if inside else counts, module, stack)
+        optimizers = self._files(EXPERT_OPTIMIZER, names) | self._files(OPTIMIZER, names)
         items = []
         for entry, ref in values.items():
             if entry == "module" and experts:
                 items.append((entry, self.builder.mapping(module.items())))
-            elif entry == "optimizer" and optimizers:
-                items.append((entry, self._optimizers(optimizers, stack)))
+            elif entry == "optimizer" and (experts or optimizers):
+                items.append((entry, self._optimizers(optimizers, self._writers(file, values, counts), stack)))
             else:
                 items.append((entry, self.graft(file, ref)))
         self.build(self.builder.mapping(items))
@@ -333,7 +318,7 @@ class WholeModel(_Numbered):
     def _files(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
         """Return the files of one kind by the numbers in their names, sorted."""
         matches = [match for match in map(kind.match, names) if match]
-        files, twice = by_number((_numbers(match), match[0]) for match in matches)
+        files, twice = by_number((numbers_in(match), match[0]) for match in matches)
         self.note_twice(twice)
         return dict(sorted(files.items()))
 
@@ -342,7 +327,7 @@ class WholeModel(_Numbered):
     ) -> None:
         """Add the experts' tensors to ``module``; ``counts`` has the number of experts in each expert layer."""
         by_layer = next(iter(experts.values()), "").startswith("layer_")
-        for layer, count in enumerate(counts if experts else ()):
+        for layer, count in enumerate(counts):
             there = {number for other, number, _ in experts if other == layer or not by_layer}
             lost = [number for number in range(min(count, _MAX_RANKS)) if number not in there]
             if lost:
@@ -352,113 +337,64 @@ class WholeModel(_Numbered):
         for numbers, name in experts.items():
             if by_layer and numbers[0] >= len(counts):
                 self._note_incomplete(f"{name} is of no layer of experts that {_MODEL} names", name)
-            file = self._open_as(EXPERT, name, numbers, stack)
+            file = self.open_as(EXPERT, name, numbers, stack)
             for key, ref in values_of(file.graph, file.graph.root).items() if file is not None else ():
-                expert = _EXPERT_KEY.search(key)
+                expert = EXPERT_KEY.search(key)
                 if expert is not None and int(expert[1]) != numbers[1]:
                     self._note_incomplete(f"{name} has {quoted(key)}: it is another expert's file", name)
                 if key in module:
                     self._note_incomplete(f"{quoted(key)} is in {name} and in another file", name)
                 elif file is not None:
                     module[key] = self.graft(file, ref)
-
-    def _optimizers(self, files: Mapping[tuple[int, ...], str], stack: ExitStack) -> Ref:
-        """Build a mapping from file name to that file's part of the optimizer."""
-        parts = []
-        for numbers, name in files.items():
-            file = self._open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
-            if file is not None:
-                values = values_of(file.graph, file.graph.root)
-                own = next((values[entry] for entry in _OF_OPTIMIZER if entry in values), file.graph.root)
-                parts.append((name.removesuffix(".pt"), self.graft(file, own)))
-        ranks = {numbers[0] for numbers in files}
-        lost = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
-        if lost:
-            which = join_limited([str(rank) for rank in lost])
-            self._note_incomplete(f"the optimizer's file of rank {which} is not there")
-        return self.builder.mapping(parts)
-
-
-class Pipeline(_Numbered):
-    """Pipeline layers: the model is their union, each layer under its number, as PipelineModule names it."""
-
-    format = "deepspeed-union"
-
-    def __init__(self, folder: Folder, names: Collection[str], stack: ExitStack) -> None:
-        super().__init__(folder)
-        layers, models = self._numbered(LAYER, names), self._numbered(MODEL, names)
-        optimizer = any(OPTIMIZER.match(name) for name in names)
-        items: dict[str, Ref] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for number, name in layers.items():
-            file = self._open_as(LAYER, name, (number, 0), stack)
-            if file is not None:
-                for key, ref in values_of(file.graph, file.graph.root).items():
-                    items[f"{number}.{key}"] = self.graft(file, ref)
                     tensor = file.reader.tensor(ref)
-                    if tensor is not None:
-                        shapes[f"{number}.{key}"] = tensor.shape
-        if not items and self.errors:
-            raise self.errors[0]
-        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items.items()))]
-        opened = [self._open_as(MODEL, name, (number,), stack) for number, name in models.items()]
-        stages = [file for file in opened if file is not None]
-        self._note_lost(layers, shapes, stages)
-        ranks, steps = len(models), dict[int, str]()
-        for stage in stages:
-            graph, values = stage.graph, values_of(stage.graph, stage.graph.root)
-            ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else ranks
-            if "global_steps" in values:
-                steps.setdefault(whole_number(graph, values["global_steps"]), stage.name)
-            if stage is stages[0]:
-                left = {"module", "optimizer", *_OF_PARTS}
-                root += [(name, self.graft(stage, ref)) for name, ref in values.items() if name not in left]
-            if "optimizer" in values and graph.nodes[values["optimizer"]] is not None:
-                optimizer = True
-        if optimizer:
-            what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
-            self._note("optimizer", "note", what)
-        if len(steps) > 1:
-            words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
-            self._note_incomplete(f"its files are of several saves: {words}", list(steps.values())[1])
-        ranks = min(ranks, _MAX_RANKS)
-        absent = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks) if rank not in models]
-        if absent:
-            self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
-        self.build(self.builder.mapping(root))
-        self.rank_save = RankSave(ranks, min(steps, default=None))
-        step = step_words(self.rank_save.step)
-        self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
+                    self._of_experts += [(numbers[1], tensor.shape)] if tensor else []
 
-    def _numbered(self, kind: re.Pattern[str], names: Collection[str]) -> dict[int, str]:
-        """Return the files of one kind by number, sorted."""
-        files, twice = by_number((int(match[1]), name) for name in names if (match := kind.match(name)))
-        self.note_twice(twice)
-        return dict(sorted(files.items()))
+    def _writers(self, file: RankFile, values: Mapping[str, Ref], counts: Sequence[int]) -> int:
+        """Return how many ranks have a file of the optimizer: all of them with ZeRO, else one for each share of the
+        experts; 0 if unknown.
 
-    def _note_lost(
-        self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
-    ) -> None:
-        """Report parameters named by the stages but found in no file, and gaps in the layer numbers."""
-        lost = [number for number in range(max(layers, default=0)) if number not in layers]
-        if lost:
-            names = join_limited([f"layer_{number:02d}" for number in lost[: shown(3)]], len(lost), most=3)
-            what = f"no file holds {names}: functions and repeated tied layers are not saved"
-            self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
-        for stage in stages:
-            values = values_of(stage.graph, stage.graph.root)
-            groups = parameter_shapes(stage, values["param_shapes"]) if "param_shapes" in values else ()
-            for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
-                own = shapes.get(name)
-                if own != shape and (own is not None or _OF_LAYER.match(name)):
-                    there = f"it is of the shape {list(own)}" if own is not None else "it is in no file"
-                    what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and {there}"
-                    self.note(INCOMPLETE, "error", what, stage.name, refused=True)
+        The optimizer of a rank has the parameters in the model file, and those of its share of the experts.
+        """
+        graph = file.graph
+        world = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 0
+        listed = listed_in(file, values)
+        if listed is None:
+            return world
+        buffers = {graph.nodes[ref] for ref in list_items(graph.nodes[values.get("buffer_names", graph.root)])}
+        module = values_of(graph, values["module"]).items()
+        outside = [tensor.shape for name, ref in module if name not in buffers and (tensor := file.reader.tensor(ref))]
+        for ranks in range(1, min(world, _MAX_RANKS) + 1):
+            share = max(counts, default=0) // ranks
+            own = [*outside, *(shape for number, shape in self._of_experts if number < share)]
+            if without_tensors([listed], own)[1:] == (0, 0):
+                return ranks
+        return 0
 
-
-def _numbers(match: re.Match[str]) -> tuple[int, ...]:
-    """Return the numbers in a file name, 0 for an absent group."""
-    return tuple(int(group or 0) for group in match.groups())
+    def _optimizers(self, files: Mapping[tuple[int, ...], str], ranks: int, stack: ExitStack) -> Ref:
+        """Build a mapping from file name to that file's part of the optimizer, saved by that many ranks (0 if
+        unknown)."""
+        parts = []
+        same: dict[Collection[int], str] = {}
+        for numbers, name in files.items():
+            file = self.open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
+            if file is not None:
+                sums = tuple(record.crc or 0 for record in file.container.records() if record.key)
+                if any(sums) and same.setdefault(sums, name) != name:
+                    what = f"{name} has the tensors of {same[sums]}: one is a copy of the other"
+                    self._note_incomplete(what, name)
+                values = values_of(file.graph, file.graph.root)
+                own = next(values[entry] for entry in _OF_OPTIMIZER if entry in values)
+                parts.append((name.removesuffix(".pt"), self.graft(file, own)))
+        if not ranks:
+            what = "nothing says how many ranks saved the optimizer: whether all its files are there is not checked"
+            self._note(UNCHECKED, "note", what)
+        there = {numbers[0] for numbers in files}
+        like = next(iter(files.values()), _EXPERT_OPTIMIZER)
+        for rank in range(min(max([ranks, *there]), _MAX_RANKS)):
+            if rank not in there:
+                name = re.sub(r"(p_rank_)\d+", rf"\g<1>{rank}", like, count=1)
+                self.note(INCOMPLETE, "error", f"the optimizer's file of rank {rank} is not there: {name}", name)
+        return self.builder.mapping(parts)
 
 
 def _parameters(folder: Folder) -> list[_Parameter]:

@@ -19,6 +19,7 @@ from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, shown
 from ...checkpoint.container import RankSave, is_complete
+from ...checkpoint.objects import mapping
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -28,7 +29,7 @@ from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
 from .. import folder_format, read_container
 from ..folders import opening
-from ..joined.container import RankFiles
+from ..joined.container import RankFile, RankFiles
 from ..names.hf import model_files
 from ..names.ranks import RankSet, numbered_sets, rank_sets, torch_files
 from .merging import Merge
@@ -74,16 +75,29 @@ class Meshes(RankFiles):
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
         #: The problems of each set, which concern only its own tensors.
         own: list[list[Finding]] = []
+        #: The problems that concern everything.
+        foreign: list[Finding] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
             self.note_twice(rank_set.twice)
+            bare: list[tuple[RankFile, int]] = []
             for number, name in rank_set.files.items():
                 file = self.open_file(name, stack)
                 if file is not None:
                     self._note_name(name, saved.get(file.container.root, name), rank_set)
-                    merge.add(file, rank_set.rank_of(file.container.root, number))
-            merges.append(merge)
+                    rank = rank_set.rank_of(file.container.root, number)
+                    if mapping(file.graph, file.graph.root) is None:
+                        bare.append((file, rank))
+                    else:
+                        merge.add(file, rank)
             own.append(self._taken())
+            odd = [file.name for file, _ in bare] if merge.ranks else []
+            for name in odd:
+                self._note(INCOMPLETE, "error", f"{name} holds no dict, and the other files of its set do", name)
+            foreign += self._taken()
+            for file, rank in bare if not odd else ():
+                merge.add(file, rank)
+            merges.append(merge)
         if not any(merge.ranks for merge in merges):
             raise self.errors[0]
         meshes = {mesh: None for merge in merges for mesh in merge.meshes}
@@ -97,7 +111,7 @@ class Meshes(RankFiles):
         # A rank may hold no part of a parameter, and then no state for it either.
         sizes = {size for merge in merges for size in merge.parameters}
         roots: list[tuple[str, Ref]] = []
-        placed: list[Finding] = []
+        placed = foreign
         for rank_set, merge, gap, problems in zip(sets, merges, gaps, own):
             before = set(self._tensors)
             roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []

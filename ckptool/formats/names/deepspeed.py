@@ -91,7 +91,7 @@ def other_steps(step: StepFolder) -> list[str]:
 def _are_files(names: Collection[str]) -> bool:
     states = [name for name in names if _STATES in name]
     optimizer, zero3, models = (_by_rank(kind, states) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    others = any(LAYER.match(name) or EXPERT.match(name) for name in states)
+    others = any(LAYER.match(name) or EXPERT.match(name) or EXPERT_OPTIMIZER.match(name) for name in states)
     return bool(optimizer or zero3 or (models and (others or len(models) == len(names))))
 
 

@@ -19,6 +19,7 @@ _FAMILIES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("a LoRA adapter (diffusers)", (".unet.", "lora.down.")),
     ("a LoRA adapter (diffusers)", (".transformer.", ".lora_A.", "transformer_blocks.")),
     ("a LoRA adapter (PEFT)", (".lora_A.",)),
+    ("a LoRA adapter", (".lora_down.", ".lora_up.")),
     ("Stable Diffusion (original names)", (".diffusion_model.input_blocks.", ".first_stage_model.")),
     ("a diffusion U-Net (diffusers)", (".down_blocks.#.resnets.", ".mid_block.", ".time_embedding.")),
     ("an image autoencoder (diffusers)", (".encoder.down_blocks.", ".decoder.up_blocks.")),

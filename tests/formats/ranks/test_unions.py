@@ -228,13 +228,74 @@ def test_two_files_of_one_number_are_named(name: str, pipeline: Path, tmp_path: 
     broken(pipeline, f"{own} and {name} are for one place: one of them is left from another save", tmp_path)
 
 
-def test_a_layer_without_a_file_is_a_warning(pipeline: Path, tmp_path: Path) -> None:
-    """Functions have no parameters, and no files."""
-    (pipeline / "layer_01-model_states.pt").rename(pipeline / "aside")
-    torch.save({"weight": torch.ones(2)}, pipeline / "layer_04-model_states.pt")
-    assert not problems(pipeline) and "4.weight" in whole(pipeline, tmp_path / "one.pth")["module"]
-    (finding,) = (item for item in ckptool.inspect(pipeline)["findings"] if item["code"] == "no-layer")
-    assert "no file holds layer_01, layer_02 and layer_03: functions" in finding["message"]
+#: The shapes of the layers of a pipeline on two stages; functions have none.
+STAGES = (({"weight": (9, 4)}, {}), ({"weight": (4, 4), "bias": (4,)}, {"weight": (4, 4), "bias": (4,)}))
+
+
+def trained(folder: Path, *, frozen: bool = False, tied: bool = False, states: bool = True) -> Path:
+    """A pipeline with the optimizer's state, as DeepSpeed writes it without ZeRO."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    number, embedding = 0, torch.randn(9, 4)
+    for stage, layers in enumerate(STAGES):
+        own = [embedding] if tied and stage else []
+        for layer in layers:
+            tensors = {name: torch.randn(shape) for name, shape in layer.items()}
+            tensors |= {"weight": embedding} if number == 0 else {}
+            own += tensors.values()
+            extra = {"running": torch.ones(4)} if frozen and tensors else {}
+            if tensors:
+                torch.save(tensors | extra, folder / f"layer_{number:02d}-model_states.pt")
+            number += 1
+        moments = {at: {"step": torch.tensor(1.0), "exp_avg": value * 2} for at, value in enumerate(own)}
+        optimizer = {"state": moments if states else {}, "param_groups": [{"lr": 0.1, "params": [*range(len(own))]}]}
+        facts = {"global_steps": 1, "dp_world_size": 1, "mp_world_size": 2, "ds_version": "0.19.8"}
+        model = {"module": None, "optimizer": optimizer, "param_shapes": None, **facts}
+        torch.save(model, folder / f"mp_rank_{stage:02d}_model_states.pt")
+    return folder
+
+
+def test_a_gap_is_no_loss_if_the_optimizer_tells_of_all_tensors(tmp_path: Path) -> None:
+    """Functions have no parameters, and no files. A tied layer is listed by two stages."""
+    for number, options in enumerate(({}, {"tied": True}, {"states": False})):
+        folder = trained(tmp_path / str(number), **options)
+        assert ckptool.validate(folder)["valid"] and len(whole(folder, tmp_path / "one.pth")["module"]) == 5
+        assert {item["level"] for item in ckptool.inspect(folder)["findings"]} == {"note"}
+    folder = trained(tmp_path / "frozen", frozen=True)
+    assert "layer_01-model_states.pt" in next(
+        item["message"] for item in ckptool.inspect(folder)["findings"] if item["code"] == "no-layer"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"tied": True}, {"states": False}], ids=str)
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_lost_layer_is_seen_by_what_the_optimizer_lists(
+    number: int, options: dict[str, bool], tmp_path: Path
+) -> None:
+    folder = trained(tmp_path / "run", **options)
+    (folder / f"layer_{number:02d}-model_states.pt").unlink()
+    broken(folder, f"layer_{number:02d}-model_states.pt", tmp_path)
+
+
+def test_a_gap_that_nothing_explains_is_an_error(pipeline: Path, tmp_path: Path) -> None:
+    (pipeline / "layer_00-model_states.pt").unlink()
+    for path in pipeline.glob("mp_rank_*"):
+        torch.save({**torch.load(path), "optimizer": None}, path)
+    broken(pipeline, "layer_00-model_states.pt", tmp_path)
+
+
+def test_the_content_of_a_file_decides_what_it_is(pipeline: Path, tmp_path: Path) -> None:
+    kinds = {
+        "layer_00-model_states.pt": "the state dict of a layer",
+        "mp_rank_00_model_states.pt": "a model file of DeepSpeed",
+    }
+    for (one, own), (other, its) in (kinds.items(), reversed(kinds.items())):
+        data = (pipeline / one).read_bytes()
+        torch.save(torch.load(pipeline / other), tmp_path / "file")
+        shutil.copy(tmp_path / "file", pipeline / one)
+        broken(pipeline, f"{one}: it holds {its}, not {own}", tmp_path)
+        (pipeline / one).write_bytes(data)
+    assert not problems(pipeline)
 
 
 def test_parameters_that_a_stage_names_are_looked_for(pipeline: Path, tmp_path: Path) -> None:
@@ -302,14 +363,25 @@ def test_a_file_of_an_expert_or_of_its_optimizer_that_is_missing_is_named(name: 
     for number, path in enumerate(sorted((FIXTURES / "ranks" / name / "global_step3").iterdir())):
         folder = copied(f"ranks/{name}", tmp_path / str(number))
         (folder / path.name).unlink()
-        last = "optim" in path.name and "rank_1" in path.name  # how many there were is nowhere
         if path.name == "mp_rank_00_model_states.pt":
             with pytest.raises(CkptoolError):
                 ckptool.open(folder)
-        elif not last:
+        else:
             assert not ckptool.validate(folder)["valid"], path.name
+            assert any(path.name in text for text in problems(folder))
             with pytest.raises(CkptoolError, match="is not there"):
                 ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "lost.pth")
+
+
+@pytest.mark.parametrize("kind", ["layer_*", "*optim_states.pt"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_all_files_of_a_kind_that_are_missing_are_named(name: str, kind: str, tmp_path: Path) -> None:
+    folder = copied(f"ranks/{name}", tmp_path)
+    for path in folder.glob(kind):
+        path.unlink()
+    for inner in (folder, folder.parent):
+        with pytest.raises(CkptoolError):
+            whole(inner, tmp_path / "one.pth")
 
 
 def test_files_of_experts_that_changed_places_are_named(tmp_path: Path) -> None:
