@@ -317,3 +317,33 @@ def test_a_recipe_for_one_part_leads_to_the_folder(command: str, tmp_path: Path)
     step = said.err.rpartition("  -> ckptool ")[2]
     assert str(folder / "consolidated") not in step and say(*shlex.split(step)).code == 0
     assert "model.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    "names", [("lora_rank2",), ("lora_rank2", "lora_rank4"), ("adapter-rank-8", "adapter-rank-16")]
+)
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("pair", [("lora_A", "lora_B"), ("lora_down", "lora_up")])
+def test_the_rank_of_an_adapter_is_no_part_of_a_model(
+    names: tuple[str, ...], suffix: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    for name in names:
+        rank = int("".join(filter(str.isdigit, name)))
+        shapes = dict(zip(pair, ((rank, 8), (8, rank))))
+        save(
+            {f"layer.{half}.weight": torch.randn(shape) for half, shape in shapes.items()}, tmp_path / f"{name}{suffix}"
+        )
+    for path in tmp_path.iterdir():
+        said = say("validate", path)
+        assert said.code == 0 and "part" not in said.out, said.out
+    assert say("convert", path, "-o", tmp_path / "out.pth").code == 0
+
+
+def test_files_of_epochs_are_no_shards(tmp_path: Path) -> None:
+    """The same tensors in each: names alone would make them parts of one model."""
+    for number in range(3):
+        torch.save(
+            {name: value + number for name, value in whole().items()}, tmp_path / f"epoch_{number:03d}_of_100.pt"
+        )
+    with ckptool.open(tmp_path / "epoch_001_of_100.pt") as checkpoint:
+        assert part_of(checkpoint) is None

@@ -122,7 +122,5 @@ class Pipeline(NumberedFiles):
             what = f"not there: {join_limited(names[:-1], most=3)}; nothing says whether they had tensors"
             self.note(INCOMPLETE, "error", what, names[0], refused=True)
         elif lost and lacking.spare:
-            what = (
-                f"not there: {join_limited(names[:-1], most=3)}; if they had tensors, the optimizer did not update them"
-            )
+            what = f"not there: {join_limited(names[:-1], most=3)}; if they had tensors, these were frozen"
             self._note("no-layer", "warning", what, names[0])

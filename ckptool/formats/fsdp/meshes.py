@@ -181,13 +181,12 @@ class Meshes(RankFiles):
     def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
         """Return the ranks without a file in a set; report ranks that occur twice."""
         ranks = {rank for rank in merge.ranks if rank >= 0}
-        strays = [
-            (number, name)
-            for number, name in merge.without.items()
-            if merge.parts and number >= world > 0 and rank_set.named
-        ]
+        strays = [(number, name) for number, name in merge.without.items() if merge.parts]
         for number, name in strays:
-            what = f"{name} is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
+            beyond = f"is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
+            what = (
+                f"{name} {beyond if number >= world > 0 else 'has no part of a tensor, and the others of its set do'}"
+            )
             self._note(INCOMPLETE, "error", what, name)
         ranks -= {number for number, _ in strays}
         numbers = rank_set.files.keys() - {number for number, _ in strays}

@@ -208,3 +208,30 @@ def test_the_sets_of_accelerate_and_of_verl_stay_one(tmp_path: Path) -> None:
         folder = Path(shutil.copytree(FIXTURES / "ranks" / name, tmp_path / name))
         given = [str(path) for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin")]
         assert ckptool.hash(pattern_of(given))["content"] == ckptool.hash(folder)["content"], name
+
+
+def test_the_file_of_a_rank_leads_to_its_set_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole has the structure of the file, whatever else is in the folder. The folder has an entry for each set."""
+    save_ranks(tmp_path, 2, lambda rank: {"model": model(2)(rank), "step": 5}, "model_rank{}.pt")
+    save_ranks(tmp_path, 2, model(2), "fsdp-{}.pth")
+    monkeypatch.chdir(tmp_path)
+    refused = say("convert", "model_rank0.pt", "-o", "one.pth")
+    step = shlex.split(refused.err.partition("-> ckptool ")[2].partition("\n")[0])
+    assert refused.code == 4 and step == ["convert", "model_rank*.pt", "-o", "one.pth"]
+    assert say(*step).code == 0 and torch.load("one.pth").keys() == {"model", "step"}
+    said = say("convert", ".", "-o", "all.pth")
+    assert said.code == 0 and torch.load("all.pth").keys() == {"model", "fsdp"}
+    assert "2 sets of rank files, an entry for each: fsdp (fsdp-*.pth) and model (model_rank*.pt)" in said.all.replace(
+        "model (model_rank*.pt) and fsdp (fsdp-*.pth)", "fsdp (fsdp-*.pth) and model (model_rank*.pt)"
+    )
+    assert "not copied: one.pth" in said.all
+
+
+def test_scan_judges_every_file_beside_rank_files(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "saved", 2, model(2), "model_rank{}.pt")
+    torch.save({"weight": WEIGHT}, tmp_path / "saved" / "good.pth")
+    (tmp_path / "saved" / "notes.txt").write_text("some words")
+    for place in (tmp_path / "saved", tmp_path):
+        said = say("scan", place, "-v")
+        assert all(f"{name}: " in said.out for name in ("model_rank0.pt", "model_rank1.pt", "good.pth")), said.out
+        assert "3 files" in said.out and "notes.txt" in said.out
