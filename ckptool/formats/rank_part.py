@@ -253,9 +253,11 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
         return None
     parts = named_parts(name, folder.names()) or _lone_part(checkpoint, name, folder)
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
+    if parts is not None and parts.kind == RANKS and _is_adapter(checkpoint):
+        return None
     if parts is not None and others:
         parts = _by_content(parts, checkpoint, folder, others[0])
-    if parts is None or (parts.kind == RANKS and _is_adapter(checkpoint)):
+    if parts is None:
         return None
     number = next(number for number, file in parts.files.items() if file == name)
     message = f"it is part {number - parts.every[0] + 1:,} of {len(parts.every):,} of a checkpoint"

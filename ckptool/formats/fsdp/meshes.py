@@ -406,8 +406,8 @@ def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -
             files[rank_set.pattern] = sorted(own)
     files |= {name: [name] for name in sorted(left)}
     problems = []
-    for pattern, own in islice(files.items(), _MOST_SETS):
-        if part := next(filter(None, (_part_in(folder, name) for name in own[:_TRIED])), ""):
+    for pattern, some in islice(files.items(), _MOST_SETS):
+        if part := next(filter(None, (_part_in(folder, name) for name in some[:_TRIED])), ""):
             what = f"{part}; the files with the other parts are not there, or are damaged: {pattern} is not read"
             problems.append(Finding.of(INCOMPLETE, "error", what, folder.join(pattern)))
     for name in sorted(names)[:_MOST_NAMES]:
