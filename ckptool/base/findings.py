@@ -234,7 +234,7 @@ CODES: Final[dict[str, Code]] = {
     # Safety.
     DANGEROUS_CALL: Code("loading it without weights_only runs code", check="globals"),
     CONFIGURATION: Code("code, or configuration that makes a loader run code", check="pickles"),
-    CARRIED: Code("the bytes of a tensor hold a pickle that a library loads", check="pickles"),
+    CARRIED: Code("text or bytes that a program other than torch.load may evaluate or unpickle", check="pickles"),
     "global": Code("a name that is not on torch's list of safe names", check="globals"),
     "global-name": Code("a name that is not valid in Python", check="globals"),
     "weights-only": Code("torch.load with weights_only=True refuses the file", check="weights-only"),

@@ -146,7 +146,9 @@ def check_checkpoint(
         return [*checks, *safety.checks], safety
     own = program.own_names if program is not None else ()
     every = chain(checkpoint.container.pickles(), carried_pickles(checkpoint))
-    pickles = [pickle for pickle in examine(every, torch, own) if program is None or not pickle.program]
+    pickles = list(examine(every, torch, own))
+    if program is not None:  # its code and settings are text, by design
+        pickles = [pickle._replace(note="") for pickle in pickles if not pickle.program]
     safety = check_pickles(pickles, torch, verdict, notes["pickles"])._replace(audited=audited)
     *others, loads = safety.checks
     ambiguous = [note for note in notes["structure"] if note.ambiguous]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class VerdictReport(TypedDict):
-    """What loading may run: ``verdict`` is weights-only, unsafe, program or unknown. ``reasons`` is empty for
-    weights-only.
+    """What loading may run: ``verdict`` is weights-only, unsafe, program or unknown. For weights-only,
+    ``reasons`` name text that only other programs than torch.load read.
     """
 
     verdict: str

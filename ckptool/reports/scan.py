@@ -37,8 +37,8 @@ class FileScan(TypedDict):
     """One file, or one folder that is a checkpoint.
 
     ``verdict`` is None for a skipped file, for which ``passed_over`` names the kind, and for an unreadable file, for
-    which ``error`` has the message. ``reasons`` explain any verdict except weights-only. ``bytes`` is None if the file
-    cannot be opened.
+    which ``error`` has the message. ``reasons`` explain the verdict; for weights-only, they name text that only other
+    programs than torch.load read. ``bytes`` is None if the file cannot be opened.
     """
 
     path: str

@@ -12,169 +12,29 @@ from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, Extension, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 from ..pickles.opcodes import NEWOBJ
+from .rules import table
 from .torch_lists import NEWEST, allowed
 
-#: Modules whose functions act on the machine or reach other functions. This list decides how severely a call is
-#: reported. It never makes a call harmless: every global that is not on torch's list is reported in any case.
-_MODULES: Final = words("""
-    os posix nt subprocess sys runpy importlib pty shutil socket ctypes code codeop webbrowser pickle _pickle marshal
-    pip platform tempfile urllib.request http.client ftplib smtplib operator _operator timeit cProfile profile pdb bdb
-    doctest asyncio multiprocessing torch.hub torch.utils.cpp_extension torch.storage numpy.testing numpy.f2py pkgutil
-    io _io _posixsubprocess _winapi _thread threading pydoc trace venv ensurepip requests aiohttp httpx ssl telnetlib
-    imaplib poplib socketserver xmlrpc shelve joblib http.server _socket select nntplib imp _imp _frozen_importlib
-    _frozen_importlib_external py_compile compileall zipapp gzip bz2 fileinput glob linecache tokenize filecmp mailbox
-    mmap _pyio netrc sqlite3 _sqlite3 dbm gc fcntl faulthandler getpass readline site _posixshmem tkinter _tkinter
-    turtle antigravity _xxsubinterpreters _interpreters _testcapi concurrent.futures pathlib.Path pathlib.PosixPath
-    pathlib.WindowsPath torch.distributed.run torch.distributed.launcher torch.utils.model_zoo idlelib lib2to3 zipimport
-    _ctypes cffi posixpath.expandvars torch.serialization torch.utils.collect_env torch.utils.bottleneck
-    torch.utils._config_module torch._inductor.codecache torch.jit.unsupported_tensor_ops torch.package setuptools
-    distutils pkg_resources transformers.dynamic_module_utils unittest.mock transformers.utils.import_utils
-    pandas.core.computation pandas.io.common pandas.io.pickle numpy.distutils torch.testing torch._strobelight
-    torch._vendor.quack torch._dynamo.guards torch._dynamo.package torch._dynamo.symbolic_convert
-    torch._inductor.cpp_builder torch.utils.benchmark torch.distributed.elastic logging.handlers logging.config smtpd
-    asyncore asynchat wsgiref rlcompleter modulefinder turtledemo msvcrt winreg _winreg msilib cgi cgitb crypt _pyrepl
-    _osx_support _aix_support multiprocess billiard pexpect ptyprocess paramiko fabric invoke sh plumbum IPython
-    jupyter_client ipykernel pytest _pytest nose execnet gevent eventlet twisted tornado.process trio anyio celery
-    cython Cython pyximport mako numba.core.serialize virtualenv distlib diffusers.utils.dynamic_modules_utils
-    hydra._internal django.core.management mlflow skops.io keras.models tensorflow.keras.models joblib.externals.loky
-    joblib.externals.cloudpickle PIL.ImageMath PIL.ImageShow websocket websockets pycurl boto3 botocore smart_open
-    fsspec zipfile tarfile wave sunau aifc importlib_metadata importlib_resources jinja2 test
-""")
-#: The acting members of modules that also hold classes and tables which files name.
-_ACTING_MEMBERS: Final = {
-    "torch.storage": frozenset(("_load_from_bytes",)),
-    "torch.serialization": words("load _load _legacy_load save _save _legacy_save"),
-    **dict.fromkeys(("io", "_io"), frozenset(("open", "open_code", "FileIO"))),
-    "threading": frozenset(("Thread", "Timer")),
-    "torch.package": frozenset(("PackageImporter",)),
-    "joblib": words("load Parallel"),
-    "fsspec": words("open open_files open_local filesystem"),
-}
-_BUILTINS: Final = words("""
-    eval exec compile __import__ getattr setattr delattr open input apply execfile breakpoint map filter globals locals
-    vars help exit quit file hasattr reload raw_input
-""")
-#: Functions in other modules that run, import or read their arguments.
-_FUNCTIONS: Final = words("""
-    functools.reduce _functools.reduce itertools.starmap itertools.filterfalse itertools.takewhile itertools.dropwhile
-    itertools.accumulate itertools.groupby types.FunctionType types.CodeType types.LambdaType functools.partialmethod
-    numpy.load pandas.read_pickle numpy.ctypeslib.load_library logging.config.listen logging.config._resolve torch.load
-    torch.jit.load uuid._get_command_stdout _osx_support._read_output site.execsitecustomize
-    torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression builtins.object.__reduce__
-    torch._dynamo.guards.GuardBuilder.get sched.scheduler atexit.register weakref.finalize lzma.open lzma.LZMAFile
-    codecs.open logging.FileHandler pstats.Stats signal.signal signal.raise_signal signal.alarm signal.setitimer
-    signal.pthread_kill resource.setrlimit resource.prlimit tracemalloc.Snapshot.load unittest.main fsspec.open
-    numpy.save numpy.savez numpy.savetxt numpy.fromfile numpy.loadtxt numpy.genfromtxt torch.save torch.from_file
-    torch.jit._serialization.load torch.jit.save torch.onnx.export torch.ops.load_library torch.classes.load_library
-    torch._C._load_for_lite_interpreter torch._C.import_ir_module torch._dynamo.utils.import_module pandas.eval
-    numexpr.evaluate yaml.load yaml.unsafe_load yaml.full_load dill.load dill.loads cloudpickle.load cloudpickle.loads
-    sympy.sympify sympy.core.sympify.sympify psutil.Process psutil.Popen IPython.embed IPython.start_ipython
-    torch._C.PyTorchFileWriter torch._C.PyTorchFileReader torch.PyTorchFileWriter torch.PyTorchFileReader
-    types.new_class typing.get_type_hints torch._C.FileCheck numpy.memmap numpy.core.memmap.memmap
-    numpy._core.memmap.memmap copyreg.add_extension copyreg.remove_extension copyreg.clear_extension_cache
-    copyreg.pickle copyreg.constructor codecs.register _codecs.register codecs.register_error _codecs.register_error
-    enum.global_enum torch.cuda.memory.CUDAPluggableAllocator torch.cuda.CUDAPluggableAllocator
-    torch.xpu.memory.XPUPluggableAllocator torch.xpu.XPUPluggableAllocator torch.onnx._internal._lazy_import._LazyModule
-    torch.jit._trace.TracedModule torch.utils.data.datapipes.datapipe._DataPipeSerializationWrapper
-    torch.cuda.gds.GdsFile torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper
-    torch.serialization._open_file torch.utils.data.datapipes.datapipe._MapDataPipeSerializationWrapper
-    torch._inductor.output_code.CompiledFxGraph torch._inductor.runtime.triton_heuristics.TritonCompileResult
-    torch._inductor.analysis.profile_analysis.JsonProfile torch.distributed.nn.api.remote_module._RemoteModule
-    torch.distributed.nn.api.remote_module.RemoteModule torch.fx.graph_module.GraphModule torch.fx.GraphModule
-    torch.fx._lazy_graph_module._LazyGraphModule torch.import_ir_module torch.import_ir_module_from_buffer
-    unittest.main.TestProgram pstats.ProfileBrowser numpy.lib._datasource.DataSource numpy.lib._datasource.Repository
-    numpy.DataSource xml.etree.ElementTree.ElementTree mimetypes.MimeTypes yaml.load_all yaml.unsafe_load_all
-    yaml.full_load_all jsonpickle.decode jsonpickle.unpickler.decode hydra.utils.instantiate hydra.utils.call
-    hydra.utils.get_class hydra.utils.get_method hydra.utils.get_object werkzeug.utils.import_string
-    django.utils.module_loading.import_string tornado.util.import_object dill.load_session dill.load_module
-    dill.load_module_asdict torch.compile torch.vmap torch.set_default_tensor_type torch.set_default_device
-    torch.get_device_module torch.cond transformers.pipeline uuid.getnode pandas.read_hdf pandas.HDFStore
-    networkx.read_gpickle cloudpickle.cloudpickle.subimport lightning.pytorch.cli.instantiate_class
-    pytorch_lightning.cli.instantiate_class keras.saving.load_model keras.src.saving.saving_api.load_model
-""")
+#: The lists of names in ``calls.json``, which says what each holds. They decide how severely a call is reported, and
+#: never make a call harmless: every global that is not on torch's list is reported in any case.
+_LISTS: Final = table("calls")
+_ACTING_MEMBERS: Final = {name: words(text) for name, text in _LISTS.pop("members").items() if name != "about"}
+_NAMES: Final = {name: words(" ".join(part["names"])) for name, part in _LISTS.items()}
+_MODULES, _BUILTINS, _FUNCTIONS = _NAMES["modules"], _NAMES["builtins"], _NAMES["functions"]
 #: Python modules in which every public function is harmless, unless ``_FUNCTIONS`` names it. All functions of Python,
 #: torch and NumPy are known: one that none of the following lists names is not harmless.
-_HARMLESS: Final = words("""
-    collections datetime _datetime array itertools copyreg copy_reg _codecs collections.abc _collections
-""")
-#: Built-in types, and functions that make iterators.
-_TYPES: Final = words("""
-    bool bytearray bytes classmethod complex dict enumerate float frozenset int iter list memoryview object property
-    range reversed set slice staticmethod str tuple type unicode long xrange zip
-""")
-#: Other functions that torch, NumPy and Python write when they pickle their own objects.
-_REBUILDING: Final = words("""
-    logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
-    torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device re.compile
-    time.struct_time weakref.ref _weakref.ref copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__
-    copyreg.__reduce_ex__ re._compile array._array_reconstructor zoneinfo.ZoneInfo._unpickle
-    _collections._deque_iterator _collections._deque_reverse_iterator _collections._tuplegetter itertools._grouper
-    itertools._tee itertools._tee_dataobject
-""")
-#: Torch modules in which every public function is harmless.
-_TORCH: Final = words("""
-    torch torch.functional torch.linalg torch.special torch.sparse torch.masked torch.signal torch.random
-    torch.storage torch.serialization torch.return_types torch.nn.functional torch.nn.init torch.nn.parameter
-    torch._C._nn torch.jit._pickle torch._utils torch._tensor
-""")
-#: Functions and small classes of NumPy that make arrays, scalars and random generators.
-_NUMPY: Final = words("""
-    _reconstruct scalar dtype ndarray _frombuffer frombuffer _mareconstruct array asarray zeros ones empty full arange
-    linspace concatenate matrix recarray record void poly1d generic number integer floating inexact flexible character
-    object_ str_ bytes_ bool_ bool int_ intc intp uint uintc uintp half single double longdouble csingle cdouble
-    clongdouble datetime64 timedelta64 string_ unicode_ longlong ulonglong short ushort byte ubyte long ulong
-    masked_array bitwise_count
-""") | {f"{kind}{bits}" for kind in ("int", "uint", "float", "complex") for bits in (8, 16, 32, 64, 96, 128, 192, 256)}
-#: Attributes that lead from a function or class to everything else.
-_WAYS_OUT: Final = frozenset(
-    f"__{name}__"
-    for name in words("""
-        builtins globals subclasses dict class bases base mro getattribute getattr import loader spec code self func
-        wrapped closure reduce reduce_ex module setattr delattr call get init_subclass getitem path file
-    """)
-)
+_HARMLESS, _TYPES, _REBUILDING = _NAMES["harmless"], _NAMES["types"], _NAMES["rebuilding"]
+_TORCH, _NUMPY, _WAYS_OUT = _NAMES["torch"], _NAMES["numpy"], _NAMES["ways_out"]
+_CONTAINERS, _MAKING, _SHARED, _WITH_MORE = (_NAMES[name] for name in ("containers", "making", "shared", "with_more"))
+_KEEPING: Final = _CONTAINERS | _NAMES["keeping"]
+_CALLED_ATTRIBUTES, _TELLING, _METHODS_OF = _NAMES["called_attributes"], _NAMES["telling"], _NAMES["methods_of"]
+_ANYWHERE: Final = _NAMES["anywhere"] | {
+    last for name in _FUNCTIONS if (last := name.rpartition(".")[2]).lstrip("_")[:1].isupper()
+}
 #: Number of components in the longest name in these lists.
 _DEEPEST: Final = max(name.count(".") + 1 for name in _MODULES | _FUNCTIONS)
 #: The function by which cloudpickle writes a Python class by name and then calls it; common in fastai files.
 _TYPE_LOOKUP: Final = "cloudpickle.cloudpickle._builtin_type"
-#: Containers, which do not call their arguments.
-_CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
-    f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")
-}
-#: Functions that make an object of the class in their first arguments.
-_MAKING: Final = words("copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__")
-#: Functions that store a function without calling it.
-_KEEPING: Final = _CONTAINERS | words("functools.partial _functools.partial collections.defaultdict collections.deque")
-#: Functions that return an object which other code shares.
-_SHARED: Final = words("logging.getLogger")
-#: Functions that, with more than one argument, make a class or call a function.
-_WITH_MORE: Final = words("builtins.type builtins.iter abc.ABCMeta enum.EnumMeta enum.EnumType")
-#: Attributes that an unpickler calls: APPENDS, ADDITEMS and BUILD look them up on the object itself.
-_CALLED_ATTRIBUTES: Final = words("append extend add __setstate__")
-#: Function names, in any package, that suggest running, importing or loading their arguments.
-_TELLING: Final = words("""
-    eval exec execfile execute execute_code run_code runcode runsource exec_code system popen spawn shell getoutput
-    getstatusoutput check_output check_call run_command run_cmd exec_command import_module import_string import_object
-    import_class import_from_string import_by_name import_required dynamic_import load_module load_source load_library
-    resolve_name locate instantiate load loads load_pickle read_pickle unpickle from_pickle load_model load_learner
-    cython_inline compile_and_load safe_eval unsafe_eval literal_exec exec_ execute_from_command_line from_pretrained
-    hf_hub_download snapshot_download load_dataset read_gpickle _execute_task optional_import load_submodules fromfile
-    load_cfg import_modules_from_strings open urlopen urlretrieve rmtree unlink
-""")
-#: Classes and functions that act, whichever module of Python, torch or NumPy they are imported from.
-_ANYWHERE: Final = words("""
-    Popen Thread CDLL PyDLL WinDLL OleDLL Unpickler ProcessPoolExecutor ThreadPoolExecutor SourceFileLoader attrgetter
-    itemgetter methodcaller reduce starmap groupby import_module
-""") | {last for name in _FUNCTIONS if (last := name.rpartition(".")[2]).lstrip("_")[:1].isupper()}
-#: Types whose methods are harmless to name.
-_METHODS_OF: Final = {
-    f"builtins.{name}"
-    for name in words("str bytes bytearray int float complex bool dict list tuple set frozenset range slice")
-} | words("""
-    datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone collections.defaultdict
-    collections.deque array.array numpy.ndarray numpy.float16 numpy.float32 numpy.float64 numpy.int8 numpy.int16
-    numpy.int32 numpy.int64 numpy.uint8 numpy.random.mtrand.RandomState torch.dtype torch.device
-""")
 
 
 def acts(name: str) -> bool:

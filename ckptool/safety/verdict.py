@@ -88,10 +88,11 @@ _NAMED: Final = 3
 class ExaminedPickle(NamedTuple):
     """A pickle in a file: what loading it names, calls and breaks, without its graph.
 
-    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are as in ``FoundPickle``. ``protocol`` is 2
-    if the pickle cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls`` are
-    the suspicious calls as a reader would write them. ``rules`` are the structural rules of weights_only that it
-    breaks, and the flaws of old weights_only versions that it uses.
+    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are as in ``FoundPickle``. ``remark`` says
+    which text torch.load does not read. ``protocol`` is 2 if the pickle cannot be followed. ``oddities`` are the
+    decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious calls as a reader would write them.
+    ``rules`` are the structural rules of weights_only that it breaks, and the flaws of old weights_only versions that
+    it uses.
     """
 
     where: str
@@ -100,6 +101,7 @@ class ExaminedPickle(NamedTuple):
     unchecked: bool = False
     program: str = ""
     note: str = ""
+    remark: str = ""
     protocol: int = 2
     oddities: Sequence[tuple[int, str]] = ()
     names: tuple[NamedGlobal, ...] = ()
@@ -153,16 +155,17 @@ def _examined(plain: ExaminedPickle, graph: Graph, torch: str, own: tuple[str, .
 
 
 def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:
-    """Return the pickle with notes on the configuration in its values that makes a loader run code."""
+    """Return the pickle with notes on the text in its values on which a program may act."""
     words: dict[str, list[str]] = {PROGRAM: [], UNKNOWN: []}
-    for finding in held_findings(graph):
+    findings, remark = held_findings(graph)
+    for finding in findings:
         words[finding.verdict].append(finding.text)
     programs, notes = ("; ".join(texts[:_NAMED]) for texts in words.values())
-    return pickle._replace(program=pickle.program or programs, note=pickle.note or notes)
+    return pickle._replace(program=pickle.program or programs, note=pickle.note or notes, remark=remark)
 
 
 class Verdict(NamedTuple):
-    """One of VERDICTS, with the reasons for any except WEIGHTS_ONLY."""
+    """One of VERDICTS, with the reasons; for WEIGHTS_ONLY, the text that only other programs than torch.load read."""
 
     word: str
     reasons: tuple[str, ...] = ()
@@ -190,7 +193,10 @@ def verdict_of(
         if not pickle.error:
             reasons += [rule for rule in pickle.rules if rule != NOT_A_STORAGE]
     reasons = list(dict.fromkeys(reasons))[: LIMITS.listed]
-    return Verdict(UNKNOWN, tuple(reasons)) if reasons else Verdict(WEIGHTS_ONLY)
+    if reasons:
+        return Verdict(UNKNOWN, tuple(reasons))
+    remarks = (pickle.described(f"for torch.load: {pickle.remark}") for pickle in pickles if pickle.remark)
+    return Verdict(WEIGHTS_ONLY, tuple(dict.fromkeys(remarks))[: LIMITS.listed])
 
 
 def worst_verdict(words: Iterable[str]) -> str:

@@ -217,7 +217,7 @@ def test_text_that_imports_a_module_is_not_passed_over(data: bytes, tmp_path: Pa
 @pytest.mark.parametrize("file_name", CODE)
 def test_code_is_a_program(file_name: str, tmp_path: Path) -> None:
     (tmp_path / file_name).write_bytes(CODE[file_name])
-    assert verdict(tmp_path / file_name) == "program"
+    assert verdict(tmp_path / file_name) == ("unknown" if file_name.endswith(".yaml") else "program")
 
 
 # -- weights-only --------------------------------------------------------------------------------------------------

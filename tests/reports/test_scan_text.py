@@ -1,4 +1,4 @@
-"""``scan`` reads configuration as its loaders do: however a key is escaped, encoded and packed, it is named.
+"""``scan`` calls text weights-only if it is understood as data, however it is escaped, encoded and packed.
 
 Each way to write a payload is first given to the real parser, which must read from it what was meant.
 """
@@ -34,11 +34,15 @@ jinja2 = pytest.importorskip("jinja2")
 
 
 class Payload(NamedTuple):
-    """Configuration, and the verdict on it; ``named`` is in the reason."""
+    """Configuration, and the verdict on it; ``named`` is in the reason.
+
+    ``of_files``: only in a file is it more than a name, because no program is known that reads it from a checkpoint.
+    """
 
     value: Any
     named: str
-    verdict: str = "program"
+    verdict: str = "unknown"
+    of_files: bool = False
 
 
 def in_base64(data: bytes) -> str:
@@ -46,20 +50,20 @@ def in_base64(data: bytes) -> str:
 
 
 PAYLOADS = {
-    "hydra": Payload({"model": {"_target_": "os.system", "command": "true"}}, "model._target_"),
-    "hydra in a list": Payload({"callbacks": [{"_target_": "torch.nn.Linear"}]}, "_target_"),
-    "torchtune": Payload({"model": {"_component_": "os.system"}}, "_component_"),
+    "hydra": Payload({"model": {"_target_": "os.system", "command": "true"}}, "model._target_", "program"),
+    "hydra in a list": Payload({"callbacks": [{"_target_": "torch.nn.Linear"}]}, "_target_", "program"),
+    "torchtune": Payload({"model": {"_component_": "os.system"}}, "_component_", "program"),
     "lightning": Payload({"model": {"class_path": "os.system", "init_args": {}}}, "class_path"),
-    "latent diffusion": Payload({"model": {"target": "ldm.models.Autoencoder", "params": {}}}, "target"),
+    "latent diffusion": Payload({"model": {"target": "ldm.models.Autoencoder", "params": {}}}, "target", of_files=True),
     "jsonpickle object": Payload({"p": {"py/object": "lib.Thing"}}, "py/object"),
     "jsonpickle reduce": Payload([{"py/reduce": [{"py/function": "os.system"}, {"py/tuple": ["true"]}]}], "py/"),
-    "auto_map": Payload({"auto_map": {"AutoModel": "modeling_x.Model"}}, "auto_map"),
-    "trust_remote_code": Payload({"trust_remote_code": True}, "trust_remote_code"),
-    "custom_pipelines": Payload({"custom_pipelines": {"x": {"impl": "x.Pipeline"}}}, "custom_pipelines"),
-    "custom_pipeline": Payload({"custom_pipeline": "someone/pipeline"}, "custom_pipeline"),
-    "custom_generate": Payload({"custom_generate": "someone/generate"}, "custom_generate"),
-    "modules.json": Payload([{"idx": 0, "name": "0", "path": "", "type": "evil.Model"}], "type"),
-    "activation": Payload({"activation_function": "evil.run"}, "activation_function"),
+    "auto_map": Payload({"auto_map": {"AutoModel": "modeling_x.Model"}}, "auto_map", "program"),
+    "trust_remote_code": Payload({"trust_remote_code": True}, "trust_remote_code", "program"),
+    "custom_pipelines": Payload({"custom_pipelines": {"x": {"impl": "x.Pipeline"}}}, "custom_pipelines", "program"),
+    "custom_pipeline": Payload({"custom_pipeline": "someone/pipeline"}, "custom_pipeline", "program"),
+    "custom_generate": Payload({"custom_generate": "someone/generate"}, "custom_generate", "program"),
+    "modules.json": Payload([{"idx": 0, "name": "0", "path": "", "type": "evil.Model"}], "type", of_files=True),
+    "activation": Payload({"activation_function": "evil.run"}, "activation_function", of_files=True),
     "peft": Payload({"auto_mapping": {"base_model_class": "X", "parent_library": "evil"}}, "parent_library"),
     "megatron": Payload({"megatron_core": "evil"}, "megatron_core"),
     "mmengine": Payload({"custom_imports": {"imports": ["evil"]}}, "custom_imports"),
@@ -71,40 +75,34 @@ PAYLOADS = {
     "MONAI": Payload({"imports": ["$import os"]}, "imports"),
     "mlflow module": Payload({"loader_module": "evil"}, "loader_module"),
     "custom operators": Payload({"session_options": {"custom_ops_library": "./evil.so"}}, "custom_ops_library"),
-    "tokenizer": Payload({"tokenizer_class": "evil.Tokenizer"}, "tokenizer_class"),
-    "router": Payload({"types": {"a": "evil.Model"}, "structure": {"query": ["a"]}}, "types"),
-    "YOLOv5": Payload({"backbone": [[-1, 1, "__import__('os').system('true')", [64]]]}, "__import__", "unknown"),
-    "OmegaConf": Payload({"x": "${eval:'1 + 1'}"}, "${eval:", "unknown"),
+    "tokenizer": Payload({"tokenizer_class": "evil.Tokenizer"}, "tokenizer_class", of_files=True),
+    "router": Payload({"types": {"a": "evil.Model"}, "structure": {"query": ["a"]}}, "types", of_files=True),
+    "YOLOv5": Payload({"backbone": [[-1, 1, "__import__('os').system('true')", [64]]]}, "__import__"),
+    "OmegaConf": Payload({"x": "${eval:'1 + 1'}"}, "${eval:"),
     "template": Payload({"chat_template": "{{ ''.__class__.__mro__ }}"}, "__class__"),
     "template in a list": Payload({"chat_template": [{"name": "x", "template": "{{ x|attr('y') }}"}]}, "attr"),
-    "keras lambda": Payload({"class_name": "Lambda", "config": {"function": ["", None, None]}}, "class_name"),
-    "keras module": Payload({"module": "os", "class_name": "function", "config": "system"}, "os.system"),
-    "keras builtin": Payload({"module": "builtins", "class_name": "function", "config": "exec"}, "builtins.exec"),
-    "keras tool": Payload({"module": "keras.utils", "class_name": "function", "config": "get_file"}, "get_file"),
+    "keras lambda": Payload(
+        {"class_name": "Lambda", "config": {"function": ["", None, None]}}, "class_name", "program"
+    ),
+    "keras module": Payload({"module": "os", "class_name": "function", "config": "system"}, "class_name"),
+    "keras builtin": Payload({"module": "builtins", "class_name": "function", "config": "exec"}, "class_name"),
+    "keras tool": Payload({"module": "keras.utils", "class_name": "function", "config": "get_file"}, "class_name"),
     "skops": Payload(
         {"__loader__": "OperatorFuncNode", "__module__": "operator", "__class__": "methodcaller"}, "__loader__"
     ),
     "skops class": Payload({"__loader__": "ObjectNode", "__module__": "evil", "__class__": "X"}, "__loader__"),
-    "diffusers": Payload({"_class_name": "P", "_diffusers_version": "0.30.0", "unet": ["evil", "UNet"]}, "_class_name"),
+    "diffusers": Payload(
+        {"_class_name": "P", "_diffusers_version": "0.30.0", "unet": ["evil", "UNet"]}, "unet", of_files=True
+    ),
     "kernel": Payload({"attn_implementation": "someone/kernel"}, "attn_implementation"),
     "stable-baselines3": Payload(
         {"policy": {":type:": "<class>", ":serialized:": in_base64(dumped(SYSTEM))}}, "posix.system('true')", "unsafe"
     ),
     "pickle in base64": Payload({"state": in_base64(dumped(SYSTEM))}, "posix.system('true')", "unsafe"),
+    "logging": Payload({"handlers": {"h": {"()": "os.system", "command": "true"}}}, "()"),
+    "pyannote": Payload({"preprocessors": {"audio": {"name": "subprocess.Popen", "params": {"shell": 1}}}}, "name"),
+    "smolagents": Payload({"tools": [{"name": "t", "code": "import os\nclass T(Tool):\n    pass\n"}]}, "code"),
 }
-#: Keys of which rules ask for the whole object: other text shows one key at a time.
-WHOLE = (
-    "keras module",
-    "keras builtin",
-    "keras tool",
-    "diffusers",
-    "skops",
-    "skops class",
-    "pickle in base64",
-    "router",
-    "mmengine source",
-)
-
 
 # -- ways to write a value -------------------------------------------------------------------------------------------
 
@@ -247,17 +245,13 @@ def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", YAML_WAYS)
-@pytest.mark.parametrize("payload", by_key({name: item for name, item in PAYLOADS.items() if name not in WHOLE}))
-def test_yaml_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("payload", by_key(PAYLOADS))
+def test_yaml_is_never_weights_only(payload: Payload, way: str, tmp_path: Path) -> None:
     text = YAML_WAYS[way](payload.value)
-    assert any(_contains(document, payload.value) for document in yaml.safe_load_all(text))
-    named = payload.named.rpartition(".")[2] if payload.verdict == "program" else ""
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         for pack in packings(f"{way} {payload.named} {encoding}"):
             verdict, reasons = _scanned(PACKED[pack](text.encode(encoding)), tmp_path)
-            # A pickle whose text is not in one piece is not followed.
-            expected = (payload.verdict, "unknown") if payload.verdict == "unsafe" else (payload.verdict,)
-            assert verdict in expected and named in reasons, (pack, reasons)
+            assert verdict in ("unknown", "program", "unsafe"), (pack, reasons)
 
 
 def _in_a_legacy_file(value: Any) -> bytes:
@@ -292,20 +286,23 @@ SAVED: dict[str, Callable[[Any], bytes]] = {
 @pytest.mark.parametrize("way", HELD)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_configuration_in_a_pickle_is_judged_like_that_in_a_text(payload: Payload, way: str, tmp_path: Path) -> None:
-    if way == "YAML" and any(payload is PAYLOADS[name] for name in WHOLE):
-        pytest.skip("other text shows one key at a time")
+    if payload.of_files or (way == "YAML" and "keras" in str(payload.value)):
+        pytest.skip("nothing reads such names from a checkpoint")
     value = HELD[way](payload.value)
     for name, save_as in SAVED.items():
         verdict, reasons = _scanned(save_as(value), tmp_path)
-        # A pickle in the base64 of another is not looked into.
-        named = "base64" if payload.verdict == "unsafe" else payload.named.rpartition(".")[2]
-        assert verdict == ("unknown" if payload.verdict == "unsafe" else payload.verdict), (name, reasons)
-        assert named in reasons, (name, reasons)
+        if way == "YAML":
+            assert verdict in ("unknown", payload.verdict), (name, reasons)
+            continue
+        assert verdict == payload.verdict, (name, reasons)
+        assert payload.named.rpartition(".")[2] in reasons, (name, reasons)
 
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Payload, tmp_path: Path) -> None:
+    if payload.of_files:
+        pytest.skip("nothing reads such names from a header")
     for way, write in JSON_WAYS.items():
         if "UTF" in way or way == "with a mark":
             continue  # a str has no encoding
@@ -320,10 +317,10 @@ def test_a_key_of_the_metadata_itself_is_judged(name: str, tmp_path: Path) -> No
     value = PAYLOADS[name].value
     inner = value if PAYLOADS[name].named in value else next(iter(value.values()))
     texts = {key: text for key, text in inner.items() if isinstance(text, str)}
-    assert _scanned(save({"w": torch.ones(2)}, texts), tmp_path)[0] == "program"
+    assert _scanned(save({"w": torch.ones(2)}, texts), tmp_path)[0] == PAYLOADS[name].verdict
 
 
-def test_toml_is_judged_by_its_keys(tmp_path: Path) -> None:
+def test_toml_is_never_weights_only(tmp_path: Path) -> None:
     tomllib = pytest.importorskip("tomllib")
     texts = (
         '[model]\n_target_ = "os.system"',
@@ -333,27 +330,8 @@ def test_toml_is_judged_by_its_keys(tmp_path: Path) -> None:
     )
     for text in texts:
         assert tomllib.loads(text) == {"model": {"_target_": "os.system"}}
-        verdict, reasons = _scanned(text.encode(), tmp_path, "x.toml")
-        assert verdict == "program" and "_target_" in reasons, text
-
-
-def test_a_key_by_alias_or_in_a_block_is_found(tmp_path: Path) -> None:
-    texts = (
-        "x: &k _target_\ny:\n  *k : os.system",
-        "x: &k '_target_'\ny: {*k : os.system}",
-        "y:\n  ? |-\n    _target_\n  : os.system",
-        'y:\n  ? "_tar\\\n    get_"\n  : os.system',
-        "y:\n  ? _target_  # " + "x" * 2000 + "\n  : os.system",
-    )
-    for text in texts:
-        assert yaml.safe_load(text)["y"] == {"_target_": "os.system"}
-        assert _scanned(text.encode(), tmp_path)[0] == "program", text
-
-
-def test_a_value_by_an_alias_is_the_last_that_its_anchor_names(tmp_path: Path) -> None:
-    text = "a: &k null\n---\nb: &k os.system\ny: {_target_: *k}"
-    assert list(yaml.safe_load_all(text))[1]["y"] == {"_target_": "os.system"}
-    assert _scanned(text.encode(), tmp_path)[0] == "program"
+        for name in ("x.toml", "x.txt", "x", "x.csv"):
+            assert _scanned(text.encode(), tmp_path, name)[0] == "unknown", text
 
 
 # -- tags of YAML ----------------------------------------------------------------------------------------------------
@@ -392,35 +370,15 @@ TAG_WAYS: dict[str, Callable[[str, str], str]] = {
 }
 
 
-def _all_tags(node: Any) -> list[str]:
-    inner = node.value if isinstance(node.value, list) else []
-    parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
-    return [node.tag, *(tag for part in parts for tag in _all_tags(part))]
-
-
 @pytest.mark.parametrize("way", TAG_WAYS)
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_tag_is_judged_as_yaml_resolves_it(tag: str, way: str, tmp_path: Path) -> None:
+def test_text_with_tags_is_never_weights_only(tag: str, way: str, tmp_path: Path) -> None:
     text = TAG_WAYS[way](tag, TAGS[tag])
-    nodes = yaml.compose_all(text, Loader=yaml.UnsafeLoader)
-    assert CORE + tag in [found for node in nodes for found in _all_tags(node)]
     for encoding in ("utf-8", "utf-16"):
         for pack, packed in PACKED.items():
-            verdict, reasons = _scanned(packed(text.encode(encoding)), tmp_path)
-            assert verdict == "program" and tag in reasons, (pack, reasons)
-
-
-@pytest.mark.parametrize("tag", ["new", "apply", "name", "module"])
-def test_tags_of_hyperpyyaml_are_programs(tag: str, tmp_path: Path) -> None:
-    assert _scanned(f"a: !{tag}:os.system [x]".encode(), tmp_path)[0] == "program"
-
-
-def test_plain_tags_are_not() -> None:
-    from ckptool.safety.configuration import text_findings
-
-    for text in ("a: !!python/tuple [1, 2]", "a: !!set {x}", "a: !ENV x", "wow!! that's it!", "a: !!python/str x"):
-        yaml.compose(text)
-        assert text_findings(text) == [], text
+            assert _scanned(packed(text.encode(encoding)), tmp_path)[0] == "unknown", pack
+    if "%" not in text and way != "primary handle":  # a tag in a string is a note; a handle may be any text
+        assert _scanned(_saved({"x": text}), tmp_path)[0] == "unknown"
 
 
 # -- templates -------------------------------------------------------------------------------------------------------
@@ -502,7 +460,7 @@ def _reaches(template: str) -> bool:
 
 
 @pytest.mark.parametrize("template", REACHING)
-def test_a_template_that_reaches_attributes_is_a_program(template: str, tmp_path: Path) -> None:
+def test_a_template_that_reaches_attributes_is_unknown(template: str, tmp_path: Path) -> None:
     assert _reaches(template)
     texts = {
         "chat_template.jinja": template,
@@ -515,27 +473,9 @@ def test_a_template_that_reaches_attributes_is_a_program(template: str, tmp_path
     for name, text in texts.items():
         for pack, packed in PACKED.items():
             verdict, reasons = _scanned(packed(text.encode()), tmp_path, name if pack == "file" else "x")
-            assert verdict == "program" and "template" in reasons, (name, pack)
-
-
-#: YAML around a template that a lexer of Jinja reads as the beginning of something else.
-AROUND = (
-    '{{#\n "chat_template": {}\n}}',
-    '{{#\n "chat_template": {}, #}}\n}}',
-    'a: "{{{{ \'"\nchat_template: {}\nb: "\'"\n',
-    'a: "{{% if {{"\nchat_template: {}\n',
-    "# {{# {{{{ '\nchat_template: {}\n",
-)
-
-
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("template", REACHING)
-def test_text_before_a_template_does_not_hide_it(template: str, around: str) -> None:
-    from ckptool.safety.configuration import text_findings
-
-    text = around.format(json.dumps(template))
-    assert yaml.safe_load(text)["chat_template"] == template
-    assert any("template" in finding.text for finding in text_findings(text))
+            assert verdict == "unknown", (name, pack, reasons)
+    assert _scanned(_saved({"chat_template": template}), tmp_path)[0] == "unknown"
+    assert _scanned(save({"w": torch.ones(2)}, {"chat_template": template}), tmp_path)[0] == "unknown"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -558,7 +498,6 @@ HARMLESS = {
         "trust_remote_code": False,
         "activation_function": "gelu_new",
         "_attn_implementation": "sdpa",
-        "target": "model.safetensors",
     },
     "adapter_config.json": {"auto_mapping": None, "megatron_core": "megatron.core", "target_modules": ["q_proj"]},
     "adapter_of_transformers.json": {"auto_mapping": {"parent_library": "transformers.models.llama.modeling_llama"}},
@@ -576,8 +515,6 @@ HARMLESS = {
     "tokenizer.json": {"model": {"type": "BPE", "vocab": {"_target_": 1, "auto_map": 2, "py/object": 3, "type": 4}}},
     "vocab.json": {"class_name": 1, "__kind__": 2, "trust_remote_code": 3, ":serialized": 4},
     "router_config.json": {"types": {"a": "sentence_transformers.models.Dense"}, "structure": {"query": ["a"]}},
-    "hyperparameters.json": {"_instantiator": "lightning.pytorch.cli.instantiate_module", "imports": ["a"], "cfg": "x"},
-    "mmengine.json": {"cfg": "model = dict(type='ResNet', depth=50)\nlr = 0.1\n", "types": {"a": "b.c"}},
     "generation_config.json": {"custom_generate": None, "do_sample": True},
 }
 
@@ -586,7 +523,7 @@ HARMLESS = {
 def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
     text = json.dumps(HARMLESS[name], indent=2)
     assert _scanned(text.encode(), tmp_path, name) == (None, "")
-    assert _scanned(yaml.safe_dump(HARMLESS[name]).encode(), tmp_path, f"{name}.yaml") == (None, "")
+    assert _scanned(yaml.safe_dump(HARMLESS[name]).encode(), tmp_path, f"{name}.yaml")[0] == "unknown"
     assert _scanned(_zipped(name, text.encode()), tmp_path, "x.zip") == ("weights-only", "")
     assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
     for held in (HARMLESS[name], text):
@@ -596,18 +533,16 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
 def test_text_for_people_is_text(tmp_path: Path) -> None:
     readme = "---\nlicense: mit\ntags:\n- x\n---\n# Use\n```yaml\ntrust_remote_code: true\n_target_: x.Y\n```\n"
     assert _scanned(readme.encode(), tmp_path, "README.md") == (None, "")
-    code = 'model = load("x",\n    trust_remote_code=True)\n'
-    assert _scanned(code.encode(), tmp_path, "usage.txt") == (None, "")
-    assert _scanned(f"---\n_target_: os.system\n---\n{readme}".encode(), tmp_path, "README.md")[0] == "program"
+    assert _scanned(f"---\n_target_: os.system\n---\n{readme}".encode(), tmp_path, "README.md")[0] == "unknown"
 
 
 @pytest.mark.parametrize("line", ["import os; os.system('true')", "import\tos"])
 @pytest.mark.parametrize("start", [b"", b"/some/path\n", b"\xef\xbb\xbf", b"# words\r", b"x\x0c"])
-def test_lines_of_a_site_file_are_run(line: str, start: bytes, tmp_path: Path) -> None:
+def test_lines_of_a_site_file_are_never_weights_only(line: str, start: bytes, tmp_path: Path) -> None:
     data = start + line.encode() + b"\n"
     for pack, packed in (("file", data), ("zip", _zipped("x.pth", data)), ("tar.gz", _tarred("x.pth", data, "w:gz"))):
         verdict, reasons = _scanned(packed, tmp_path, "distutils-precedence.pth" if pack == "file" else "x")
-        assert verdict == "program" and "import" in reasons, pack
+        assert verdict == "unknown", (pack, reasons)
 
 
 @pytest.mark.parametrize("name", ["modeling.py", "lib.so", "run.sh", "x.pyc", "native.dll", "tool.exe", "train.gin"])
@@ -623,9 +558,6 @@ def test_code_in_an_archive_is_a_program(name: str, tmp_path: Path) -> None:
         ("m.keras", {"metadata.json": "{}", "config.json": '{"class_name": "Functional", "config": {}}'}),
         ("download", {"metadata.json": '{"keras_version": "3.5.0"}', "config.json": "{}"}),
         ("m.skops", {"schema.json": '{"__class__": "LogisticRegression"}'}),
-        ("m.skops", {"data": "x"}),
-        ("download", {"schema.json": "{}"}),
-        ("m.nemo", {"x": "y"}),
         ("download", {"model_config.yaml": "a: 1", "model_weights.txt": ""}),
     ],
 )
@@ -658,7 +590,7 @@ def test_text_beyond_what_is_read_is_unknown(tmp_path: Path) -> None:
 
 
 def test_base64_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
-    for value in ("=", "x", 1, None, ["gAR9lC4="]):
+    for value in ("=", "x", ["gAR9lC4="]):
         assert _scanned(json.dumps({"p": {":serialized:": value}}).encode(), tmp_path)[0] == "unknown", value
     loose = in_base64(dumped(SYSTEM)).replace("A", "A\n- ", 1)  # as base64.b64decode takes it
     assert pickle.loads is not None
@@ -670,17 +602,3 @@ def test_a_character_that_is_cut_at_the_end_is_text(encoding: str) -> None:
     data = ("key: " + "\u00e9\u20ac\U0001f600" * 20).encode(encoding)
     for size in range(40, len(data)):
         assert encoding_of(data[:size]), size
-
-
-def test_the_keys_that_import_the_rules_are_the_keys_of_the_rules() -> None:
-    from ckptool.safety.configuration import RULE_KEYS
-    from ckptool.safety.held_configuration import KEYS
-
-    assert KEYS == RULE_KEYS
-
-
-@pytest.mark.parametrize("text", ['"auto_map":\n  "~ \\"AutoModel\\"": "m.Model"\n', "auto_map:\n  '~': m.Model\n"])
-def test_a_key_that_looks_like_nothing(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
-    assert yaml.safe_load(text)["auto_map"]
-    assert scan_file(str(tmp_path / "config.yaml"))["verdict"] == "program"

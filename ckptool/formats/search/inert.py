@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from ...base.lazy import regex
-from ...base.text import cut, human_bytes, quoted
+from ...base.text import human_bytes
 from ...files.sources import Source
 
 if TYPE_CHECKING:
@@ -70,8 +69,6 @@ _CONTROL: Final = regex(rb"[\x00-\x08\x0b\x0e-\x1f]")
 _WORD: Final = 64
 #: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
 _READ: Final = 40 << 20
-#: Suffixes of texts for people: programs read only the YAML front matter of these.
-_PROSE: Final = (".md", ".rst", ".html", ".htm", ".log")
 
 
 def encoding_of(head: bytes) -> str:
@@ -167,22 +164,16 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     encoding = encoding_of(head)
     if not (kind or encoding or head.startswith(_HDF5)):
         return []
-    from ...safety.configuration import ActivePart, text_findings  # only for texts
+    from ...safety.configuration import ActivePart, keras_parts, text_findings  # only for texts
     from ...safety.outcomes import UNKNOWN
 
     if kind:
         return [ActivePart(kind)]
     if head.startswith(_HDF5):
         # Keras keeps its configuration as text in an attribute.
-        return [found for found in text_findings(source.read(0, _READ).decode("latin-1")) if "keras" in found.message]
+        return list(keras_parts(source.read(0, _READ).decode("latin-1")))
     text = source.read(0, min(source.size, _READ)).decode(encoding, "replace")
-    findings = text_findings(text, prose=name.lower().endswith(_PROSE))
-    if name.lower().endswith(".pth"):
-        # Lib/site.py: addpackage. It splits lines like str.splitlines.
-        lines = (line for line in text.splitlines() if line.startswith(("import ", "import\t")))
-        findings += [
-            ActivePart(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)
-        ]
+    findings = text_findings(text, name)
     if source.size > _READ:
         findings.append(
             ActivePart(f"only {human_bytes(_READ)} of {human_bytes(source.size)} of text are read", UNKNOWN)

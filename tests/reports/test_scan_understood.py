@@ -1,0 +1,288 @@
+"""Text that a program may evaluate is never weights-only, wherever it is; an ordinary model folder always is."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import sample
+from safetensors.torch import save, save_file
+
+from ckptool.reports.scan import scan, scan_file
+from ckptool.safety.templates import unclear_part
+
+#: Texts on which programs act: (file name, text).
+TEXTS = {
+    "Python": ("settings.txt", "import os\nos.system('true')\n"),
+    "Python in one line": ("settings.txt", "__import__('os').system('true')"),
+    "Python with a space": ("notes.txt", "exec ('import os')"),
+    "Python over a line": ("notes.txt", "(exec #dict\n('import os'))"),
+    "a renamed function": ("notes.txt", "dict = exec\ndict('import os')"),
+    "numbers that are text": ("notes.txt", "x = chr(101) + chr(120)\nexec(x)"),
+    "mmengine": ("config", "model = dict(type='ResNet')\nx = eval('1')\n"),
+    "MONAI": ("train.json", json.dumps({"imports": ["$import os"], "x": "$os.system('true')"})),
+    "MONAI under a plain key": ("config.json", json.dumps({"model_type": "$__import__('os').system('true')"})),
+    "YAML tag": ("hyper.yaml", "a: !!python/object/apply:os.system ['true']\n"),
+    "YAML tag of hyperpyyaml": ("hyper.yaml", "a: !new:os.system ['true']\n"),
+    "Hydra": ("config.yaml", "model:\n  _target_: os.system\n  command: 'true'\n"),
+    "Hydra in JSON": ("config.json", json.dumps({"model": {"_target_": "os.system", "command": "true"}})),
+    "OmegaConf": ("config.yaml", "x: ${eval:'1 + 1'}\n"),
+    "logging": ("logging.json", json.dumps({"handlers": {"h": {"()": "os.system", "command": "true"}}})),
+    "logging in INI": ("logging.ini", "[handler_h]\nclass=StreamHandler\nargs=(exec('1'),)\n"),
+    "pyannote": ("config.yaml", "preprocessors:\n  audio:\n    name: subprocess.Popen\n"),
+    "smolagents": ("agent.json", json.dumps({"tools": [{"code": "import os\nclass T(Tool):\n    x = os.getcwd()\n"}]})),
+    "Lightning": ("config.yaml", "class_path: os.system\n"),
+    "jsonpickle": ("state.json", json.dumps({"py/reduce": [{"py/function": "os.system"}, {"py/tuple": ["true"]}]})),
+    "keras": ("config.json", json.dumps({"module": "os", "class_name": "function", "config": "system"})),
+    "template": ("chat_template.jinja", "{{ lipsum.__globals__ }}"),
+    "template of a frame": ("chat_template.jinja", "{{ (x|map('upper')).gi_frame.f_builtins['eval']('1') }}"),
+    "template with a caller": (
+        "x.jinja",
+        "{% macro m() %}{{ x[caller()]() }}{% endmacro %}{% call m() %}a{% endcall %}",
+    ),
+}
+
+
+def _zipped(name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr(name, data)
+    return out.getvalue()
+
+
+def _tarred(name: str, data: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def _saved(value: Any, zipped: bool = True) -> bytes:
+    out = io.BytesIO()
+    torch.save({"w": torch.ones(2), "meta": value}, out, _use_new_zipfile_serialization=zipped)
+    return out.getvalue()
+
+
+def _beside_tensors(name: str, data: bytes) -> bytes:
+    out = io.BytesIO(_saved(1))
+    with zipfile.ZipFile(out, "a") as archive:
+        archive.writestr(f"archive/extra/{name}", data)
+    return out.getvalue()
+
+
+#: Files that hold the text: a function of its file name and text, and the name of the file that it makes.
+PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
+    "zip": (lambda name, text: _zipped(name, text.encode()), "x.zip"),
+    "deflated zip": (lambda name, text: _zipped(f"a/{name}", text.encode(), zipfile.ZIP_DEFLATED), "x"),
+    "tar": (lambda name, text: _tarred(f"./{name}", text.encode()), "x.tar"),
+    "tar.gz": (lambda name, text: gzip.compress(_tarred(name, text.encode())), "x.tar.gz"),
+    "zip in a tar": (lambda name, text: _tarred("a.zip", _zipped(name, text.encode())), "x.tar"),
+    "torch archive": (lambda name, text: _beside_tensors(name, text.encode()), "x.pt"),
+    "torch.save": (lambda name, text: _saved({"cfg": text}), "x.pth"),
+    "torch.save, in a list": (lambda name, text: _saved(["a", [text]]), "x.pth"),
+    "legacy": (lambda name, text: _saved({"cfg": text}, False), "x.pth"),
+    "pickle": (lambda name, text: pickle.dumps({"cfg": text}, 2), "x.pkl"),
+    "pickle of protocol 4": (lambda name, text: pickle.dumps([text], 4), "x.pkl"),
+    "safetensors": (lambda name, text: save({"w": torch.ones(2)}, {"cfg": text}), "x.safetensors"),
+    "JSON in safetensors": (
+        lambda name, text: save({"w": torch.ones(2)}, {"a": json.dumps({"b": text})}),
+        "x.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_may_be_evaluated_is_never_weights_only(text: str, tmp_path: Path) -> None:
+    name, content = TEXTS[text]
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert scan_file(str(tmp_path / name))["verdict"] in ("unknown", "program")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert scan(str(folder))["verdict"] == "weights-only"
+    (folder / name).write_text(content, encoding="utf-8")
+    assert scan(str(folder))["verdict"] in ("unknown", "program")
+    for place in sample([*PLACES], 3, first=len(content)):
+        write, file = PLACES[place]
+        (tmp_path / file).write_bytes(write(name, content))
+        report = scan_file(str(tmp_path / file))
+        assert report["verdict"] in ("unknown", "program"), (place, report["reasons"])
+
+
+#: Values of a checkpoint that look a little like code, and are none.
+PLAIN_VALUES = (
+    "yolo11n.pt",
+    "train.tsv",
+    "nn.ReLU",
+    "encoder.layers",
+    "price.usd",
+    "resnet.v1",
+    "a photo of a cat (studio light)",
+    "Tesla V100 (SXM2)",
+    "it's 3 epoch(s)",
+    "cuda:0",
+    "lr=0.1, momentum=0.9",
+    "2026-01-01 10:00:00",
+    "s3://bucket/file (1).pt",
+    '{"conv_dim": "4", "tags": {"1girl": 3}}',
+    "model = dict(type='ResNet', depth=50)\nlr = 0.1\noptimizer = dict(type='SGD')\n",
+    "Python: 3.8.13 (default, Mar 28 2022)\nMKL: Intel(R) Math Kernel Library\nCUDA available: True",
+)
+
+
+@pytest.mark.parametrize("value", PLAIN_VALUES)
+def test_plain_values_are_data(value: str, tmp_path: Path) -> None:
+    for key in ("type", "target", "activation_fn", "cfg", "anything"):
+        (tmp_path / "x.pth").write_bytes(_saved({key: value}))
+        report = scan_file(str(tmp_path / "x.pth"))
+        assert report["verdict"] == "weights-only", report["reasons"]
+        assert bool(report["reasons"]) == ("\n" in value)  # settings as text are named, "for torch.load"
+
+
+TEMPLATES = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content']|trim }}{% endfor %}",
+    "{%- for m in messages[::-1] %}{%- set i = (messages|length - 1) - loop.index0 %}{{ messages[i] }}{%- endfor %}",
+    "{%- set ns = namespace(at=0, text='') %}{%- set ns.at = ns.at + 1 %}{{ messages[ns.at - 1].content }}",
+    "{%- macro keys(d, done) %}{%- for k in d if k not in done %}{{ k ~ ': ' ~ d[k]|tojson }}{%- endfor %}"
+    "{%- endmacro %}{%- for t in tools %}{{ keys(t.function, ['name', 'type']) }}{%- endfor %}",
+    "{%- macro kind(spec) %}{%- set names = {'string': 'str'} %}{{ names[spec.type] }}"
+    "{{ kind({'type': spec.items.type}) }}{%- endmacro %}{{ kind(tools[0].parameters) }}",
+    "{%- if not (messages[0].content.startswith('<a>') and messages[0].content.endswith('</a>')) %}"
+    "{{ raise_exception('roles must alternate (user, assistant)') }}{%- endif %}",
+    "{{ strftime_now('%d %b %Y') }}{{ messages[0].content.split('</think>')[-1].lstrip('\\n') }}",
+    "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 %}{{ messages[offset:][0]['content'] }}",
+    "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('\\n')|replace('a', 'b') }}",
+    "{% generation %}{{ messages[0].content is string and messages[0].tool_calls is not none }}{% endgeneration %}",
+    "{%- for k, v in tools[0].properties|dictsort %}{{ k }}{{ tools[0].properties[k]['type']|upper }}{%- endfor %}",
+    "{#- it's a comment with {{ x.__class__ }} -#}{{ '{% x.__class__ %}' }}{{ {'a': {'b': 1}}|tojson }}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_templates_of_models_are_data(template: str, tmp_path: Path) -> None:
+    assert unclear_part(template) == ""
+    texts = {
+        "chat_template.jinja": template,
+        "tokenizer_config.json": json.dumps({"chat_template": template, "eos_token": "</s>"}),
+        "processor_config.json": json.dumps({"chat_template": [{"name": "default", "template": template}]}),
+    }
+    for name, text in texts.items():
+        (tmp_path / "x.zip").write_bytes(_zipped(name, text.encode()))
+        report = scan_file(str(tmp_path / "x.zip"))
+        assert report["verdict"] == "weights-only", report["reasons"]
+
+
+#: Templates that call what is no macro or function of the renderer, or reach for what leads there.
+CALLING = (
+    "{{ x['a']() }}",
+    "{{ (x)() }}",
+    "{{ [x][0]() }}",
+    "{{ x.system('true') }}",
+    "{% set range = x %}{{ range(1) }}",
+    "{% for namespace in x %}{{ namespace() }}{% endfor %}",
+    "{% macro m(m) %}{{ m() }}{% endmacro %}",
+    "{{ x|attr('a') }}",
+    "{{ x|map('attr', 'a')|list }}",
+    "{{ x|map(attribute='a.gi_frame')|list }}",
+    "{{ x|map(attribute='a' ~ 'b')|list }}",
+    "{{ x.f_globals }}",
+    "{{ x['\\x5f'] }}",
+    "{% for n in ['gi' ~ '_frame'] %}{{ x[n] }}{% endfor %}",
+    "{% macro m(n) %}{{ x[n] }}{% endmacro %}{{ m('a' ~ 'b') }}",
+    "{% macro m(n='a') %}{{ x[n] }}{% endmacro %}{{ m() }}",
+    "{% set n %}a{% endset %}{{ x[n] }}",
+    "{% set ns = namespace(n='a' ~ 'b') %}{{ x[ns.n] }}",
+    "{% set ns = namespace(x) %}{{ ns.a }}",
+    "{% import x as y %}{{ y.z() }}",
+    "{% include x %}",
+    "{% raw %}{{ {% endraw %}",
+    "{{ kwargs }}",
+    "{{ varargs[0] }}",
+    "{{ self.x() }}",
+    "{{ cycler }}",
+    "{{ x",
+    "{# x",
+    "{{ \uff41 }}",
+)
+
+
+@pytest.mark.parametrize("template", CALLING)
+def test_other_templates_are_unknown(template: str, tmp_path: Path) -> None:
+    assert unclear_part(template)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    assert scan_file(str(tmp_path / "chat_template.jinja"))["verdict"] == "unknown"
+
+
+def test_the_configurations_of_transformers_are_data() -> None:
+    transformers = pytest.importorskip("transformers")
+    from ckptool.safety.configuration import text_findings
+
+    names = (
+        "LlamaConfig",
+        "Qwen2Config",
+        "BertConfig",
+        "GPT2Config",
+        "T5Config",
+        "CLIPConfig",
+        "WhisperConfig",
+        "ViTConfig",
+    )
+    for name in (*names, "GenerationConfig"):
+        text = getattr(transformers, name)().to_json_string(use_diff=False)
+        assert text_findings(text, "config.json") == [], name
+
+
+def test_a_folder_from_the_hub_is_weights_only(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=2).save_pretrained(tmp_path)
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "__import__('os')": 3, "{{": 4}, [("a", "b")])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}| ?[^\s\p{L}]+[\r\n]*"), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATES[0]
+    fast.save_pretrained(tmp_path)
+    texts = {
+        "README.md": "---\nlicense: mit\ntags:\n- x\n---\n# Use\n```\nf(trust_remote_code=True)\n```\n",
+        "LICENSE": 'Permission is hereby granted (free of charge): "as is"\n',
+        ".gitattributes": "*.bin filter=lfs diff=lfs merge=lfs -text\n",
+        "vocab.json": json.dumps({"a": 0, "_target_": 1, "exec('x')": 2}),
+        "merges.txt": "#version: 0.2\na b\n( )\n! !\n",
+        "special_tokens_map.json": json.dumps({"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}),
+        "added_tokens.json": json.dumps({"<think>": 5}),
+        "trainer_state.json": json.dumps({"best_model_checkpoint": "out/step-1", "log_history": [{"loss": 1.0}]}),
+        "preprocessor_config.json": json.dumps({"image_processor_type": "ViTImageProcessor", "size": {"height": 1}}),
+        "labels.csv": "id,label\n0,cat\n1,dog\n",
+        "adapter_config.json": json.dumps({"peft_type": "LORA", "target_modules": ["self_attn.q_proj"], "r": 8}),
+        "modules.json": json.dumps([{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
+    report = scan(str(tmp_path))
+    assert report["verdict"] == "weights-only", report["files"][0]["reasons"]
+    # One name of another library, and it no longer is.
+    (tmp_path / "modules.json").write_text(
+        texts["modules.json"].replace("sentence_transformers", "evil"), encoding="utf-8"
+    )
+    assert scan(str(tmp_path))["verdict"] == "unknown"
