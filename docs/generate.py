@@ -300,11 +300,12 @@ def block(language: str, text: str) -> str:
 
 #: Titles of the parts of the error list, by the first error of each part.
 _PARTS = {
+    "no-bytecode": "Programs and libraries that read checkpoints",
     "module-prefix": "Loading a state dict",
     "no-such-device": "Devices",
     "lfs-pointer": "Damaged files, and files of other kinds",
     "old-torch": "Versions and classes",
-    "safetensors-old": "safetensors, transformers, DeepSpeed and torch.distributed.checkpoint",
+    "safetensors-header": "safetensors, transformers, DeepSpeed and torch.distributed.checkpoint",
 }
 
 

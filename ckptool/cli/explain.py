@@ -48,7 +48,7 @@ def explain(text: str, path: str, style: str) -> int:
     in a loop that reads a list from it, add < /dev/null.
     FILE is the checkpoint, a file or a folder. It is opened, and the answer is about its own keys and tensors. If the
     message is unknown or missing, the answer is what inspect finds in FILE.
-    Exit 1: the message is unknown or missing, and FILE is fine or missing.
+    Exit 1: the message is unknown, or it is missing and inspect finds nothing in FILE.
     """
     text, log, path = _read(text, path)
     report = explain_log(text, path, log)

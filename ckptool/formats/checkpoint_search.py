@@ -291,11 +291,18 @@ def _no_checkpoint(path: str) -> UnreadableError:
     error = explain_directory(path) if folder.is_folder("") else None
     if isinstance(error, NotACheckpointError):
         return error
+    return _foreign_files(folder, path) or UnreadableError(
+        "there is no checkpoint in this folder", path=path, next="name a file"
+    )
+
+
+def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
+    """Return the error that names the files of other formats in a folder, or None if it holds none."""
     names = sorted(folder.names())[:_EXAMINED]
     known = ((name, *kind) for name in names if (kind := _foreign_kind(folder, name)))
     first = list(islice(known, _NAMED + 1))
     if not first:
-        return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
+        return None
     words = [f"{quoted(name)} is {kind}" for name, kind, _ in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
@@ -437,7 +444,8 @@ def explain_directory(path: str) -> UnreadableError:
     elif folders := [os.path.relpath(item.path, path) for item in islice(_folders_in(path), _EXAMINED)]:
         what = "it is a directory, with checkpoints in the folders of its folders"
     else:
-        return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+        plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+        return _foreign_files(folder, path) or plain
     named = folders or checkpoints
     inner = os.path.join(path, _latest(folders) if folders else first)
     again = Again(before=f"name {'one' if folders else 'a file'}, such as " * (len(named) > 1), words=((path, inner),))
@@ -447,8 +455,13 @@ def explain_directory(path: str) -> UnreadableError:
 
 
 def _holds_weights(path: str) -> bool:
-    """Return whether a file surely has a state dict; schedulers and random generators have none."""
-    return _said_by(path, lambda checkpoint: any(item.confidence == "high" for item in checkpoint.state_dicts), False)
+    """Return whether a file surely has a state dict with weights; the state of a random generator has only bytes."""
+
+    def weighs(checkpoint: Checkpoint) -> bool:
+        sure = [item.path for item in checkpoint.state_dicts if item.confidence == "high"]
+        return any("float" in entry.tensor.dtype for entry in checkpoint.survey.tensors_in(sure))
+
+    return _said_by(path, weighs, False)
 
 
 def _part_message(path: str) -> str:

@@ -122,6 +122,8 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
     from ..edits.sanitize.trial import options_that_work  # imported only for files that need it
 
     options = options_that_work(checkpoint)
+    if options is not None and "drop_unknown" in options and not checkpoint.survey.tensors:
+        return ""  # such as a tokenizer: nothing of use would be left
     if options is not None:
         step = edit_step(
             "sanitize", checkpoint.path, word="loadable", extension=extension, settings=map(Setting, options)

@@ -407,7 +407,7 @@ CASES = {
         saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False), model=lambda: net(5)
     ),
     "computed-buffers": Case(with_positions, fill, lambda path: fill(path, strict=False)),
-    "copying-failed": Case(saved, lambda: fill(model=expanded()), cause="is fine", model=None),
+    "copying-failed": Case(saved, lambda: fill(model=expanded()), cause="shows no cause", model=None),
     "other-keys": Case(with_others, fill, fill),
     "other-layout": Case(as_meta, lambda: fill(model=llama()), in_layout, model=llama),
     "no-such-entry": Case(
@@ -474,7 +474,7 @@ CASES = {
     "safetensors-header": Case(saved, open_safetensors, open_safetensors, model=None),
     "safetensors-cut": Case(cut_safetensors, open_safetensors, state_dict_of),
     "shared-memory": Case(tied, save_safetensors, open_safetensors),
-    "all-keys-matched": Case(saved, lambda: raise_(str(fill())), cause="is fine"),
+    "all-keys-matched": Case(saved, lambda: raise_(str(fill())), cause="shows no cause"),
     "no-such-key": Case(
         tied_embedding, lambda: torch.load(PATH)["lm_head.weight"], lambda path: torch.load(path)["lm_head.weight"]
     ),
@@ -504,7 +504,7 @@ CASES = {
         lambda: torch.save({"a": torch.ones(2, 3).t()}, PATH), save_safetensors, open_safetensors, model=None
     ),
     "not-a-tensor": Case(wrapped, save_safetensors, open_safetensors, model=None),
-    "meta-tensor": Case(saved, lambda: nn.Linear(2, 3, device="meta").to("cpu"), cause="is fine"),
+    "meta-tensor": Case(saved, lambda: nn.Linear(2, 3, device="meta").to("cpu"), cause="has values for"),
 }
 
 
@@ -561,6 +561,25 @@ def follow(words: list[str], case: Case, capsys: pytest.CaptureFixture[str]) -> 
 
 #: Messages of other versions and libraries, as they were reported.
 REPORTED = {
+    "no-bytecode": "com.facebook.jni.CppException: PytorchStreamReader failed locating file bytecode.pkl: file not "
+    "found ()\nException raised from valid at ../caffe2/serialize/inline_container.cc:157",
+    "not-a-program": "E/AndroidRuntime: com.facebook.jni.CppException: [enforce fail at inline_container.cc:222] . "
+    "file not found: archive/constants.pkl\n\tat org.pytorch.Module.load(Module.java:23)",
+    "script-not-state-dict": "TypeError: Expected state_dict to be dict-like, got <class "
+    "'torch.jit._script.RecursiveScriptModule'>.",
+    "device-rebuild": "AttributeError: Can't get attribute '_rebuild_npu_tensor' on <module 'torch_npu.utils.storage'>",
+    "compiled-for-a-device": "RuntimeError: Error in aoti_load_package: the model was compiled for cuda",
+    "s3prl-entries": "  File \"s3prl/upstream/hubert/expert.py\", line 20\nKeyError: 'task_cfg'",
+    "whisper-dims": '  File "convert-pt-to-ggml.py", line 210\n    hparams = checkpoint["dims"]\nKeyError: \'dims\'',
+    "not-an-optimizer": "  File \"torch/optim/optimizer.py\", line 800, in load_state_dict\nKeyError: 'param_groups'",
+    "not-a-scheduler": "  File \"torch/optim/lr_scheduler.py\", line 120\nKeyError: 'base_lrs'",
+    "multimodal-names": "KeyError: 'visual.blocks.0.attn.qkv.weight'",
+    "peft-names": "Error(s) in loading state_dict for PeftModel:\n\tMissing key(s) in state_dict: "
+    '"base_model.model.q.lora_A.default.weight", "base_model.model.q.lora_B.default.weight".',
+    "lora-to-gguf": "ERROR:lora-to-gguf:Unexpected name 'base_model.model.model.embed_tokens.weight': Not a lora_A or "
+    "lora_B tensor",
+    "lora-key-not-loaded": "lora key not loaded: lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+    "gguf-architecture": "llama_model_load: error loading model: unknown model architecture: 'qwen35'",
     "gpu-memory": 'Traceback (most recent call last):\n  File "torch/serialization.py", line 1000, in _load\n'
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity)",
     "no-adapter-config": "ValueError: Can't find 'adapter_config.json' at './lora'",
@@ -865,12 +884,12 @@ def test_a_loop_keeps_its_list(workplace: None) -> None:
         shutil.copy(PATH, name)
     Path("list").write_text(f"{PATH}\nb.pth\nc.pth\n", encoding="utf-8")
     tool = shlex.join([sys.executable, "-m", "ckptool", "explain"])
-    script = f'while read f; do {tool} "$f" | grep fine; done < list'
+    script = f'while read f; do {tool} "$f" | grep findings; done < list'
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert [line.split(" ", 1)[0] for line in done.stdout.splitlines()] == [PATH, "b.pth", "c.pth"], done
+    assert [line.split(" ", 1)[0] for line in done.stdout.splitlines()] == [f"{PATH}:", "b.pth:", "c.pth:"], done
     said = piped("cat list |", PATH)
     assert f"is a list of files, which explain took for the message. -> ckptool explain {PATH} < /dev/null" in said
-    assert "is fine" in piped("< /dev/null", PATH)
+    assert "without findings" in piped("< /dev/null", PATH)
 
 
 def test_a_silent_pipe_is_named(workplace: None) -> None:
@@ -878,12 +897,12 @@ def test_a_silent_pipe_is_named(workplace: None) -> None:
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as running:
         assert running.stderr is not None
         assert "reading the message from standard input" in running.stderr.readline()
-        assert "is fine" in running.communicate("")[0]
+        assert "without findings" in running.communicate("")[0]
 
 
 @pytest.mark.parametrize("stdin", ["< /dev/null", "<&-", "true |"])
 def test_without_a_message_the_answer_is_what_the_file_shows(stdin: str, workplace: None) -> None:
-    assert f"{PATH} is fine: a state dict of 4 keys" in piped(stdin, PATH)
+    assert f"{PATH}: a state dict of 4 keys, without findings" in piped(stdin, PATH)
     prefixed("module.")
     assert f"ckptool strip-module {PATH}" in piped(stdin, PATH)
     assert "2>&1 | ckptool explain[exit 2]" in piped(stdin)
@@ -893,7 +912,7 @@ def test_a_terminal_is_not_waited_for(workplace: None, monkeypatch: pytest.Monke
     terminal, name = os.openpty()
     with open(terminal, "rb"), open(name, encoding="utf-8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert "is fine" in say("explain", PATH).out
+        assert "without findings" in say("explain", PATH).out
         assert "There is no message." in say("explain").err
 
 

@@ -255,7 +255,7 @@ def half_an_optimizer() -> str:
     "",
     "the path, and not what torch.load returns, is given to load_state_dict",
     "explain MESSAGE model.pth",
-    cause="is fine",
+    cause="holds a state dict",
     helps="load the state dict into it|load_state_dict",
 )
 def path_in_place_of_a_state_dict() -> str:

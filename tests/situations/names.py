@@ -368,7 +368,7 @@ def conv1d() -> str:
     "transformers says that weights were newly initialized: the names of weight_norm differ",
     "explain MESSAGE model.bin",
     cause="weight_norm|parametrizations",
-    helps="is fine.*torch renames",
+    helps="torch renames",
 )
 def newly_initialized() -> str:
     torch.save({"conv.weight_g": torch.ones(1, 1, 3), "conv.weight_v": torch.ones(4, 2, 3),

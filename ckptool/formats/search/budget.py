@@ -140,7 +140,7 @@ def limited(size: int, walk: Callable[[Search], Iterator[FoundPickle]], strict: 
     try:
         yield from walk(Search(Budget(size + _SPARE), strict=strict))
     except BudgetError:
-        what = "files within files, or records that share their bytes, add up to many times the size of the file"
+        what = "the search stopped after it had read many times the size of the file"
         yield unchecked("the rest of the file", what)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...base.errors import CkptoolError
 from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
 from ...base.lazy import regex
-from ...base.nearest import nearest
 from ...base.patterns import escaped
-from ...base.steps import STDIN, AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
+from ...base.steps import STDIN, AnyStep, Line, NextStep, Setting, as_step, command, suggested_output, tree_step
 from ...base.suffixes import PICKLES
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, away
@@ -45,7 +43,6 @@ from .finders import (
     DEVICES,
     FILE,
     MODEL_ENTRIES,
-    NO_MESSAGE,
     UNKNOWN,
     Answer,
     Details,
@@ -53,6 +50,7 @@ from .finders import (
     as_python,
     sentence,
 )
+from .table import fitting_case, global_names, of_case, runnable, unreadable_case
 
 #: Findings named in an answer.
 NAMED: Final = 3
@@ -72,6 +70,7 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
     ``details`` also has the ``log`` that the text comes from, or ``-``.
     Raise UnreadableError if there is no such file.
     """
+    unknown = error is None and bool(text.strip())
     try:
         checkpoint = open_checkpoint(path)
     except FileNotFoundError:
@@ -79,21 +78,43 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
     except CkptoolError as unreadable:
         if isinstance(unreadable.__cause__, OSError):
             raise  # there is no such file, or it must not be read
-        return Answer(f"{path}: {unreadable.what}", unreadable.step)
+        if error is not None and (case := unreadable_case(error, unreadable.what)) is not None:
+            return of_case(case, path, details, f"{path}: {unreadable.what}. ")
+        answer = Answer(f"{path}: {unreadable.what}", unreadable.step)
+        return _unknown(answer, path, damaged=True) if unknown else answer
     with checkpoint:
         checkpoint = checkpoint.lenient()
-        look = _misspelled if error is None else error.answer
         flaws = [*checkpoint.container.problems, *storage_flaws(checkpoint)]
         part = part_of(checkpoint)
         if part is not None and part.cut:
             whole = command("inspect", part.folder) if part.folder else part.whole
-            return Answer(f"{path}: {part.message}", whole)  # an edit of one part alone would be useless
-        if any(flaw.code == FLAT_PARAMETERS for flaw in flaws) or flat_state_dicts(checkpoint):
-            return Answer(f"{path}: {FLAT_MESSAGE}")
-        if look is None or any(flaw.level == "error" or flaw.effect for flaw in flaws):
-            return _by_findings(checkpoint, text, error, details)  # no edit of a damaged file is possible
-        own = look(checkpoint, text, details) or _by_findings(checkpoint, text, error, details)
-        return _of_program(checkpoint, own)
+            answer = Answer(f"{path}: {part.message}", whole)  # an edit of one part alone would be useless
+        elif any(flaw.code == FLAT_PARAMETERS for flaw in flaws) or flat_state_dicts(checkpoint):
+            answer = Answer(f"{path}: {FLAT_MESSAGE}")
+        elif error is None or any(flaw.level == "error" for flaw in flaws):
+            answer = _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
+        elif (case := fitting_case(error, checkpoint)) is not None:
+            answer = of_case(case, path, details)
+        elif error.answer is None or any(flaw.effect for flaw in flaws):
+            answer = _by_findings(checkpoint, error, details)
+        else:
+            own = error.answer(checkpoint, text, details) or _by_findings(checkpoint, error, details)
+            answer = _of_program(checkpoint, own)
+        if unknown:
+            return _unknown(answer, path, damaged=any(flaw.level == "error" for flaw in flaws))
+        if error is None and answer.cause == "elsewhere":
+            answer = answer._replace(why=f"{answer.why}. {_GIVE_IT}.")
+        return answer._replace(python=runnable(checkpoint, answer.python))
+
+
+def _unknown(answer: Answer, path: str, *, damaged: bool) -> Answer:
+    """Return the answer to a message that is not known: what inspect finds. Only for a file that is damaged or no
+    checkpoint, the step of inspect follows: nobody knows what else the message needs.
+    """
+    findings = answer.why.removeprefix(f"{path}: ").rstrip(".")
+    step = as_step(answer.step) if damaged else NextStep()
+    end = "" if step.advice else "."  # advice follows
+    return Answer(f"{UNKNOWN} inspect says of {path}: {findings}{end}", step, cause="unknown")
 
 
 def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
@@ -107,31 +128,39 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
     return Answer(f"{why}: take the weights out first." if step.commands or not step else f"{why}.", step)
 
 
+#: The end of the answer without a message, for a file without findings.
+_GIVE_IT: Final = "If a program does not load it, give explain the message too"
 #: What known errors say of ``sanitize``, for a file that it cannot help.
 _SANITIZE: Final = regex(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
 
 
-def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, details: Details) -> Answer:
-    """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
-    topic = error.topic if error is not None else UNKNOWN if text.strip() else NO_MESSAGE
+def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
+    """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them without a known one."""
+    topic = error.topic if error is not None else FILE
     every = inspection(checkpoint, judged=False)["findings"]
     mine = [item for item in every if item["code"] in topic.codes]
     errors = [item for item in every if item["level"] == "error"]
     if error is None and not errors:
         mine = [item for item in every if item["code"] not in _REMARKS and (item["level"] != "note" or item["next"])]
+    name = details.get("name", "") if topic is CLASSES and not errors else ""
+    if name and not name.isdigit() and not any(name in each for each in global_names(checkpoint)):
+        why = f"{checkpoint.path}: {contents(checkpoint)}. It does not name {name}. {topic.absent}."
+        return Answer(why, cause="elsewhere")
     mine = list({item["message"]: item for item in (*errors, *mine)}.values())
-    if not errors and (topic.whole or not mine):
-        validated = report_on(checkpoint, quick=not topic.whole)
+    whole = topic.whole and error is not None
+    if not errors and (whole or not mine):
+        validated = report_on(checkpoint, quick=not whole)
         bad = [check for check in validated["checks"] if check["status"] == "fail"]
         if bad:
             step = Line(validated["next"]) if validated["next"] else validated["advice"]
             return Answer(f"{checkpoint.path}: {'; '.join(check['message'] for check in bad)}", as_step(step))
+    if not mine and error is None:
+        return Answer(f"{checkpoint.path}: {contents(checkpoint)}, without findings", cause="elsewhere")
     if not mine:
-        return Answer(f"{checkpoint.path} is fine: {contents(checkpoint)}. {topic.elsewhere}.", cause="elsewhere")
+        searched = "Every byte of it was read, and no damage was found" if whole else "It shows no cause of the message"
+        why = f"{checkpoint.path}: {contents(checkpoint)}. {searched}. {topic.absent}."
+        return Answer(why, cause="elsewhere")
     cause = "" if error is None or topic is FILE or errors else f"{error.why_of(details)} "
-    if error is None and topic.begin:
-        known = topic.begin.rstrip(". ")
-        cause = f"{known}, but the file has an error. " if errors else f"{known}. Apart from it: "
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
     helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)
@@ -183,24 +212,28 @@ def contents(checkpoint: Checkpoint) -> str:
 
 def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for the keys that ``load_state_dict`` complains of: match the file with the model in the message."""
+    path = checkpoint.path
+    names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
+    if any(map(_LORA.search, names)) and not any(map(_ADAPTER_NAME.search, names)):
+        text = _ADAPTER_NAME.sub("", text)
     error = read_error(text)
     if error is None:
         return None
-    path = checkpoint.path
-    names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
+    if not checkpoint.state_dicts:
+        return Answer(f"{path}: there is no state dict in it", tree_step(path), cause="elsewhere")
     entries = {entry.key for entry in checkpoint.survey.entries}
     own = error.with_keys_of(names).unexpected
     before = "" if {*own} & (names | entries) else prefix_between(own, names)
     added = prefix_between(own, error.missing)
     if before and added and f".{added}" in f".{before}":
-        why = f"The message is about another file: the keys of {path} begin with {before!r}, which has {added!r} in it"
-        return Answer(f"{why}.", cause="elsewhere")
+        why = f"the keys of {path} begin with {before!r}, which has {added!r} in it"
+        return Answer(f"{_ANOTHER}: {why}.", cause="elsewhere")
     if own and not {*own} & (names | entries) and not before:
-        why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
-        return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
+        why = f"{path} has none of the keys that the model does not expect, such as {error.unexpected[0]!r}"
+        return Answer(f"{_ANOTHER}: {why}.", cause="elsewhere")
     if error.missing and own and {*error.missing} <= names and not {*own} & (names | entries):
-        why = f"{path} is fine: it has the keys that the message calls missing, such as {error.missing[0]!r}"
-        return Answer(f"{why}. The message is about another file.", cause="elsewhere")
+        why = f"{path} has the keys that the message calls missing, such as {error.missing[0]!r}"
+        return Answer(f"{_ANOTHER}: {why}.", cause="elsewhere")
     empty = empty_weights(checkpoint) if any(item.saved == (0,) for item in error.mismatched) else ""
     if empty:
         return Answer(f"{path}: {empty}", gather_step(checkpoint))
@@ -211,8 +244,8 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         for key, shape in shapes
     ):
         first = error.mismatched[0]
-        why = f"The message is about another file: {path} has no {first.key!r} of the shape {shape_text(first.saved)}."
-        return Answer(why, cause="elsewhere")
+        why = f"{path} has no {first.key!r} of the shape {shape_text(first.saved)}"
+        return Answer(f"{_ANOTHER}: {why}.", cause="elsewhere")
     try:
         report, steps, edited = match_checkpoint(checkpoint, target_in_error(checkpoint, text, "the message"))
     except CkptoolError as other:
@@ -223,10 +256,10 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         return _size_answer(checkpoint, error, report)
     if report["fits"]:
         if any(".parametrizations." in f".{key}" for key in error.missing):
-            why = f"{path} is fine: it has the names of weight_norm before torch 2.0, which torch renames when it loads"
+            why = f"{path} has the names of weight_norm before torch 2.0, which torch renames when it loads"
             return Answer(f"{why}. A newer transformers does not warn of that.", cause="elsewhere")
-        why = f"{path} is fine: its {pluralize(report['keys'], 'key')} are those that the model wants"
-        return Answer(f"{why}. The message comes from another file or another state dict.", cause="elsewhere")
+        why = f"{path} has the {pluralize(report['keys'], 'key')} that the model wants"
+        return Answer(f"{_ANOTHER}: {why}.", cause="elsewhere")
     if fix is None:
         lenient = f"{load_lines(path, report['state_dict'])}\nmodel.load_state_dict(state, strict=False)"
         why = _without_fix(path, report)
@@ -258,6 +291,11 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     return Answer(why, Line(report["next"] or fix["command"]), lines)
 
 
+#: What the keys of a file can prove: loaders may rename keys before load_state_dict sees them.
+_ANOTHER: Final = "The message is about another file, or the program renames the keys first"
+#: Names of factors of an adapter, and the parts that PEFT adds to names when it loads one.
+_LORA: Final = regex(r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
+_ADAPTER_NAME: Final = regex(r"(?:\.modules_to_save\.[a-z]\w*|(?<=\.lora_[AB])\.default)(?=\.)")
 #: Who puts a prefix before every key.
 _PREFIXES: Final = {
     "module.": "DataParallel or DistributedDataParallel put 'module.' before every key",
@@ -364,6 +402,9 @@ def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str], s
     )
     if not step:
         lines = f"{load_lines(checkpoint.path, report['state_dict'])}\nmodel.load_state_dict(state)"
+        held = any("_extra_state" in entry.path for entry in checkpoint.survey.tensors)
+        if not held and all(key.endswith("_extra_state") for key in keys):
+            step = command("drop", checkpoint.path, "*_extra_state", output=suggested_output(checkpoint.path, "plain"))
     return Answer(why, step, f"{lines.removesuffix(')')}, strict=False)" if lines else "")
 
 
@@ -398,7 +439,7 @@ def entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     keys = [entry.key for entry in checkpoint.survey.entries]
     if wanted in keys:
         return Answer(
-            f"{path} is fine: it has the entry {wanted!r}. The message comes from another file, or the code looks for"
+            f"{path} has the entry {wanted!r}. The message comes from another file, or the code looks for"
             f" {wanted!r} inside another entry ({join_limited(keys)}).",
             cause="elsewhere",
         )
@@ -484,8 +525,12 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
     lacking = [name for name in LIGHTNING if name not in keys]
     if dicts and not _is_mapping(checkpoint):
         return Answer(f"{path} holds a list of state dicts, and load_from_checkpoint wants one in 'state_dict'.")
-    if not dicts or not lacking:
-        return Answer(f"{path} has the entries that Lightning reads. The message comes from another file.")
+    if not dicts:
+        return Answer(f"{path} holds no state dict, and load_from_checkpoint wants one in 'state_dict'.")
+    if not lacking:
+        return Answer(
+            f"{path} has the entries that Lightning reads. The message comes from another file.", cause="elsewhere"
+        )
     output = suggested_output(path, "lightning", ".ckpt")
     chosen = likeliest(dicts, "state_dict")
     where = "its weights are at the top level" if not chosen.path else f"its weights are in {chosen.path!r}"
@@ -497,35 +542,6 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
     return Answer(why, command("edit", path, output=output, settings=settings))
 
 
-#: A KeyError, as the last line of a text.
-_KEY_ERROR: Final = regex(r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]+)(?P=quote)\s*\Z")
-
-
-def _misspelled(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for an unknown KeyError if the file has an entry with a similar name."""
-    error = _KEY_ERROR.search(text)
-    if error is None:
-        return None
-    keys = [entry.key for entry in checkpoint.survey.entries]
-    near = [] if error["key"] in keys else nearest(error["key"], keys)
-    if not near:
-        return None
-    similar = join_limited([repr(key) for key in near])
-    return Answer(f"{checkpoint.path} has no entry {error['key']!r}. It has {similar}: change the code.")
-
-
-#: Entries that one program writes, with the names that another program gives the same model, and what helps.
-_OTHER_PROGRAMS: Final = (
-    (
-        "dims",
-        re.compile(r"(?:^|\.)decoder\.layers\.\d+\.encoder_attn\.").search,
-        "its names are those of Whisper in transformers, and the Whisper of OpenAI has others and an entry 'dims'. Load"
-        " it with WhisperForConditionalGeneration.from_pretrained; whisper.cpp reads it with convert-h5-to-ggml.py, in"
-        " place of convert-pt-to-ggml.py.",
-    ),
-)
-
-
 def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> Answer | None:
     """Answer for an entry other than the weights: a key of the state dict, or a value of the training run."""
     path = checkpoint.path
@@ -534,10 +550,7 @@ def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> An
         return _key_in_code(checkpoint, wanted, names)
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     listed = "nothing but weights" if bare else join_limited(list(keys))
-    program = next((says for entry, part, says in _OTHER_PROGRAMS if entry == wanted and any(map(part, names))), "")
-    if program:
-        return Answer(f"{path} has no entry {wanted!r}: {program}")
-    if wanted in COUNTERS and not bare and keys and _is_mapping(checkpoint):
+    if wanted in COUNTERS and not bare and checkpoint.state_dicts and _is_mapping(checkpoint):
         step = command("set", path, f"{wanted}=0", output=suggested_output(path, "new", _torch_suffix(checkpoint)))
         return Answer(f"{path} has no entry {wanted!r}: it holds {listed}. A fresh run starts with 0.", step)
     return Answer(
@@ -551,15 +564,18 @@ def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict
     path = checkpoint.path
     if wanted in names:
         return Answer(
-            f"{path} is fine: it has the key {wanted!r}. The message comes from another file or state dict.",
+            f"{path} has the key {wanted!r}. The message comes from another file or state dict.",
             cause="elsewhere",
         )
     fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
+    if fewer and not all(name.startswith(fewer) for name in names):
+        why = f"{path} has {fewer + wanted!r} in place of {wanted!r}, and other keys do not begin with {fewer!r}"
+        return Answer(f"{why}: match compares all names with those of a file that the code loads.")
     if fewer:
         why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
         return Answer(why, edit_step("strip-module", path, word="plain", strip_prefix=fewer))
     more = next((wanted.removesuffix(name) for name in names if wanted.endswith("." + name)), "")
-    if more:
+    if more and not any(name.startswith(more) for name in names):
         why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
         return Answer(why, edit_step("add-module", path, word="prefixed", add_prefix=more))
     tied = next((name for name in names if name.endswith(EMBEDDINGS)), "")

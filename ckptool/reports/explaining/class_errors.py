@@ -29,9 +29,7 @@ CLASS_ERRORS: Final = (
         "class, {name}. sanitize replaces such objects by plain values.",
         searched(r"Unsupported (?:global: GLOBAL|class) (?P<name>[\w.]*\w)"),
         _PLAIN,
-        """\
-with torch.serialization.safe_globals([{name}]):  # if you trust the file
-    state = torch.load("model.pth")""",
+        'state = torch.load("model.pth", weights_only=False)  # runs what the file says',
         topic=CLASSES,
     ),
     KnownError(
@@ -87,7 +85,7 @@ state = torch.load("model.pth", weights_only=False)  # runs what the file says""
         "path-module",
         "ModuleNotFoundError: No module named 'pathlib._local'; 'pathlib' is not a package",
         "The file holds a path object of Python 3.13, and your Python is older. sanitize replaces it by text.",
-        searched(r"No module named 'pathlib\._local'"),
+        searched(r"No module named '(?P<name>pathlib\._local)'"),
         _PLAIN,
         'state = torch.load("model.pth", weights_only=False)  # with Python 3.13; runs what the file says',
         topic=CLASSES,
@@ -97,7 +95,7 @@ state = torch.load("model.pth", weights_only=False)  # runs what the file says""
         "ModuleNotFoundError: No module named 'numpy._core'",
         "The file holds an array or a number of numpy 2, and your numpy is older. sanitize replaces them by tensors "
         "and plain values.",
-        raised(r"No module named 'numpy\._core"),
+        raised(r"No module named '(?P<name>numpy\._core)"),
         _PLAIN,
         'state = torch.load("model.pth", weights_only=False)  # with numpy 2; runs what the file says',
         topic=CLASSES,
@@ -165,7 +163,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
             r"'(?P<name>(?:float[48]_|u?int[1-7]\b|uint(?:16|32|64))\w*)'"
         ),
         edited("cast", word="float32", to_dtype="float32"),
-        topic=CLASSES._replace(elsewhere="torch.load reads it with a torch that knows the dtype: upgrade torch"),
+        topic=CLASSES._replace(absent="torch.load reads it with a torch that knows the dtype: upgrade torch"),
         answer=dtype_answer,
     ),
     KnownError(
@@ -177,7 +175,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         edited("cast", word="float32", to_dtype="float32"),
         "model.float()",
         ("RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'",),
-        topic=CLASSES._replace(elsewhere="Its weights are in full precision: the code calls model.half(); remove that"),
+        topic=CLASSES._replace(absent="Its weights are in full precision: the code calls model.half(); remove that"),
         answer=dtype_answer,
     ),
     KnownError(
@@ -199,7 +197,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         "Another version of torch or of the project saved the whole model, and a layer of it lacks an attribute that "
         "yours reads. Build the model with your version, and load only the weights.",
         searched(
-            r"'(?P<name>\w+)' object has no attribute "
+            r"'(?P<layer>\w+)' object has no attribute "
             r"'(?P<attribute>recompute_scale_factor|_non_persistent_buffers_set|padding_mode|inplace|approximate|"
             r"batch_first|norm_first|_lazy_load_hook|_buffers|_parameters|_modules|_is_full_backward_hook|_is_hf_initialized|_backend|"
             r"_(?:load_state_dict|state_dict|backward|forward)_\w*hooks\w*)'"
@@ -220,8 +218,8 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
     KnownError(
         "process-group",
         "ValueError: Default process group has not been initialized, please make sure to call init_process_group.",
-        "The file holds a whole DistributedDataParallel model or sharded tensors, and torch builds those only inside a "
-        "process group. sanitize takes the weights out.",
+        "torch builds a whole DistributedDataParallel model, and sharded tensors, only inside a process group. "
+        "sanitize takes the weights out.",
         raised(r"Default process group has not been initialized"),
         _WEIGHTS,
         """\

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Final, Literal
 
 from ...base.lazy import regex
 from ...base.records import NamedTuple, TypedDict
-from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
+from ...base.steps import STDIN, Line, NextStep, advised, argument, as_step, command
 from ...base.text import cut
 from ...edits.matching.state_dict_errors import read_error
 from .finders import UNKNOWN, Answer, Details, KnownError
@@ -41,7 +40,8 @@ class ExplainReport(TypedDict):
 
     ``name`` is the anchor in docs/errors.md, or "" for a message that it does not list. ``message`` is the user's
     message, shortened. ``path`` is the file, or "". ``cause`` is "file" if the file causes the message, "elsewhere" if
-    the file is fine, and "unknown" without a file. ``next`` is the command to type, or "".
+    it has no sign of that, and "unknown" for an unknown message or without a file. ``next`` is the command to type,
+    or "".
     """
 
     schema: str
@@ -79,14 +79,12 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
         error, details = found or (None, {})
         answer = answer_for(path, _COLOUR.sub("", text), error, {**details, "log": log or STDIN})
         cause = answer.cause
-        if found is None and cause == "elsewhere" and text.strip():
-            answer = answer._replace(why=f"{UNKNOWN.begin}{answer.why}")
     elif found is not None:
         error, details = found
         why = f"{error.why_of(details)} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
         answer = Answer(why, _again(text, message, log), error.python_for(error.example, details))
     else:
-        answer = _by_words(text, message, log)
+        answer = Answer(f"{UNKNOWN} {_NAME_IT}, and explain says what inspect finds.", _again(text, message, log))
     return ExplainReport(
         schema="ckptool.explain/1",
         name=name,
@@ -150,30 +148,3 @@ def _again(text: str, message: str, log: str) -> NextStep:
     if short and "'" in message and message.isprintable() and not set(message) & set('"$`\\!'):
         return as_step(Line(f'ckptool explain "{message}" {argument(named)}'))  # easier to read than quoted quotes
     return command("explain", message if short else log or STDIN, named)
-
-
-#: What the words of an unknown message suggest: a pattern, the command for the file, its flag, and the reason.
-_WORDS: Final = (
-    (r"cuda|gpu|device|hip|\bmps\b|npu|xpu", "inspect", "", "shows which devices the tensors are tagged with"),
-    (r"corrupt|truncat|zip|archive|\beof\b|crc|checksum|damaged", "validate", "", "checks every byte"),
-    (r"shape|size|dimension|expected .* got", "keys", "", "lists every key with its shape"),
-    (r"pickl|unpickl|attribute|module named|class|import", "scan", "", "lists what loading would import and call"),
-    (r"optimizer|param_groups|scheduler|epoch|resume", "inspect", "tree", "shows every entry"),
-    (r"\bnan\b|\binf\b|infinite", "validate", "finite", "finds NaN and infinity"),
-    (r"dtype|half|bfloat16|float16|float32|fp16|bf16", "keys", "", "lists every key with its dtype"),
-    (r"key|missing|unexpected|state.?dict|weight", "keys", "", "lists every key"),
-    (r"shard|index|folder|directory|no such file", "inspect", "", "shows which files of a folder are missing"),
-)
-
-
-def _by_words(text: str, message: str, log: str) -> Answer:
-    """Return what to try for an unknown message, by its words."""
-    for pattern, name, flag, reason in _WORDS:
-        if re.search(pattern, text, re.IGNORECASE):
-            line = command(name, settings=[Setting(flag)] if flag else ())
-            why = f"If it is about a checkpoint, '{line}' {reason}"
-            break
-    else:
-        why = "None of its words are about a checkpoint"
-    why = f"{UNKNOWN.begin}{why}. {_NAME_IT}, and explain looks at {UNKNOWN.looks_at}."
-    return Answer(why, _again(text, message, log))

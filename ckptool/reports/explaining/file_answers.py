@@ -41,12 +41,11 @@ def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Ans
     """Answer for an optimizer of other parameters, or without a value that torch looks for: weights load without it."""
     path, found, wanted = checkpoint.path, optimizers(checkpoint.graph), details.get("entry", "")
     if not found:
-        return Answer(f"{path} is fine: it holds no optimizer. The message comes from another file.", cause="elsewhere")
+        return Answer(f"{path} holds no optimizer: {contents(checkpoint)}.", cause="elsewhere")
     reasons = [(item, _unfit(checkpoint, item, wanted)) for item in found]
     broken = [item for item, reason in reasons if reason]
     if not broken:
-        why = f"{path} is fine: nothing in its optimizer lacks {wanted!r}. The message comes from another file."
-        return Answer(why, cause="elsewhere")
+        return Answer(f"{path} has {wanted!r} wherever its optimizer needs it.", cause="elsewhere")
     why = f"{path}: {join_sentences(reason for _, reason in reasons if reason)}"
     if not wanted:
         why += ", and your optimizer has another number or other groups. Layers were added, removed or frozen since"
@@ -98,7 +97,7 @@ def weights_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answe
     place = likeliest(dicts, "state_dict").path
     where = f"in its entry {place!r}" if place else "at its top level"
     why = (
-        f"{path} is fine: it holds a state dict {where}, not a model. Build the model with its own code, then load the"
+        f"{path} holds a state dict {where}, not a model. Build the model with its own code, then load the"
         " state dict into it."
     )
     return Answer(
@@ -113,7 +112,7 @@ def loader_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer
     if checkpoint.traits.loader != "torch.load" or checkpoint.traits.loads != "file":
         return None
     path = checkpoint.path
-    why = f"{path} is fine: torch.save wrote it, with {contents(checkpoint)}. Open it with torch.load."
+    why = f"torch.save wrote {path}, with {contents(checkpoint)}. Open it with torch.load."
     return Answer(why, python=load_lines(path), cause="elsewhere")
 
 
@@ -226,7 +225,12 @@ def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
 def folder_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for a folder of per-rank files: if all of them are there, join the weights."""
     folder = isinstance(checkpoint.source, FolderSource)
-    if not folder or not checkpoint.state_dicts or not is_complete(checkpoint.container.problems):
+    if (
+        not folder
+        or is_safetensors(checkpoint)
+        or not checkpoint.state_dicts
+        or not is_complete(checkpoint.container.problems)
+    ):
         return None
     why = f"{checkpoint.path} is complete: {contents(checkpoint)}. The weights can be joined into one file."
     return Answer(why, to_safetensors(checkpoint))
@@ -278,7 +282,7 @@ def meta_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer |
     if without or not tensors:
         return None  # a finding says so
     lines = f"{load_lines(checkpoint.path)}\nmodel.load_state_dict(state, assign=True)"
-    why = f"{checkpoint.path} is fine: its {pluralize(len(tensors), 'tensor')} have values. Load them with assign=True."
+    why = f"{checkpoint.path} has values for its {pluralize(len(tensors), 'tensor')}. Load them with assign=True."
     return Answer(why, python=lines, cause="elsewhere")
 
 
@@ -318,7 +322,7 @@ def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> A
     names = [entry.path for entry in checkpoint.survey.tensors]
     path = checkpoint.path
     if wanted in names:
-        return Answer(f"{path} is fine: it has {wanted!r}. The message comes from another folder.", cause="elsewhere")
+        return Answer(f"{path} has {wanted!r}. The message is about another folder.", cause="elsewhere")
     inside = _BY_NUMBER.match(wanted)
     if inside and any(name.startswith((f"{inside[1]}.", f"{inside[1]}[")) for name in names):
         return Answer(
@@ -345,8 +349,8 @@ def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     entries = [entry for entry in checkpoint.survey.tensors if entry.tensor.shape == saved]
     entries = [entry for entry in entries if entry.key.endswith(details["name"])] or entries
     if not entries:
-        why = f"{checkpoint.path} is fine: no tensor in it has the shape {shape_text(saved)}"
-        return Answer(f"{why}. The message comes from another file.", cause="elsewhere")
+        why = f"{checkpoint.path}: no tensor in it has the shape {shape_text(saved)}"
+        return Answer(f"{why}. The message is about another file.", cause="elsewhere")
     found = [Mismatch(entry.key, saved, wanted) for entry in entries[:NAMED]]
     shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
     why = " ".join(sentence(cause.message) for cause in size_causes(found, shapes))

@@ -50,16 +50,10 @@ DEVICE_ERRORS: Final = (
         "don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)",
         "The tag of a tensor names a device that this torch does not know, such as another accelerator whose plugin is "
         "not imported. Move the tags to the CPU.",
-        searched(
-            r"don't know how to restore data location|device module is not registered"
-            r"|_rebuild_(?:xla|npu|hpu|device)\w*"
-        ),
+        searched(r"don't know how to restore data location|device module is not registered"),
         _TO_CPU,
         'state = torch.load("model.pth", map_location=lambda storage, location: storage)',
-        (
-            "The NPU device module is not registered.",
-            "AttributeError: Can't get attribute '_rebuild_xla_tensor' on <module 'torch._utils' from ...>",
-        ),
+        ("The NPU device module is not registered.",),
         topic=DEVICES,
     ),
     KnownError(
@@ -92,7 +86,7 @@ DEVICE_ERRORS: Final = (
         'state = torch.load("model.pth", map_location="cpu")',
         ("TypeError: expected a torch.ByteTensor, but got torch.cuda.ByteTensor",),
         topic=DEVICES._replace(
-            elsewhere="The program loads it with a map_location that moves the state of the random number generator to"
+            absent="The program loads it with a map_location that moves the state of the random number generator to"
             ' the GPU: load it with map_location="cpu", then move the model'
         ),
     ),
@@ -144,18 +138,6 @@ with gzip.open("model.pth") as file:
         "",
         ("Weights only load failed. ... Unsupported operand 123",),
         answer=suffix_answer,
-    ),
-    KnownError(
-        "magic-number",
-        "RuntimeError: Invalid magic number; corrupt file?",
-        "The file is a pickle, but torch.save did not write it: pickle.dump, joblib or another program did. inspect "
-        "shows its contents without running it.",
-        searched(r"Invalid magic number; corrupt file"),
-        shown("inspect"),
-        """\
-import pickle
-with open("model.pth", "rb") as file:
-    state = pickle.load(file)  # runs what the file says""",
     ),
     KnownError(
         "damaged-record",
@@ -302,14 +284,6 @@ FORMAT_ERRORS: Final = (
         answer=old_torch_answer,
     ),
     KnownError(
-        "old-torch-argument",
-        "TypeError: 'weights_only' is an invalid keyword argument for Unpickler()",
-        "Your torch is older than the argument: weights_only needs torch 1.13, mmap and assign need torch 2.1. The "
-        "file is not the cause. Upgrade torch.",
-        searched(r"'(?:weights_only|mmap|assign)' is an invalid keyword|unexpected keyword argument '(?:mmap|assign)'"),
-        shown("inspect"),
-    ),
-    KnownError(
         "not-torchscript",
         "RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found",
         "The file is not a TorchScript program, which torch.jit.load reads. torch.save wrote it: torch.load reads it.",
@@ -328,15 +302,6 @@ FORMAT_ERRORS: Final = (
         shown("inspect"),
         "",
         ("RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found",),
-    ),
-    KnownError(
-        "torchscript",
-        "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``.",
-        "The file is a TorchScript program, code and weights together, which torch.jit.load reads. inspect says "
-        "whether convert can take the weights out of it.",
-        searched(r"with TorchScript archives passed to|(?i:'?RecursiveScriptModule'? object has no attribute 'copy')"),
-        shown("inspect"),
-        'model = torch.jit.load("model.pth", map_location="cpu")',
     ),
     KnownError(
         "torch-tar",

@@ -27,73 +27,92 @@ if TYPE_CHECKING:
 class Topic(NamedTuple):
     """What to look at in a file for a message.
 
-    ``looks_at`` names it. ``codes`` are the findings that confirm the cause. If the file has none of them, it is fine,
-    and ``elsewhere`` says where the message comes from. With ``whole``, every byte is read, because no metadata shows
-    the damage. ``begin`` is the beginning of the answer if the message is unknown.
+    ``looks_at`` names it. ``codes`` are the findings that confirm the cause. If the file has none of them, ``absent``
+    says what was looked for. With ``whole``, every byte is read, because no metadata shows the damage.
     """
 
     looks_at: str
     codes: frozenset[str]
-    elsewhere: str
+    absent: str
     whole: bool = False
-    begin: str = ""
+
+
+class Case(NamedTuple):
+    """What to answer for a file that has all these signs.
+
+    ``codes``: findings of ``inspect``, at least one. ``formats``: the format is one of these. ``keys``: patterns, each
+    for a key or an entry. ``entries``: paths that it has. ``classes``: a pattern for a name in its pickles. ``empty``:
+    it has no tensor. ``unreadable``: a pattern for the reason why the file is no checkpoint; only such a case answers
+    for such a file. ``step`` is the command (see ``table.typed``).
+    """
+
+    why: str
+    codes: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+    classes: str = ""
+    empty: bool = False
+    unreadable: str = ""
+    step: str = ""
+    python: str = ""
 
 
 class Answer(NamedTuple):
     """The answer for one file: the cause in words, the step, and Python lines.
 
-    ``cause`` is "file" if the file causes the message, otherwise "elsewhere".
+    ``cause`` is "file" if the file causes the message, "elsewhere" if it has no sign of the cause, and "unknown" for a
+    message that is not known.
     """
 
     why: str
     step: AnyStep = ""
     python: str = ""
-    cause: Literal["file", "elsewhere"] = "file"
+    cause: Literal["file", "elsewhere", "unknown"] = "file"
 
 
-#: The topic of messages that are not known.
-UNKNOWN: Final = Topic(
-    "what kind of file it is, and whether it is whole",
-    frozenset(),
-    "The message comes from the code that uses it, from the version of a library, or from the machine",
-    begin="No explanation is known for this message. ",
-)
-#: The topic of a file without a message.
-NO_MESSAGE: Final = UNKNOWN._replace(elsewhere="If a program does not load it, give explain the message too", begin="")
+#: The beginning of the answer to a message that is not known.
+UNKNOWN: Final = "No explanation is known for this message."
 #: The topic of messages about the kind of a file: any error that inspect finds confirms them.
 FILE: Final = Topic(
     "what kind of file it is, and whether it is whole",
     frozenset(name for name, code in CODES.items() if Effect.REFUSED_BY_TORCH in code.effect)
-    | {PROGRAM, "torch-tar", "unpacked", "no-folder", NO_INDEX, "bare-pickle"},
-    "The message comes from another file: compare the path, the size and the date with the file that the program opens",
+    | {"torch-tar", "unpacked", "no-folder", NO_INDEX, "bare-pickle"},
+    "Compare the path, the size and the date with the file that the program opens",
 )
+#: The topic of messages about programs, such as TorchScript.
+PROGRAMS: Final = FILE._replace(codes=FILE.codes | {PROGRAM})
+#: The topic of messages that no finding explains.
+CODE: Final = FILE._replace(codes=frozenset())
 #: The topic of messages about a folder where a file is expected.
 FOLDER: Final = FILE._replace(codes=FILE.codes | {"in-pieces", JOINED})
 DAMAGE: Final = Topic(
     "which parts of it are missing or damaged",
     frozenset(name for name, code in CODES.items() if Effect.LOSES_VALUES in code.effect),
-    "The message comes from another copy of the file: compare the path and the size with the file that the program"
-    " opens, and load it only after the program that writes it has finished",
+    "Compare the path and the size with the file that the program opens, and load it only after the program that"
+    " writes it has finished",
     whole=True,
 )
 DEVICES: Final = Topic(
     "which devices its tensors are tagged with",
     frozenset(("device", "device-objects", "map-location")),
-    "No tensor in it needs a GPU, so the message comes from another file, or from code that moves the model to a GPU,"
-    " such as model.cuda() or model.to('cuda')",
+    "Look for model.cuda() or model.to('cuda') in the code, and compare the path with the file that the program opens",
 )
 CLASSES: Final = Topic(
     "which classes it needs, and whether plain tensors can replace them",
     frozenset(("weights-only", "module", "dangerous-call")),
-    "It needs no class from outside torch, so the message comes from another file, or from a torch that is older than"
-    " the file: upgrade torch",
+    "Compare the path with the file that the program opens, and the version of torch with the one that saved it",
 )
 KEYS: Final = Topic(
     "which keys it has, and finds the edit that gives them the names of your model",
-    frozenset(("prefix", "wrappers")),
-    "The message comes from another file, or from another state dict: print the keys that your code passes to"
-    " load_state_dict",
+    frozenset(),
+    "Print the keys that your code passes to load_state_dict",
 )
+#: The topics by the names that the table of errors uses.
+TOPICS: Final = {
+    "FILE": FILE, "FOLDER": FOLDER, "DAMAGE": DAMAGE, "DEVICES": DEVICES, "CLASSES": CLASSES, "KEYS": KEYS,
+    "PROGRAMS": PROGRAMS, "CODE": CODE,
+}  # fmt: skip
 
 
 class KnownError(NamedTuple):
@@ -103,7 +122,8 @@ class KnownError(NamedTuple):
     checkpoint. ``python`` has lines that do the same, or "" if only another file helps. In ``why`` and ``python``,
     names of details in braces, such as ``{prefix}``, are filled in. ``alike`` are other messages with the same cause,
     for example from other versions. ``example`` is the file name to use if none is given. ``topic`` says what to look
-    at in the user's file. ``answer`` looks at the file itself, and returns None to leave it to the topic.
+    at in the user's file. The first of the ``cases`` whose signs the file has is the answer; without one ``answer``
+    looks at the file itself, and returns None to leave it to the topic.
     """
 
     name: str
@@ -116,19 +136,20 @@ class KnownError(NamedTuple):
     example: str = "model.pth"
     topic: Topic = FILE
     answer: Callable[[Checkpoint, str, Details], Answer | None] | None = None
+    cases: tuple[Case, ...] = ()
 
     def why_of(self, details: Details) -> str:
         """Return the cause, with the details filled in."""
-        return _filled(self.why, details)
+        return filled(self.why, details)
 
     def python_for(self, path: str, details: Details) -> str:
         """Return the Python lines for a file, with the details filled in; "" if a detail that they need is empty."""
         if any(not value and f"{{{name}}}" in self.python for name, value in details.items()):
             return ""
-        return _filled(self.python.replace(f'"{self.example}"', as_python(path)), details)
+        return filled(self.python.replace(f'"{self.example}"', as_python(path)), details)
 
 
-def _filled(text: str, details: Details) -> str:
+def filled(text: str, details: Details) -> str:
     """Return a text with names of details replaced by their values; other braces are Python code."""
     for name, value in details.items():
         text = text.replace(f"{{{name}}}", value)
@@ -151,10 +172,10 @@ def edited(name: str, *, word: str, **values: Any) -> Callable[[str, Details], N
     """Return a step that is one edit; ``{...}`` in a value stands for a detail."""
 
     def step(path: str, details: Details) -> NextStep:
-        filled: dict[str, Any] = {
-            key: _filled(value, details) if isinstance(value, str) else value for key, value in values.items()
+        own: dict[str, Any] = {
+            key: filled(value, details) if isinstance(value, str) else value for key, value in values.items()
         }
-        return command(name, path, output=suggested_output(path, word), **filled)
+        return command(name, path, output=suggested_output(path, word), **own)
 
     return step
 

@@ -20,16 +20,6 @@ from .finders import DAMAGE, FILE, KEYS, KnownError, converted, edited, either, 
 
 LIBRARY_ERRORS: Final = (
     KnownError(
-        "safetensors-old",
-        "safetensors_rust.SafetensorError: Error while deserializing header: invalid JSON in header: unknown variant "
-        "`F8_E4M3`, expected one of `BOOL`, `U8`",
-        "The file has tensors of the dtype {name}, which your safetensors does not know. Upgrade it with pip install "
-        "-U safetensors.",
-        searched(r"unknown variant `(?P<name>\w+)`, expected one of `BOOL`"),
-        shown("inspect"),
-        example="model.safetensors",
-    ),
-    KnownError(
         "safetensors-header",
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         "The file is not safetensors, whatever its name says: a checkpoint of torch.save, a Git LFS pointer, or a web "
@@ -157,35 +147,6 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         answer=named_answer,
     ),
     KnownError(
-        "missing-shard",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'model/pytorch_model-00002-of-00003.bin'",
-        "The index of the folder names the shard {name}, which is not there: the download is not complete.",
-        searched(
-            r"(?:No such file(?: or directory)?|[Cc]ould not (?:find|locate)|does not appear to have (?:a file|files) "
-            r"named)[^\n]{0,200}?(?P<name>[\w.-]+-\d{5}-of-\d{5}\.(?:bin|safetensors))"
-        ),
-        shown("inspect"),
-        example="model",
-    ),
-    KnownError(
-        "no-config",
-        "OSError: ./model does not appear to have a file named config.json.",
-        "transformers builds the model from {name}, which is not in the folder. Get it from the model that this one "
-        "was trained from, or call model.config.save_pretrained.",
-        searched(r"does not appear to have a file named (?P<name>[\w.]+\.json)"),
-        shown("inspect"),
-        example="model",
-    ),
-    KnownError(
-        "no-adapter-config",
-        "ValueError: Can't find 'adapter_config.json' at './lora'",
-        "PEFT reads adapter_config.json, and the folder has none: it holds a whole model, the adapter is in a folder "
-        "in it, or the download is not complete. inspect says what the folder is.",
-        searched(r"[Cc]an't find '?adapter_config\.json"),
-        shown("inspect"),
-        example="lora",
-    ),
-    KnownError(
         "index-metadata",
         "KeyError: 'metadata'",
         "transformers reads 'metadata' in the index of the shards, and the index has none. repack writes a new index.",
@@ -289,26 +250,6 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         answer=missing_key_answer,
     ),
     KnownError(
-        "dcp-size",
-        "ValueError: Size mismatch between saved torch.Size([32, 16]) and current: torch.Size([32, 8]) for "
-        "model.weight",
-        "The folder of torch.distributed.checkpoint has {name} in another shape than the model. keys lists the shapes.",
-        searched(r"Size mismatch between saved .* and current: .* for (?P<name>\S+)"),
-        shown("keys"),
-        example="checkpoint",
-        topic=KEYS,
-    ),
-    KnownError(
-        "old-transformers",
-        "ValueError: The checkpoint you are trying to load has model type `qwen3_vl` but Transformers does not "
-        "recognize this architecture.",
-        "The model {name} is newer than your transformers, and the file is not the cause. Upgrade it with pip install "
-        "-U transformers.",
-        searched(r"has model type `(?P<name>[\w.-]+)` but Transformers does not recognize this architecture"),
-        shown("inspect"),
-        example="model",
-    ),
-    KnownError(
         "old-tokenizers",
         "Exception: data did not match any variant of untagged enum ModelWrapper at line 250373 column 3",
         "tokenizer.json is newer than your tokenizers, and the weights are not the cause. Upgrade it with pip install "
@@ -317,30 +258,9 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         shown("inspect"),
         example="model",
         topic=FILE._replace(
-            elsewhere="The message is about tokenizer.json, which is newer than your tokenizers: upgrade it with pip "
+            absent="The message is about tokenizer.json, which is newer than your tokenizers: upgrade it with pip "
             "install -U tokenizers transformers"
         ),
-    ),
-    KnownError(
-        "adapter-of-another-model",
-        "ValueError: Target modules {'q_proj'} not found in the base model. Please check the target modules and try "
-        "again.",
-        "adapter_config.json names layers that the base model does not have: the adapter was trained on another model. "
-        "Load it with the model that base_model_name_or_path names; merge-lora BASE ADAPTER lists what a base lacks.",
-        searched(r"Target modules .* not found in the base model"),
-        shown("keys"),
-        example="adapter_model.safetensors",
-        topic=KEYS,
-    ),
-    KnownError(
-        "lora-keys",
-        "ValueError: The following keys have not been correctly renamed: lora_unet_down_blocks_0_attentions_0_proj_in"
-        ".hada_w1_a",
-        "The file has adapters that diffusers does not read: of another kind than LoRA, such as LoHa, or for modules "
-        "with other names. merge-lora takes LoRAs of kohya and diffusers, and names the first tensor that is another.",
-        searched(r"The following keys have not been correctly renamed"),
-        shown("inspect"),
-        example="lora.safetensors",
     ),
     KnownError(
         "vocabulary-index",
@@ -351,28 +271,6 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         shown("keys"),
         example="model",
         topic=KEYS,
-    ),
-    KnownError(
-        "tied-values",
-        "The tied weights mapping and config for this model specifies to tie model.embed_tokens.weight to "
-        "lm_head.weight, but both are present in the checkpoints with different values, so we will NOT tie them.",
-        "The config says that the head is the embedding, and the file has another head, which the model then uses: set "
-        "tie_word_embeddings to false in config.json. ckptool edit can tie them again if they are equal.",
-        searched(r"both are present in the checkpoints with different values, so we will NOT tie"),
-        shown("keys"),
-        example="model",
-        topic=KEYS,
-    ),
-    KnownError(
-        "dcp-no-metadata",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint/.metadata'",
-        "The folder has no .metadata, which rank 0 of torch.distributed.checkpoint writes last: the save was not "
-        "finished, the file was not copied, or each machine saved to a disk of its own.",
-        searched(r"No such file or directory: '?\S*\.metadata|metadata is None"),
-        shown("inspect"),
-        "",
-        ("AssertionError: metadata is None",),
-        "checkpoint",
     ),
     KnownError(
         "dcp-failed",

@@ -43,7 +43,7 @@ _OTHER_ENTRIES: Final = (
     *COUNTERS, "optimizer", "optimizer_state_dict", "optimizer_states", "optim", "lr_scheduler", "lr_schedulers",
     "scheduler", "scheduler_state_dict", "hyper_parameters", "hparams", "callbacks", "args", "cfg", "config", "opt",
     "options", "arch", "meta", "best_acc", "best_acc1", "best_prec1", "best_loss", "best_score", "loss", "scaler",
-    "amp", "ema_state_dict", "iters", "model_args", "model_cfg", "model_config", "dims", "vocab", "classes",
+    "amp", "ema_state_dict", "iters", "model_args", "model_cfg", "model_config", "vocab", "classes",
     "class_to_idx", "train_loss", "val_loss",
 )  # fmt: skip
 _USES_FILE: Final = r"(?i)load|ckpt|checkpoint|state|weight|resume|saved|pretrain"
@@ -148,19 +148,6 @@ STATE_DICT_ERRORS: Final = (
         answer=key_answer,
     ),
     KnownError(
-        "adapter-vocabulary",
-        "size mismatch for base_model.model.model.embed_tokens.weight: copying a param with shape "
-        "torch.Size([32001, 4096]) from checkpoint, the shape in current model is torch.Size([32000, 4096]).",
-        "The adapter was trained after tokens were added to its base: give the base {rows} rows first, with "
-        "model.resize_token_embeddings({rows}), or ckptool resize. merge-lora prints the command.",
-        searched(
-            r"size mismatch for base_model\.model\.\S*(?:embed_tokens|lm_head|wte|embed_in|embed_out)"
-            r"(?:\.lora_B\S*)?\.weight: copying a param with shape torch\.Size\(\[(?P<rows>[1-9]\d*),"
-        ),
-        shown("inspect"),
-        example="adapter",
-    ),
-    KnownError(
         "size-mismatch",
         "size mismatch for fc.weight: copying a param with shape torch.Size([1000, 512]) from checkpoint, the shape in "
         "current model is torch.Size([10, 512]).",
@@ -222,33 +209,12 @@ model.load_state_dict(state, strict=False)""",
         topic=KEYS,
     ),
     KnownError(
-        "copying-failed",
-        'While copying the parameter named "fc.weight", whose dimensions in the model are torch.Size([10, 512]) and '
-        "whose dimensions in the checkpoint are torch.Size([10, 512]), an exception occurred : ('...',).",
-        "The file has the tensor '{key}' in the right shape, but the model could not take its numbers: {reason}. This "
-        "is about the model and the machine: load the file into the model on the CPU, then move the model.",
-        searched(
-            r'While copying the parameter named "(?P<key>[^"]+)", whose dimensions[^\n]*, an exception occurred ?: '
-            r"\(?['\"]?(?P<reason>[^\n]{1,200}?)\.?['\"]?,?\)?\.?(?:\n|\Z)"
-        ),
-        shown("keys"),
-        topic=KEYS,
-    ),
-    KnownError(
         "keys-not-in-message",
         "RuntimeError: Error(s) in loading state_dict for DataParallel:",
         "The keys stand in the lines after this one. Give the whole message, from a file or through a pipe.",
         searched(r"Error\(s\) in loading state_dict for \S+:|(?:Missing|Unexpected) key\(s\) in state_dict"),
         shown("inspect"),
         alike=("Missing key(s) in state_dict",),
-        topic=KEYS,
-    ),
-    KnownError(
-        "all-keys-matched",
-        "<All keys matched successfully>",
-        "Nothing is wrong: load_state_dict found a value for every key of the model.",
-        searched(r"<All keys matched successfully>"),
-        shown("inspect"),
         topic=KEYS,
     ),
     KnownError(
@@ -277,15 +243,6 @@ model.load_state_dict(state, strict=False)""",
         answer=shape_answer,
     ),
     KnownError(
-        "architecture",
-        "Exception: Cannot load model parameters from checkpoint model.pt; please ensure that the architectures match.",
-        "fairseq found other keys or shapes than in the model that it built. keys lists what the file has.",
-        searched(r"Cannot load model parameters from checkpoint"),
-        shown("keys"),
-        example="model.pt",
-        topic=KEYS,
-    ),
-    KnownError(
         "no-such-entry",
         "KeyError: 'state_dict'",
         "The code expects the weights in an entry '{entry}'. The file is the state dict itself, or has another name "
@@ -310,16 +267,6 @@ model.load_state_dict(state.get("{entry}", state))""",
         'model.load_state_dict(torch.load("model.pth", map_location="cpu"))',
         topic=KEYS,
         answer=entry_answer,
-    ),
-    KnownError(
-        "no-training-state",
-        "KeyError: 'Trying to restore optimizer state but checkpoint contains only the model. This is probably due to "
-        "`ModelCheckpoint.save_weights_only` being set to `True`.'",
-        "The file holds the weights without the optimizer, so a training cannot be resumed from it. Start a new one "
-        "from the weights, with load_from_checkpoint and without ckpt_path.",
-        searched(r"Trying to restore (?:optimizer|training) state but checkpoint contains only the model"),
-        shown("inspect"),
-        'model = Net.load_from_checkpoint("model.pth")',
     ),
     KnownError(
         "missing-arguments",
