@@ -106,7 +106,8 @@ def convert(
     if use_ema:
         edits.append(Call("use-ema", {"key": how.key}))
     if to_names is not None:
-        edits.append(Call("to-names", {"family": to_names, "key": how.key, "config": config}))
+        allowed = {"allow_loss": how.conversion.allow_loss}
+        edits.append(Call("to-names", {"family": to_names, "key": how.key, "config": config, **allowed}))
     if recipe is not None:
         edits.append(Call("recipe", {"recipe": recipe, "key": how.key, "config": config}))
     if config is not None and recipe is None and to_names is None:

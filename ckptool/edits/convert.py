@@ -189,7 +189,9 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
         from .recipes import apply_recipe, named_as  # imported only for other names
 
         if request.to_names:
-            checkpoint = named_as(checkpoint, request.to_names, key=key, config=request.config)
+            checkpoint = named_as(
+                checkpoint, request.to_names, key=key, config=request.config, allow_loss=request.allow_loss
+            )
         if request.recipe:
             checkpoint = apply_recipe(checkpoint, request.recipe, key=key, config=request.config)
     if key is not None and not holds_one:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
 
@@ -30,14 +30,27 @@ from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.rank_part import part_of
-from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, covers, fits, named
-from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
+from ..formats.recipes.evaluation import (
+    Block,
+    LackingError,
+    Output,
+    Result,
+    UnknownError,
+    View,
+    apply,
+    covers,
+    fits,
+    named,
+)
+from ..formats.recipes.inverse import refuse_one_way
+from ..formats.recipes.numbers import CONFIGURATIONS, UnfitError, configurations, described, model_type
 from ..formats.recipes.recipe import Recipe, built_in, built_in_both_ways, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
 from .recompute import Recomputation, quantized_refusal
 from .storages import refuse_bits
+from .ties import equal_values
 
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"
@@ -62,13 +75,20 @@ def families() -> list[str]:
 
 @takes_path
 def named_as(
-    checkpoint: Checkpoint, family: str, *, key: str | None = None, config: str | Mapping[str, Any] | None = None
+    checkpoint: Checkpoint,
+    family: str,
+    *,
+    key: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    allow_loss: Collection[str] = (),
 ) -> Checkpoint:
     """Give a model the names and the layout of another library, such as "hf:llama".
 
-    The names tell which built-in recipe fits. ``key`` is the path of its state dict; ``config`` is a JSON file, or its
-    content, with numbers of the model that are not beside the weights. Raise TargetError for an unknown family,
-    RefusedError if no recipe fits the model, or a number is not known.
+    The ``model_type`` of a configuration and the names tell which built-in recipe fits. ``key`` is the path of its
+    state dict; ``config`` is a JSON file, or its content, with numbers of the model that are not beside the weights.
+    ``allow_loss`` with "entries" leaves out a tensor that has no place there, such as an output layer that is not the
+    embedding. Raise TargetError for an unknown family, RefusedError if no recipe fits the model, a number is not known,
+    or the result could not be converted back.
     """
     known = families()
     if family not in known:
@@ -85,7 +105,7 @@ def named_as(
     writer = checkpoint.container.writer.partition(",")[0]
     recipes = [built_in(name) for name, head in heads.items() if head.a == writer] or [*map(built_in, heads)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
-    return _applied(checkpoint, turned, family, key, config)
+    return _applied(checkpoint, turned, family, key, config, allow_loss)
 
 
 @takes_path
@@ -162,8 +182,10 @@ def _applied(
     family: str,
     key: str | None,
     config: str | Mapping[str, Any] | None,
+    allow_loss: Collection[str] = (),
 ) -> Checkpoint:
-    facts = [*_given(config), *_facts(checkpoint)]
+    given = [*_given(config)]
+    facts = [*given, *_facts(checkpoint)]
     quantized = quantization(checkpoint)
     try:
         choice = _chosen(checkpoint, recipes, family, key, facts)
@@ -177,6 +199,8 @@ def _applied(
         step = command("inspect", part.folder) if part.folder else part.whole
         raise RefusedError(part.message, path=checkpoint.path, next=step, again=again) from error
     recipe, state_dict, result = choice
+    if not {"entries", "all"} & {*allow_loss}:
+        _refuse_untied(checkpoint, recipe, state_dict, result)
     graph, work = checkpoint.graph, Recomputation(checkpoint)
     refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}
     known: dict[object, Ref] = {}
@@ -201,11 +225,8 @@ def _applied(
     if optimizers(graph) and any(output.blocks for output in result.outputs):
         left.append("states of the optimizer stay as they are, and fit no more")
     notes = (*result.notes, *left)
-    config_json, unknown = _config(checkpoint, recipe, result, facts)
-    if unknown:
-        notes += (f"{CONFIG} is not made: {join_limited(unknown)} not known",)
-    elif config_json:
-        notes += (f"{CONFIG} made, for an output that is a folder",)
+    config_json, more = _config(checkpoint, recipe, result, facts, given)
+    notes += tuple(more)
     renamed = len(result.outputs)
     names = f"the names of {family or recipe.b}" if family or recipe.b not in ("a", "b") else "other names"
     number = pluralize(len({name for output in result.outputs for name in output.sources}), "tensor")
@@ -226,26 +247,70 @@ def _refuse_torn(checkpoint: Checkpoint, quantized: Quantization, edited: Checkp
             raise quantized_refusal(checkpoint, quantized, f"the recipe parts the tensors of {quoted(weight.name)}")
 
 
+def _refuse_untied(checkpoint: Checkpoint, recipe: Recipe, state_dict: StateDict, result: Result) -> None:
+    """Raise RefusedError if a tensor that the other layout lacks differs from the one that takes its place there."""
+    tensors = _tensors(checkpoint, state_dict)
+    for name in result.ignored:
+        other = recipe.tied.get(name, "")
+        if other not in tensors or equal_values(checkpoint, tensors[name], tensors[other]):
+            continue
+        what = f"{quoted(name)} differs from {quoted(other)}, which a model of {recipe.b} has in its place"
+        step = advice("keep its names; without that tensor, and with other results: ", Setting("allow_loss", "entries"))
+        raise RefusedError(what, path=checkpoint.path, next=step)
+
+
+#: Fields of a ``config.json`` that are not copied into the one for another class.
+_OWN_FIELDS: Final = frozenset(
+    ("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
+)
+
+
 def _config(
-    checkpoint: Checkpoint, recipe: Recipe, result: Result, facts: Sequence[Mapping[str, Any]]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    result: Result,
+    facts: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, Any]],
 ) -> tuple[bytes, list[str]]:
-    """Return the ``config.json`` that the recipe describes, or b"" and the fields whose values are not known."""
+    """Return the ``config.json`` for the result, b"" where none is made, and what to report about it.
+
+    Raise RefusedError if the one beside the weights describes the layout that they had, and the new one is not known.
+    """
+    target = recipe.b.removeprefix("hf:") if recipe.b.startswith("hf:") else ""
     source = checkpoint.source
     beside = source.beside if isinstance(source, FolderSource) else ()
-    # A config.json beside the weights is kept, unless it describes the family that the weights had before.
-    other = recipe.b.startswith("hf:") and recipe.a == f"hf:{fact('model_type', facts)}"
-    if any(os.path.basename(path) == CONFIG for path in beside) and not other:
+    has_one = any(os.path.basename(path) == CONFIG for path in beside)
+    kind = next((kind for _, kind in model_type(facts)), "")
+    own = next((each for each in given if each.get("model_type") == target), None)
+    # A config.json that describes the model in another layout is kept: it leads back.
+    if not target or (own is None and has_one and f"hf:{kind}" != recipe.a):
         return b"", []
-    if not recipe.config:
-        return b"", [f"the fields of {recipe.b}"] if other else []
-    config, unknown = described(recipe.config, result.numbers, facts, [output.name for output in result.outputs])
+    if own is not None:
+        return (json.dumps(own, indent=2) + "\n").encode(), [f"{CONFIG} taken from the one given"]
+    names = [*(output.name for output in result.outputs), *result.rest]
+    config, unknown, absent = described(recipe.config, result.numbers, facts, names)
+    if f"hf:{kind}" == recipe.a:
+        before = next(each for each in facts if each.get("model_type") == kind)
+        unknown = unknown if recipe.config else [f"the fields of {recipe.b}"]
+        kept = {name: value for name, value in before.items() if name not in _OWN_FIELDS}
+        config = kept | {name: value for name, value in config.items() if {name} - (absent.keys() & kept.keys())}
+        absent = {name: value for name, value in absent.items() if name not in kept}
+    if unknown and has_one:
+        step = advice(f"give the {CONFIG} of the new layout: ", Setting("config", CONFIG))
+        what = f"{CONFIG} describes {recipe.a}, and for {recipe.b} it is not made: {join_limited(unknown)} not known"
+        raise RefusedError(what, path=checkpoint.path, next=step)
     if unknown:
-        return b"", unknown
+        return b"", [f"{CONFIG} is not made: {join_limited(unknown)} not known"]
+    if not recipe.config:
+        return b"", []
     sizes: Counter[str] = Counter()
     for entry in checkpoint.survey.tensors:
         sizes[entry.tensor.dtype] += entry.tensor.own_bytes
     config["torch_dtype"] = max(sizes, key=lambda dtype: sizes[dtype])
-    return (json.dumps(config, indent=2) + "\n").encode(), []
+    notes = [f"{CONFIG} made, for an output that is a folder"]
+    usual = [f"{name} {json.dumps(value)}" for name, value in absent.items()]
+    notes += [f"not recorded, so the usual values are taken: {join_limited(usual, most=9)}"] if usual else []
+    return (json.dumps(config, indent=2) + "\n").encode(), notes
 
 
 def _chosen(
@@ -263,15 +328,18 @@ def _chosen(
         for recipe in recipes:
             try:
                 result = apply(recipe, views, facts)
+                refuse_one_way(recipe, views, facts, result)
             except RefusedError as error:
                 error.path = checkpoint.path
                 count, whole = named(recipe, views)
                 unfit = isinstance(error, UnfitError)
                 by_name = isinstance(error, UnfitError) and error.by_name
+                whole = whole and not by_name and not isinstance(error, LackingError)
                 refusals.append((whole, count or by_name, not unfit, error))
                 continue
             choice = _Choice(recipe, state_dict, result)
-            if result.outputs and all((state_dict, result) != other[1:] for other in found):
+            same = ((other.state_dict, other.result.outputs, other.result.ignored) for other in found)
+            if result.outputs and (state_dict, result.outputs, result.ignored) not in same:
                 found.append(choice)
     if len(found) == 1:
         return found[0]
@@ -287,13 +355,17 @@ def _chosen(
             f"it may be {names}: their names are the same, and they differ in layout", path=checkpoint.path
         )
     best = max(refusals, key=lambda item: item[:3], default=None)
-    if best is not None and best[1]:
+    there = bool(family) and any(
+        _applies(recipe.reversed(), {name: _view(tensor) for name, tensor in _tensors(checkpoint, item).items()}, facts)
+        for recipe in recipes
+        for item in selected(checkpoint, key)
+    )
+    if best is not None and best[1] and (best[0] or not there):
         raise best[3]
-    tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
-    if family and any(fits(recipe.reversed(), names) for recipe in recipes for names in tensors):
+    if there:
         raise RefusedError(f"it has the names of {family} already", path=checkpoint.path)
     known = sorted({recipe.a for recipe in recipes})
-    possible = _possible(checkpoint, key) if family else []
+    possible = _possible(checkpoint, key, facts=facts) if family else []
     if possible:
         what = f"no recipe leads from its names to {family}, only to {join_limited(possible, most=len(possible))}"
         raise RefusedError(what, path=checkpoint.path)
@@ -306,15 +378,32 @@ def _chosen(
     raise RefusedError(what, path=checkpoint.path, next=advice(step, command("keys", checkpoint.path)))
 
 
-def _possible(checkpoint: Checkpoint, key: str | None, wanted: str = "") -> list[str]:
-    """Return the families, beginning with ``wanted``, that built-in recipes lead to from the names of a model."""
+def _applies(recipe: Recipe, views: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a recipe fits a model, perhaps once a number is known."""
+    if not fits(recipe, views):
+        return False
+    try:
+        apply(recipe._replace(model_types=((), ())), views, facts)
+    except RefusedError as error:
+        return isinstance(error, UnknownError)
+    return True
+
+
+def _possible(
+    checkpoint: Checkpoint, key: str | None, wanted: str = "", facts: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
+    """Return the families, beginning with ``wanted``, that built-in recipes lead to from the names of a model, if its
+    configuration states a type that they describe.
+    """
+    types = {kind for _, kind in model_type(facts or _described_beside(checkpoint))}
     tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
     found = set()
     for recipe in map(built_in, built_in_names()):
         for family in (recipe.b, recipe.a):
             if family.startswith(wanted) and family not in found:
                 turned = recipe if family == recipe.b else recipe.reversed()
-                found |= {family} if any(fits(turned, names) for names in tensors) else set()
+                known = not turned.model_types[0] or types <= {*turned.model_types[0]}
+                found |= {family} if known and any(fits(turned, names) for names in tensors) else set()
     return sorted(found)
 
 
@@ -389,20 +478,30 @@ def _given(config: str | Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]
         yield config
 
 
-def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
-    """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
+def _described_beside(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """Return the content of the configurations beside the weights."""
     source = checkpoint.source
     folder = checkpoint.path if isinstance(source, FolderSource) else os.path.dirname(checkpoint.path)
     beside = source.beside if isinstance(source, FolderSource) else ()
-    yield from configurations([*beside, *(os.path.join(folder, name) for name in CONFIGURATIONS)])
+    return configurations([*beside, *(os.path.join(folder, name) for name in CONFIGURATIONS)])
+
+
+def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
+    yield from _described_beside(checkpoint)
+    source = checkpoint.source
+    beside = source.beside if isinstance(source, FolderSource) else ()
     own = arguments(checkpoint.graph)
     for path in beside if not own else ():
         if os.path.basename(path) == _COMMON:
             with closing(open_checkpoint(path)) as other:
                 own = arguments(other.graph)
-    if own:
-        yield own
     graph = checkpoint.graph
     values = values_of(graph, graph.root)
-    for name in values.keys() & _ENTRIES:
-        yield {field: graph.nodes[ref] for field, ref in values_of(graph, values[name]).items()}
+    entries = [
+        {field: graph.nodes[ref] for field, ref in values_of(graph, values[name]).items()}
+        for name in sorted(values.keys() & _ENTRIES)
+    ]
+    # In arguments of Megatron-LM, model_type means something else.
+    for each in ([own] if own else []) + entries:
+        yield {field: value for field, value in each.items() if field != "model_type"}

@@ -43,6 +43,7 @@ def test_a_field_that_is_not_known_is_named(change: dict[str, object], unknown: 
 
 def test_a_config_that_is_there_is_kept(tmp_path: Path) -> None:
     shutil.copytree(PARTS, tmp_path / "parts")
-    (tmp_path / "parts" / "config.json").write_text('{"model_type": "mine"}')
+    text = '{"model_type": "llama", "mine": 1}'
+    (tmp_path / "parts" / "config.json").write_text(text)
     converted(tmp_path / "parts", tmp_path / "hf")
-    assert (tmp_path / "hf" / "config.json").read_text() == '{"model_type": "mine"}'
+    assert (tmp_path / "hf" / "config.json").read_text() == text

@@ -34,7 +34,7 @@ from ..pieces.copies import CopyPair
 from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
 from ..recipes.evaluation import Output, UnknownError, View, fits, joined
-from ..recipes.numbers import CONFIGURATIONS, known_numbers
+from ..recipes.numbers import CONFIGURATIONS, known_numbers, model_type
 from ..recipes.recipe import Index, Pattern, Recipe, Rule, built_in, built_in_heads
 
 _MAX_BYTES: Final = 1 << 20
@@ -183,12 +183,15 @@ class Parts(RankFiles):
         named = [recipe for recipe in recipes if fits(recipe, self._parts[0])]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")
+        # The parts of other models are cut in the same way, if they have the same names.
+        types = {kind for _, kind in model_type(facts)}
+        named.sort(key=lambda recipe: not types <= {*recipe.model_types[0]})
         refusals: list[tuple[int, Recipe, CkptoolError]] = []
         for recipe in named:
             checked: list[str] = []
             try:
                 known = known_numbers(recipe.numbers, facts)
-                return recipe, known | self._check(recipe, names, known, checked)
+                return recipe, self._check(recipe, names, known, checked)
             except (RefusedError, MalformedError) as error:
                 refusals.append((len(checked), recipe, error))
         _, recipe, best = max(refusals, key=lambda item: item[0])
@@ -202,10 +205,13 @@ class Parts(RankFiles):
 
         Raise RefusedError if the shapes contradict each other or the configuration.
         """
-        index, known, left = Index(recipe.rules), dict(known), list(names)
-        before = len(left) + 1
-        while len(left) < before:
-            before, names, left = len(left), left, []
+        self._stated = frozenset(known)
+        index, known = Index(recipe.rules), dict(known)
+        before = -1
+        # One tensor may tell the numbers that another one needs.
+        while len(known) > before:
+            before = len(known)
+            checked.clear()
             for name in names:
                 rule, pattern = _pattern(index, name)
                 views = self._views(name)
@@ -216,7 +222,6 @@ class Parts(RankFiles):
                     if rule.parts != "one" and is_cut(pattern.axes):
                         shape = _joined(name, pattern, views, known).shape
                 except UnknownError:
-                    left.append(name)  # another tensor may tell the number
                     continue
                 for dimension, size in zip(pattern.axes, shape):
                     found = dimension.solved(size, known)
@@ -225,6 +230,7 @@ class Parts(RankFiles):
                         raise RefusedError(f"{what}, unlike a model of {recipe.a}")
                     known |= {symbol: value for symbol, value in found.items() if symbol in recipe.numbers}
                 checked.append(name)
+            known = known_numbers(recipe.numbers, [], known.items())
         return known
 
     def _views(self, name: str) -> dict[str, View]:
@@ -269,7 +275,7 @@ class Parts(RankFiles):
             self._refuse_copies(name, pattern, list(places.values()))
             views = {file: _view(place) for file, (_, _, place) in places.items()}
             output = _joined(name, pattern, views, self._known)
-            if any(len(dimension.sections) > 1 for dimension in pattern.axes):
+            if any(len(dimension.sections) > 1 and not dimension.cut for dimension in pattern.axes):
                 _refuse_equal_sections(name, output, {file: place for file, (_, _, place) in places.items()})
         except RefusedError as error:
             self._note(UNJOINED, "error", error.what, refused=True)
@@ -311,10 +317,11 @@ class Parts(RankFiles):
         if any(count % len(places) for count in counts):
             what = f"{quoted(name)} has {min(counts):,} heads for {len(places):,} parts, so some parts have copies"
             raise RefusedError(f"{what}: they are not joined")
-        unknown = cut & self.recipe.numbers.keys() - self._known.keys()
+        unknown = cut & self.recipe.numbers.keys() - self._stated
         (file, ref, own), (other, its, place) = places[:2]
         pair = CopyPair(name, copy_in(file, ref, own), copy_in(other, its, place), _size(own))
-        if unknown and own.shape == place.shape and pair.by_checksum() is True:
+        sample = pair._replace(size=min(pair.size, _SAMPLE), width=own.dtype.itemsize)
+        if unknown and own.shape == place.shape and (pair.by_checksum() is True or sample.by_value()):
             field = next(field for field in self.recipe.numbers[min(unknown)])
             what = f"{quoted(name)} is the same in {file.name} and {other.name}, and {field} is not known"
             raise RefusedError(f"{what}: put the params.json of the model beside them")

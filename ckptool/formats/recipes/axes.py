@@ -3,7 +3,7 @@
 - ``,`` separates dimensions, a blank separates the factors of one, the outermost first. A factor is a symbol or a
   number; without factors the tensor is a scalar.
 - ``(q|k|k)`` are sections: they lie one behind the other along the dimension. ``(v|_)`` is padding behind v.
-- ``h/p`` is cut over the parts of a checkpoint: each has its share of h.
+- ``h/p`` is cut over the parts of a checkpoint: each has its share of h. ``(v|_)/p`` is cut as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...base.records import NamedTuple
 from ...base.text import quoted
 from .names import MOST_DIGITS
 
-_TOKEN: Final = regex(r"\s*(?:([A-Za-z][A-Za-z_]*|_)(/p\b)?|(\d+)|([(|),]))")
+_TOKEN: Final = regex(r"\s*(?:([A-Za-z][A-Za-z_]*|_)(/p\b)?|(\d+)|([(|,]|\)(?:/p\b)?))")
 PADDING: Final = "_"
 #: The most factors of a tensor, and blocks that its sections make.
 _MOST: Final = 64
@@ -46,12 +46,13 @@ Tag = tuple[str, int, int]
 class Dimension(NamedTuple):
     """One dimension: factors, sections one behind the other, and further factors inside these.
 
-    Without sections there is one that has no factors.
+    Without sections there is one that has no factors. ``cut``: each part of a checkpoint has a share of the whole.
     """
 
     outer: Factors
     sections: tuple[Factors, ...]
     inner: Factors
+    cut: bool = False
 
     def factors(self, section: int) -> Factors:
         """Return all factors of a section."""
@@ -132,10 +133,9 @@ def leaves(axes: Axes) -> list[Leaf]:
 def is_cut(axes: Axes) -> bool:
     """Return whether each part of a checkpoint has only a share of the tensor."""
     return any(
-        each.cut
+        dimension.cut
+        or any(each.cut for part in (dimension.outer, *dimension.sections, dimension.inner) for each in part)
         for dimension in axes
-        for part in (dimension.outer, *dimension.sections, dimension.inner)
-        for each in part
     )
 
 
@@ -147,10 +147,13 @@ def part_and_whole(axes: Axes) -> tuple[Axes, Axes]:
     """
     part, whole = [], []
     for number, dimension in enumerate(axes):
-        if dimension.sections == ((),) and not any(each.cut for each in (dimension.outer + dimension.inner)[1:]):
+        if dimension.cut or (
+            dimension.sections == ((),) and not any(each.cut for each in (dimension.outer + dimension.inner)[1:])
+        ):
             rest = Factor(f"rest {number}")
             part.append(Dimension((rest,), ((),), ()))
-            whole.append(Dimension((PARTS, rest) if dimension.outer[0].cut else (rest,), ((),), ()))
+            is_cut_here = dimension.cut or dimension.outer[0].cut
+            whole.append(Dimension((PARTS, rest) if is_cut_here else (rest,), ((),), ()))
         else:
             sections = tuple(tuple(map(_share, each)) for each in dimension.sections)
             part.append(Dimension(tuple(map(_share, dimension.outer)), sections, tuple(map(_share, dimension.inner))))
@@ -187,18 +190,18 @@ def parsed(text: str) -> Axes:
         tokens.append(match)
         at = match.end()
     dimensions, outer, sections, inner = [], list[Factor](), list[list[Factor]](), list[Factor]()
-    inside = False
+    inside = whole = False
     for match in tokens:
         word, cut, number, mark = match.groups()
         if mark == "(" and not inside and not sections:
             inside, sections = True, [[]]
         elif mark == "|" and inside:
             sections.append([])
-        elif mark == ")" and inside and len(sections) > 1 and all(sections):
-            inside = False
+        elif mark and mark[0] == ")" and inside and len(sections) > 1 and all(sections):
+            inside, whole = False, mark != ")"
         elif mark == "," and not inside and (outer or sections or inner):
-            dimensions.append(_dimension(outer, sections, inner))
-            outer, sections, inner = [], [], []
+            dimensions.append(_dimension(outer, sections, inner, whole))
+            outer, sections, inner, whole = [], [], [], False
         elif not mark and len(number or "") <= MOST_DIGITS:
             (sections[-1] if inside else inner if sections else outer).append(
                 Factor(word or "", int(number or 0), bool(cut))
@@ -208,11 +211,11 @@ def parsed(text: str) -> Axes:
             raise MalformedError(f"{quoted(text)}: {odd} is not expected there; sections are written (q|k|v), i")
     if inside or (tokens and not (outer or sections or inner)) or len(tokens) > _MOST:
         raise MalformedError(f"{quoted(text)} ends too early, or has more than {_MOST} words and marks")
-    axes = (*dimensions, _dimension(outer, sections, inner)) if tokens else ()
+    axes = (*dimensions, _dimension(outer, sections, inner, whole)) if tokens else ()
     if prod(len(dimension.sections) for dimension in axes) > _MOST:
         raise MalformedError(f"{quoted(text)} has more than {_MOST} blocks of sections")
     return axes
 
 
-def _dimension(outer: list[Factor], sections: list[list[Factor]], inner: list[Factor]) -> Dimension:
-    return Dimension(tuple(outer), tuple(map(tuple, sections)) or ((),), tuple(inner))
+def _dimension(outer: list[Factor], sections: list[list[Factor]], inner: list[Factor], cut: bool) -> Dimension:
+    return Dimension(tuple(outer), tuple(map(tuple, sections)) or ((),), tuple(inner), cut)

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final
 
 from ...base.errors import RefusedError
@@ -17,19 +18,18 @@ from ...base.records import NamedTuple
 from ...base.steps import Setting, advice
 from ...base.text import join_limited, pluralize, quoted
 from ..pieces.boxes import Box
-from .axes import PADDING, Leaf, Tag, part_and_whole, sizes, tagged
+from .axes import PADDING, part_and_whole, sizes
+from .blocks import all_tags, grid_of, merged, steps_of
 from .names import NamePattern, parsed
-from .numbers import fact, known_numbers
+from .numbers import UnfitError, contradicted, known_numbers, refuse_other_models
 from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs
 
 #: The most outputs, and blocks of one output.
 _MOST: Final = 1 << 20
 
 
-class UnfitError(RefusedError):
-    """The recipe says that it does not fit the model. ``by_name``: names of tensors show it, not the configuration."""
-
-    by_name = False
+class LackingError(RefusedError):
+    """Nothing becomes a tensor that every model on the other side has."""
 
 
 class UnknownError(RefusedError):
@@ -97,12 +97,17 @@ class _Use(NamedTuple):
     first: int
 
 
-def apply(recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> Result:
-    """Apply a recipe from side a to side b.
+def apply(
+    recipe: Recipe,
+    tensors: Mapping[str, View],
+    facts: Sequence[Mapping[str, Any]],
+    known: Mapping[str, int] = MappingProxyType({}),
+) -> Result:
+    """Apply a recipe from side a to side b. ``known`` has numbers of the recipe besides those in ``facts``.
 
     Raise RefusedError if a tensor has no rule, a rule lacks a tensor, or a number is not known.
     """
-    return _Application(recipe, tensors, facts).result()
+    return _Application(recipe, tensors, facts, known).result()
 
 
 def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]) -> Output:
@@ -157,7 +162,13 @@ def _is_ignored(recipe: Recipe, name: str) -> bool:
 class _Application:
     """A recipe, the tensors it is applied to, and the numbers that are known."""
 
-    def __init__(self, recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        tensors: Mapping[str, View],
+        facts: Sequence[Mapping[str, Any]],
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.own, self.recipe, self.tensors, self.facts = recipe, recipe.expanded(tensors), tensors, facts
         recipe = self.recipe
         self.notes: list[str] = []
@@ -168,10 +179,10 @@ class _Application:
         counts = {
             symbol: places
             for symbol, places in recipe.numbers.items()
-            if any(place.startswith("=#") for place in places)
+            if symbol[0] != "#" and any(place.startswith("=#") for place in places)
         }
         plain = {symbol: places for symbol, places in recipe.numbers.items() if symbol not in counts}
-        self.known = known_numbers(plain, facts)
+        self.known = known_numbers(plain, facts, known.items())
         for symbol, places in counts.items():
             self.known[symbol] = self._count(symbol, next(place[2:] for place in places if place.startswith("=#")))
 
@@ -248,7 +259,7 @@ class _Application:
         return f"does not fit rule {use.rule.number}{' with ' + join_limited(numbers) if numbers else ''}"
 
     def result(self) -> Result:
-        self._check_facts()
+        refuse_other_models(self.recipe, self.facts)
         uses, ignored, rest = self.uses()
         apart = [name for name in rest if not name.startswith(self.recipe.prefixes[0])]
         rest = [name for name in rest if name.startswith(self.recipe.prefixes[0])]
@@ -274,18 +285,9 @@ class _Application:
                 one, other = names[output.name].sources[0], output.sources[0]
                 raise RefusedError(f"{quoted(one)} and {quoted(other)} would both become {quoted(output.name)}")
             names[output.name] = output
+        if self.recipe.note:
+            self.notes.append(self.recipe.note)
         return Result(_in_order(outputs), ignored, rest, self.notes, apart, self.known)
-
-    def _check_facts(self) -> None:
-        """Raise RefusedError if the configuration describes a model that the recipe does not fit."""
-        for why, field, unless, needed, _ in self.recipe.refusals:
-            value = fact(field, self.facts) if field else None
-            if value is not None and value not in unless:
-                what = f"{why} ({field} = {value!r}), unlike a model of {self.recipe.b}"
-                raise UnfitError(what, next=advice("leave ", Setting("to_names", None), " out"))
-            if value is None and needed:
-                step = advice("give the configuration of the model in a JSON file: ", Setting("config", "config.json"))
-                raise RefusedError(f"{field} is not known, and other values of it mean another layout", next=step)
 
     def _check_rest(self, rest: Sequence[str]) -> None:
         """Raise RefusedError if a tensor without a rule shows that the recipe does not fit the model."""
@@ -305,24 +307,39 @@ class _Application:
             missing = next((each.name for each in rule.b if not rule.optional and each.name.text not in made), None)
             if missing is not None:
                 name = missing.filled(dict.fromkeys(missing.symbols, 0) | self.known)
-                raise RefusedError(f"a model of {self.recipe.b} has {quoted(name)}, and nothing here becomes that")
+                raise LackingError(f"a model of {self.recipe.b} has {quoted(name)}, and nothing here becomes that")
 
     def _share_numbers(self, uses: Sequence[_Use]) -> None:
-        """Add the numbers that only shapes tell, from whichever rule tells them."""
-        seen: set[object] = set()
-        for use in uses if self.symbols - self.known.keys() else ():
-            shapes = tuple(self.tensors[name].shape for name in use.tensors.values())
-            if use.rule.pairs and (use.rule.number, shapes) not in seen:
-                seen.add((use.rule.number, shapes))
+        """Add the numbers that only shapes tell, from whichever rule tells them; refuse those that contradict."""
+        kinds = {
+            (use.rule.number, tuple(self.tensors[name].shape for name in use.tensors.values())): use
+            for use in uses
+            if use.rule.pairs
+        }
+        before = -1
+        while len(self.known) > before:
+            before = len(self.known)
+            for use in kinds.values() if self.symbols - self.known.keys() else ():
                 known = self.solved(use)
                 self.known |= {symbol: known[symbol] for symbol in self.symbols & known.keys()}
-        self.known = known_numbers(self.recipe.numbers, [], self.known.items())
+            self.known = known_numbers(self.recipe.numbers, [], self.known.items())
+        odd = contradicted(self.recipe.numbers, self.known)
+        if odd:
+            formulas = join_limited([place.removeprefix("=") for place in self.recipe.numbers[odd]])
+            numbers = [f"{symbol} = {number:,}" for symbol, number in self.known.items() if symbol in formulas.split()]
+            what = f"its shapes say {odd} = {self.known[odd]:,}, and {odd} is {formulas} with {join_limited(numbers)}"
+            raise RefusedError(what, next="correct the configuration of the model, or get the weights again")
 
     def _check_loops(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if a layer is missing, or lacks a tensor that others have."""
         layers: dict[tuple[str, ...], dict[tuple[int, ...], set[NamePattern]]] = {}
+        #: The symbol of the last number in a name, which counts inside of the others.
+        inner: dict[tuple[str, ...], str] = {}
         needed = {use.rule.a[0].name for use in uses if not use.rule.optional}
         for use in uses:
+            if len(use.loops) > 1:
+                holes = (symbol for each in use.rule.a[0].name.sums for symbol in each.symbols if symbol in use.loops)
+                inner[tuple(use.loops)] = list(holes)[-1]
             for symbols in dict.fromkeys([*((symbol,) for symbol in use.loops), tuple(use.loops)] if use.loops else ()):
                 values = tuple(use.loops[symbol] for symbol in symbols)
                 own = layers.setdefault(symbols, {}).setdefault(values, set())
@@ -341,7 +358,24 @@ class _Application:
                     known = {**dict.fromkeys(other.symbols, 0), **self.known, **dict(zip(symbols, values))}
                     raise RefusedError(f"{quoted(other.filled(known))} is missing, and others like it are there")
             if len(symbols) == 1:
-                self.counts[symbols[0]] = count
+                self.counts[symbols[0]] = len(names)
+        for symbol, places in self.recipe.numbers.items():
+            count = next((self.counts[place[2:]] for place in places if place[2:] in self.counts), 0)
+            if symbol[0] == "#" and count:
+                self.known.setdefault(symbol, count)
+        for symbols, last in inner.items():
+            self._check_groups(layers[symbols], symbols.index(last), last)
+
+    def _check_groups(self, names: Collection[tuple[int, ...]], at: int, symbol: str) -> None:
+        """Raise RefusedError if a block has fewer values of a hole than ``#symbol`` among the numbers says."""
+        groups: dict[tuple[int, ...], set[int]] = {}
+        for values in names:
+            groups.setdefault(values[:at] + values[at + 1 :], set()).add(values[at])
+        wanted = self.known.get(f"#{symbol}", 0)
+        block, count = next(((key, len(own)) for key, own in groups.items() if len(own) != wanted), ((), wanted))
+        if wanted and count != wanted:
+            what = f"block {'.'.join(map(str, block))} has {count:,} values of {{{symbol}}}, not {wanted:,}"
+            raise RefusedError(what, next="get the tensors again that are missing")
 
     def _check_count(self, symbol: str, count: int) -> None:
         """Raise RefusedError if a hole has more or fewer values than ``#symbol`` among the numbers says."""
@@ -464,7 +498,7 @@ class _Application:
         if len(sources) == 1 and len(blocks) == 1:
             view, block = self.tensors[sources[0]], blocks[0]
             whole = block.box == ((0,) * len(grid), grid) and block.begin == 0 and view.shape == shape
-            if whole and _merged(view.shape, view.stride) == _merged(block.shape, block.stride):
+            if whole and merged(view.shape, view.stride) == merged(block.shape, block.stride):
                 return Output(name, shape, sources, rule=use.rule.number, place=use.first)
         return Output(name, shape, sources, grid, tuple(blocks), use.rule.number, use.first)
 
@@ -478,10 +512,10 @@ class _Application:
             view = self.tensors[source]
             if view.kind != "dense":
                 raise RefusedError(f"{quoted(source)} cannot be cut: it is {view.kind}")
-            begin, steps = _steps(pair.of, view.stride, known)
+            begin, steps = steps_of(pair.of, view.stride, known)
             begin += sum(steps[symbol, 0, 0] * known[symbol] for symbol in name_axes)
             offsets, extents, shape, stride = [], [], [], []
-            for factors, at, is_section in _grid(pair.into, known):
+            for factors, at, is_section in grid_of(pair.into, known):
                 if is_section:
                     inside = factors[:1] if factors and factors[0].symbol in fixed else ()
                     extents.append(sizes(factors[len(inside) :], known))
@@ -490,11 +524,11 @@ class _Application:
                     symbol = factors[0].symbol
                     offsets.append(fixed.get(symbol, 0))
                     extents.append(1 if symbol in fixed else factors[0].size(known))
-            for tag, each in zip(_all_tags(pair.into), pair.into.factors):
+            for tag, each in zip(all_tags(pair.into), pair.into.factors):
                 if tag is not None and each.symbol not in fixed:
                     shape.append(each.size(known))
                     stride.append(steps[tag])
-            yield Block((tuple(offsets), tuple(extents)), source, begin, *_merged(tuple(shape), tuple(stride)))
+            yield Block((tuple(offsets), tuple(extents)), source, begin, *merged(tuple(shape), tuple(stride)))
 
 
 def _digits(number: int, counts: Sequence[int]) -> tuple[int, ...]:
@@ -532,53 +566,6 @@ def _symbols_of(pattern: Pattern) -> set[str]:
 
 def _symbols(rule: Rule) -> set[str]:
     return set().union(*map(_symbols_of, (*rule.a, *rule.b)))
-
-
-def _all_tags(leaf: Leaf) -> list[Tag | None]:
-    """Return the tag of each factor; None for the number 1."""
-    tags = tagged(leaf.factors)
-    return [None if (each.symbol, each.number) == ("", 1) else next(tags) for each in leaf.factors]
-
-
-def _steps(leaf: Leaf, stride: Sequence[int], known: Mapping[str, int]) -> tuple[int, dict[Tag, int]]:
-    """Return where a block of a tensor begins, and the distance between neighbours along each factor, in elements."""
-    begin, steps, tags = 0, dict[Tag, int](), iter(_all_tags(leaf))
-    for dimension, section, step in zip(leaf.axes, leaf.sections, stride):
-        inner = sizes(dimension.inner, known)
-        widths = [sizes(each, known) for each in dimension.sections]
-        begin += sum(widths[:section]) * inner * step
-        parts = (
-            (dimension.outer, step * inner * sum(widths)),
-            (dimension.sections[section], step * inner),
-            (dimension.inner, step),
-        )
-        for factors, unit in parts:
-            for at, _ in enumerate(factors):
-                tag = next(tags)
-                if tag is not None:
-                    steps[tag] = unit * sizes(factors[at + 1 :], known)
-    return begin, steps
-
-
-def _grid(leaf: Leaf, known: Mapping[str, int]) -> Iterator[tuple[tuple[Any, ...], int, bool]]:
-    """Yield the axes of the grid: factors, the offset of the block, and whether these are the sections."""
-    for dimension, section in zip(leaf.axes, leaf.sections):
-        yield from (((each,), 0, False) for each in dimension.outer)
-        yield dimension.sections[section], sum(sizes(each, known) for each in dimension.sections[:section]), True
-        yield from (((each,), 0, False) for each in dimension.inner)
-
-
-def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a view with as few dimensions as possible: neighbours that are one run become one."""
-    merged: list[tuple[int, int]] = []
-    for size, step in zip(shape, stride):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * step:
-            merged[-1] = merged[-1][0] * size, step
-        else:
-            merged.append((size, step))
-    return tuple(size for size, _ in merged), tuple(step for _, step in merged)
 
 
 def _in_order(outputs: Sequence[tuple[int, int, Output]]) -> list[Output]:

@@ -6,11 +6,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ...base.errors import MalformedError
+from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex
-from ...base.text import quoted
+from ...base.steps import Setting, advice
+from ...base.text import join_limited, quoted
 from ...files.archives import read_object
 from .names import MOST_DIGITS
+from .recipe import Recipe
 
 #: Files beside the weights that describe a model, the most trusted first.
 CONFIGURATIONS: Final = ("config.json", "params.json")
@@ -19,6 +21,12 @@ _TOKEN: Final = regex(r"\s*(?:(\d+)|([A-Za-z][A-Za-z_]*)|([-+*/()]))")
 _LARGEST: Final = 1 << 40
 #: Where a configuration may keep the numbers of a model, besides its top.
 _INNER: Final = ("", "model", "text_config", "args", "dims", "config")
+
+
+class UnfitError(RefusedError):
+    """The recipe says that it does not fit the model. ``by_name``: names of tensors show it, not the configuration."""
+
+    by_name = False
 
 
 def configurations(paths: Iterable[str]) -> Iterator[Mapping[str, Any]]:
@@ -34,9 +42,18 @@ def known_numbers(
     """Return the known numbers, those in ``facts``, and what follows: each by the first of its places that works.
 
     A place is a path of keys, such as "num_attention_heads"; one that counts only if another field is not false, such
-    as "num_query_groups if group_query_attention"; or a formula of other numbers, such as "=e / h".
+    as "num_query_groups if group_query_attention"; or a formula of other numbers, such as "=e / h", perhaps one that
+    counts only where a field is false, such as "=h unless group_query_attention". Raise RefusedError if two
+    configurations, or two fields of one, have different values of a number.
     """
     found = dict(known)
+    for symbol, each in places.items():
+        found_at = ((place, _value(place, [item], {})) for place in each if place[:1] != "=" for item in facts)
+        stated = {value: place for place, value in found_at if value is not None}
+        if len(stated) > 1:
+            (one, first), (other, second), *_ = stated.items()
+            what = f"its configuration says both {first} = {one:,} and {second} = {other:,}"
+            raise RefusedError(what, next=f"correct the one that is wrong: the number of {symbol}")
     before = -1
     while len(found) > before:
         before = len(found)
@@ -54,11 +71,50 @@ def _value(place: str, facts: Sequence[Mapping[str, Any]], known: Mapping[str, i
     if place.startswith("=#"):
         return None  # counted in the names of the tensors
     if place.startswith("="):
-        return formula(place[1:], known)
+        text, _, condition = place[1:].partition(" unless ")
+        return formula(text, known) if not condition or fact(condition, facts) is False else None
     place, _, condition = place.partition(" if ")
     value = fact(place, facts)
     held = not condition or fact(condition, facts) in (None, True)
     return value if held and type(value) is int and 0 < value < _LARGEST else None
+
+
+def contradicted(places: Mapping[str, Sequence[str]], known: Mapping[str, int]) -> str:
+    """Return a number that differs from the formula that defines it, or "". Formulas behind fields are for numbers that
+    the fields do not tell.
+    """
+    for symbol, each in places.items():
+        defined = symbol in known and all(place[:1] == "=" and place[1:2] != "#" for place in each)
+        if defined and any(formula(place[1:], known) not in (None, known[symbol]) for place in each):
+            return symbol
+    return ""
+
+
+def model_type(facts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the field and the type of the model, or the class of diffusers, that each configuration states."""
+    for each in facts:
+        stated = ((field, each.get(field)) for field in ("model_type", "_class_name"))
+        yield from ((field, value) for field, value in stated if isinstance(value, str))
+
+
+def refuse_other_models(recipe: Recipe, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RefusedError if the configuration describes a model that a recipe does not fit."""
+    leave = advice("leave ", Setting("to_names", None), " out")
+    types = recipe.model_types[0]
+    for field, kind in model_type(facts) if types else ():
+        if kind not in types:
+            what = f"its configuration says {field} = {kind!r}, and {recipe.a} is a layout of {join_limited(types)}"
+            raise UnfitError(f"{what}: other models compute otherwise", next=leave)
+    for why, field, unless, needed, _ in recipe.refusals:
+        value = fact(field, facts) if field else None
+        # ">=max_position_embeddings" fits numbers that are at least another field.
+        least = [fact(each[2:], facts) for each in unless if isinstance(each, str) and each[:2] == ">="]
+        reaches = type(value) is int and any(type(each) is int and value >= each for each in least)
+        if value is not None and value not in unless and not reaches:
+            raise UnfitError(f"{why} ({field} = {value!r}), unlike a model of {recipe.b}", next=leave)
+        if value is None and needed:
+            step = advice("give the configuration of the model in a JSON file: ", Setting("config", "config.json"))
+            raise RefusedError(f"{field} is not known, and other values of it mean another layout", next=step)
 
 
 def fact(path: str, facts: Sequence[Mapping[str, Any]]) -> Any:
@@ -69,14 +125,16 @@ def fact(path: str, facts: Sequence[Mapping[str, Any]]) -> Any:
 
 def described(
     fields: Mapping[str, Any], numbers: Mapping[str, int], facts: Sequence[Mapping[str, Any]], names: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration that ``fields`` describe, and the fields whose values are not known.
+) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """Return the configuration that ``fields`` describe, the fields whose values are not known, and the fields that
+    ``facts`` lacks, with the values that they get.
 
     A field is a value, or a table: ``from`` says where the value is found; ``if`` names a field of ``facts`` without
-    which it is left out; ``without`` names a tensor whose absence it states.
+    which it is left out; ``absent`` is the value otherwise, "null" for null; ``without`` names a tensor whose absence
+    it states.
     """
     found: dict[str, Any] = {}
-    unknown = []
+    unknown, absent = [], dict[str, Any]()
     for field, how in fields.items():
         if not isinstance(how, Mapping):
             found[field] = how
@@ -86,8 +144,11 @@ def described(
             places = [how["from"]] if isinstance(how["from"], str) else how["from"]
             values = (formula(place[1:], numbers) if place[:1] == "=" else fact(place, facts) for place in places)
             found[field] = next((value for value in values if value is not None), None)
-            unknown += [field] if found[field] is None else []
-    return found, unknown
+            if found[field] is None and "absent" in how:
+                found[field] = absent[field] = None if how["absent"] == "null" else how["absent"]
+            elif found[field] is None:
+                unknown.append(field)
+    return found, unknown, absent
 
 
 def _at(values: Any, path: str) -> Any:

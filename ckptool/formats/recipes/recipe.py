@@ -47,6 +47,10 @@ _KEYS: Final = frozenset(
         "stacked",
         "prefixes",
         "config",
+        "config_a",
+        "model_types",
+        "note",
+        "tied",
     )
 )
 #: The lines of a head.
@@ -135,6 +139,12 @@ class Rule(NamedTuple):
         patterns = tuple(each.with_prefix(prefix) for each in self.a)
         return self._replace(a=patterns, where=(own and own.with_prefix(prefix), other))
 
+    def with_target_prefix(self, prefix: str) -> Rule:
+        """Return the rule with a prefix before all names on side b."""
+        own, other = self.where
+        patterns = tuple(each.with_prefix(prefix) for each in self.b)
+        return self._replace(b=patterns, where=(own, other and other.with_prefix(prefix)))
+
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
         """Return whether the rule applies among tensors with these names."""
         return self.where[0] is None or self.where[0].holds(tensors, known)
@@ -161,8 +171,10 @@ class Recipe(NamedTuple):
     not have, with * for any text. ``rest``: tensors without a rule stay as they are, otherwise they are refused.
     ``refusals`` describe models that the recipe does not fit. ``config`` has the fields of a ``config.json`` for
     side b: values, or tables that say where a value is found. ``source`` says where the facts are from. ``files``: the
-    names of the files of parts, with {p} for the number of the part. ``part``: the prefixes that names on side a have
-    in files with several models; the inverse writes the first one.
+    names of the files of parts, with {p} for the number of the part. ``prefixes``: what precedes names on side a in
+    files with several models; the inverse writes the first one. ``model_types`` has the types of models, as a
+    ``config.json`` states them, that side a and side b describe; an empty one means any model. ``tied`` maps ignored
+    names to the names of the tensors that they must be equal to. ``note`` is for the report.
     """
 
     a: str
@@ -177,6 +189,10 @@ class Recipe(NamedTuple):
     files: str
     path: str
     prefixes: tuple[str, ...] = ("",)
+    config_a: Mapping[str, Any] = {}
+    model_types: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    note: str = ""
+    tied: Mapping[str, str] = {}
 
     def expanded(self, tensors: Iterable[str]) -> Recipe:
         """Return the recipe for tensors with these names.
@@ -206,8 +222,11 @@ class Recipe(NamedTuple):
         """Return the recipe from side b to side a."""
         symbols = frozenset(self.numbers)
         rules = (rule.reversed(symbols) for rule in self.rules if not rule.one_way)
-        named = (rule._replace(b=tuple(each.with_prefix(self.prefixes[0]) for each in rule.b)) for rule in rules)
-        return self._replace(a=self.b, b=self.a, rules=tuple(named), config={}, prefixes=("",))
+        prefix = self.prefixes[0]
+        # The inverse of the inverse finds its conditions under the prefix, too.
+        named = (rule.with_target_prefix(prefix) if prefix else rule for rule in rules)
+        turned = self._replace(a=self.b, b=self.a, config=self.config_a, config_a=self.config)
+        return turned._replace(rules=tuple(named), prefixes=("",), model_types=self.model_types[::-1])
 
 
 class Index:
@@ -231,9 +250,13 @@ class Index:
 
 
 def _texts_in(pattern: NamePattern, tensors: Iterable[str]) -> Iterator[str]:
-    """Yield the text for which ``{*}`` in a pattern gives a name, for each name that it can give."""
+    """Yield the text for which ``{*}`` in a pattern gives a name, for each name that it can give.
+
+    A word behind ``{*}`` is a whole one: in ``{*}up_proj`` it is not the end of gate_up_proj.
+    """
     before, _, after = (names.parsed(part) for part in pattern.text.partition(_ANY))
-    expression = re.compile(f"{before.expression}(?P<text>.*){after.expression}")
+    whole = r"(?<!\w)" if after.text[:1].isalnum() and not before.text[-1:].isalnum() else ""
+    expression = re.compile(f"{before.expression}(?P<text>.*){whole}{after.expression}")
     for match in map(expression.fullmatch, tensors):
         if match is not None and "{" not in match["text"]:
             yield match["text"]
@@ -327,6 +350,10 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         raise MalformedError("rest is what becomes of tensors without a rule: keep or refuse")
     refusals = (*(base.refusals if base else ()), *map(_refusal, _list(content, "refuse")))
     families = [_text(content, side) or (getattr(base, side) if base else side) for side in ("a", "b")]
+    configs = (
+        {**(getattr(base, key) if base else {}), **_config(_table(content, key))} for key in ("config", "config_a")
+    )
+    tied = {name: _text(_table(content, "tied"), name) for name in _table(content, "tied")}
     return Recipe(
         families[0],
         families[1],
@@ -336,11 +363,29 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         ignored,
         rest == "keep",
         refusals,
-        {**(base.config if base else {}), **_config(_table(content, "config"))},
+        next(configs),
         _text(content, "files"),
         path,
         _texts(content.get("prefixes", []), "prefixes") or (base.prefixes if base else ("",)),
+        next(configs),
+        _model_types(content, base),
+        _text(content, "note"),
+        tied,
     )
+
+
+def _model_types(content: Mapping[str, Any], base: Recipe | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the types of models on both sides: those stated, those that families such as "hf:llama" name, or those of
+    the base.
+
+    """
+    stated = content.get("model_types", [])
+    if isinstance(stated, dict):
+        return _texts(stated.get("a", []), "model_types.a"), _texts(stated.get("b", []), "model_types.b")
+    found = _texts(stated, "model_types")
+    families = (_text(content, side).partition("hf:") for side in ("a", "b"))
+    found = found or tuple(model for before, library, model in families if library and not before)
+    return (found, found) if found or base is None else base.model_types
 
 
 def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -354,10 +399,10 @@ def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             texts = [how.get("without", ""), how.get("if", ""), *_texts(how.get("from", ""), f"config.{field}.from")]
             if (
                 not {*how} & {"from", "without"}
-                or {*how} - {"from", "if", "without"}
+                or {*how} - {"from", "if", "absent", "without"}
                 or not all(isinstance(text, str) for text in texts)
             ):
-                raise MalformedError(f"config.{field} is a table with from and perhaps if, or with without")
+                raise MalformedError(f"config.{field} is a table with from and perhaps if or absent, or with without")
     return fields
 
 
