@@ -270,7 +270,8 @@ def weight_changes(adapter: Adapter, base: Mapping[str, Tensor], path: str, weig
         name for name in weights if f"{name}.weight" in base and name not in modules and targets(adapter, name)
     ]:
         message = f"{CONFIG} targets {pluralize(len(lacking), 'module')} of {path} for which it has no tensors"
-        raise adapter.refusal(f"{message}: {join_limited(lacking, most=3)}", "get the whole adapter")
+        step = "get the whole adapter; this one holds " + command("keys", adapter.path)
+        raise adapter.refusal(f"{message}: {join_limited(lacking, most=3)}", step)
     return AdapterChanges(changes, {})
 
 
