@@ -25,7 +25,7 @@ from ..reports.scan import (
     unread,
 )
 from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
-from ..safety.torch_lists import NEWEST, VERSIONS
+from ..safety.torch_lists import DEFAULT, VERSIONS
 from .help import GroupedCommand
 from .many.inputs import Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
@@ -53,7 +53,9 @@ _REASONS: Final = 3
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.option(
-    "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
+    "--torch",
+    metavar="VERSION",
+    help="The torch version whose weights_only list applies.  [default: installed]",
 )
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
@@ -67,7 +69,7 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
     weights-only are listed; -v lists all. Exit 0: every file is weights-only; 1: one is not; 3: one cannot be read, or
     there is nothing to judge.
     """
-    version = torch or NEWEST
+    version = torch or DEFAULT
     if version not in VERSIONS:
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
     shown = None if verbose else frozenset(inputs.paths)

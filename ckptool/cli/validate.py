@@ -38,7 +38,7 @@ from ..reports.validate import (
     validation_report,
 )
 from ..safety.outcomes import UNSAFE
-from ..safety.torch_lists import NEWEST
+from ..safety.torch_lists import DEFAULT
 from .help import GroupedCommand
 from .many.inputs import COUNTED, FolderFile, Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
@@ -118,7 +118,9 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
 @click.option("--safe", is_flag=True, help="Expect that scan calls it weights-only: no program, nothing unknown.")
 @click.option(
-    "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
+    "--torch",
+    metavar="VERSION",
+    help="The torch version whose weights_only list applies.  [default: installed]",
 )
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
 @click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
@@ -278,7 +280,7 @@ def _validated(
 ) -> Answer:
     policy = policies.of(path)
     if isinstance(path, FolderFile):
-        scan = scan_file(path, policy.torch or NEWEST)
+        scan = scan_file(path, policy.torch or DEFAULT)
         if scan["verdict"] != UNSAFE:
             return _answer(passed_over_report(scan, policy), how)
     with progress_bar(work_size(path) if own_bar else 0, os.path.basename(path), own_bar) as own:

@@ -221,7 +221,7 @@ def _without_config(adapter: Adapter) -> RefusedError:
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
     way = f"put the {CONFIG} that was saved with it into the same folder, or give "
-    return adapter.refusal(message, advice(way, Setting("alpha", "16")))
+    return adapter.refusal(message, advice(way, Setting("alpha", None), ", its lora_alpha"))
 
 
 def _check_type(adapter: Adapter) -> None:

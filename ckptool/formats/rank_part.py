@@ -255,7 +255,7 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
     if parts is not None and parts.kind == RANKS and _is_adapter(checkpoint):
         return None
-    if parts is not None and others:
+    if parts is not None and others and parts.kind != SLICES:
         parts = _by_content(parts, checkpoint, folder, others[0])
     if parts is None:
         return None

@@ -27,7 +27,7 @@ from ..formats.rank_part import part_of, shards_of
 from ..pickles.nodes import Ref
 from ..safety.checksums import Checksums, checksums
 from ..safety.storages import storage_flaws
-from ..safety.torch_lists import VERSIONS
+from ..safety.torch_lists import VERSIONS, list_of
 from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
 from ..safety.weights_only import LoadPrediction, weights_only
 from ..values.elements import storage_reader
@@ -171,7 +171,7 @@ def check_checkpoint(
 def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> list[Check]:
     where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
     each = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
-    by_torch = f"torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
+    by_torch = f"torch.load{verdict.versions} {'too' if verdict.loads else 'does not'}"
     loader = checkpoint.traits.loader
     if checkpoint.traits.loads == "converted":
         from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
@@ -352,7 +352,7 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
     ]
     for item in outside:
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
-        message = f"{item.mapped} is not on torch {torch}'s list; {words}"
+        message = f"{item.mapped} is not on {list_of(torch, [item.mapped])}; {words}"
         notes.append(Finding.of("global", "warning", message, item.pickle))
     notes += [
         Finding.of("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
@@ -364,11 +364,11 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
     if check.status == FAIL or not outside:
         return check
     unlisted = list(dict.fromkeys(item.mapped for item in outside))
-    return check._replace(message=f"not on torch {torch}'s list: {join_limited(unlisted)}")
+    return check._replace(message=f"not on {list_of(torch, unlisted)}: {join_limited(unlisted)}")
 
 
 def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
-    call = f"torch.load(weights_only=True) of torch {verdict.torch}"
+    call = f"torch.load(weights_only=True){verdict.versions}"
     if verdict.loads:
         return Check("weights-only", "safety", PASS, f"{call} takes it")
     names = [blocker.name for blocker in verdict.blockers if blocker.name]

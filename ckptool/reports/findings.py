@@ -56,6 +56,7 @@ from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
+from ..safety.torch_lists import list_of
 from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction
 from .edit_steps import (
     TOGETHER,
@@ -330,7 +331,7 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
             message = f"{call} takes {join_limited(names, most=2)} only when {modules[0]} is imported"
             yield Finding.of(code, "warning", message, next=f"import {modules[0]} before torch.load")
             return
-        message = f"{call} refuses it: {join_limited(names)} not on torch {verdict.torch}'s list"
+        message = f"{call} refuses it: {join_limited(names)} not on {list_of(verdict.torch, names)}"
         if any(blocker.called for blocker in verdict.blockers):
             message += f"; with weights_only=False {'its' if len(names) == 1 else 'their'} code runs"
         yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) or where_installed(checkpoint, names))

@@ -18,7 +18,7 @@ from ..files.downloads import expect_reads
 from ..files.sources import FolderSource, Span
 from ..formats import carried_pickles
 from ..formats.opening import in_several_files, open_checkpoint
-from ..safety.torch_lists import NEWEST
+from ..safety.torch_lists import DEFAULT
 from ..safety.verdict import ExaminedPickle, Verdict, examine, verdict_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class VerdictReport(TypedDict):
 
 def checkpoint_verdict(
     checkpoint: Checkpoint,
-    torch: str = NEWEST,
+    torch: str = DEFAULT,
     *,
     quick: bool = False,
     pickles: Sequence[ExaminedPickle] | None = None,

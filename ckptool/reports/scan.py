@@ -24,7 +24,7 @@ from ..formats.plain_pickle import is_plain_pickle
 from ..formats.search.inert import inert_kind
 from ..formats.search.pickle_search import find_pickles, is_followed
 from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
-from ..safety.torch_lists import NEWEST
+from ..safety.torch_lists import DEFAULT
 from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict
 from .file_rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .loads import checkpoint_verdict
@@ -70,7 +70,7 @@ class ScanReport(TypedDict):
     passed_over: dict[str, int]
 
 
-def scan(*paths: CheckpointOrPath, torch: str = NEWEST) -> ScanReport:
+def scan(*paths: CheckpointOrPath, torch: str = DEFAULT) -> ScanReport:
     """Return the report of ``ckptool scan`` on files and folders, schema ``ckptool.scan/1``.
 
     ``torch`` is the version whose weights_only list applies. Problems with a file are in the report; they raise no
@@ -83,7 +83,7 @@ def scan(*paths: CheckpointOrPath, torch: str = NEWEST) -> ScanReport:
     return scan_report(scan_files([file_of(path) for path in paths], torch), torch)
 
 
-def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:
+def scan_report(files: Iterable[FileScan], torch: str = DEFAULT) -> ScanReport:
     """Return the report on these files."""
     every = list(files)
     words = [item["verdict"] for item in every if item["verdict"] is not None]
@@ -106,7 +106,7 @@ def passed_over_words(counts: dict[str, int]) -> str:
     return f"skipped: {sum(counts.values()):,} ({kinds})"
 
 
-def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
+def scan_files(paths: Iterable[str], torch: str = DEFAULT) -> Iterator[FileScan]:
     """Yield the scan of every file that the paths lead to; in folders, of all files."""
     for item in find_all(paths):
         if isinstance(item, SkippedFile):
@@ -172,7 +172,7 @@ def _scan(
     }
 
 
-def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
+def scan_path(path: str, torch: str = DEFAULT) -> list[FileScan]:
     """Scan one file, one folder that is a checkpoint, or one member of an archive.
 
     If a checkpoint in several files does not open, its scan has the reason, and scans of all files in its folder
@@ -210,7 +210,7 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
     return scans
 
 
-def scan_file(path: str, torch: str = NEWEST) -> FileScan:
+def scan_file(path: str, torch: str = DEFAULT) -> FileScan:
     """Scan one file, or one member of an archive."""
     try:
         with closing(open_any(path)) as source:

@@ -18,6 +18,7 @@ from ..base.text import (
     shown,
     step_words,
 )
+from ..safety.weights_only import LoadPrediction
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, QuantizedReport, StateDictReport
@@ -165,7 +166,7 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
     if report["protocol"] is None and report["loads"] == "converted":
         lines.append(("loads", f"{report['loader']} loads it"))
     elif report["protocol"] is None and verdict["loads"]:
-        by_torch = f"torch.load of torch {verdict['torch']} by its name"
+        by_torch = f"torch.load{_versions(report)} by its name"
         lines.append(("loads", f"{report['loader']} loads {_loads(report)}, and {by_torch}"))
     else:
         # torch.load does not load a DCP folder, so the verdict is about the file that convert makes from it.
@@ -194,18 +195,23 @@ def _loads(report: InspectReport) -> str:
     return "each file" if report["loads"] == "each file" else "it"
 
 
+def _versions(report: InspectReport) -> str:
+    verdict = report["weights_only"]
+    return LoadPrediction(verdict["torch"], verdict["loads"], (), verdict["since"]).versions
+
+
 def _verdict(report: InspectReport) -> str:
     verdict = report["weights_only"]
     if any(Effect.AMBIGUOUS in CODES[item["code"]].effect for item in report["findings"]):
         return "it is not clear which records torch reads"
     if verdict["loads"]:
-        return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
+        return f"weights_only=True{_versions(report)} loads {_loads(report)}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # The findings name the rules. The many opcodes of a protocol would hide everything else here.
     reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
     listed = "" if _is_named(reasons[0], report) else f": {join_limited(reasons, most=4)}"
-    return f"weights_only=True of torch {verdict['torch']} refuses it{listed}"
+    return f"weights_only=True{_versions(report)} refuses it{listed}"
 
 
 def _is_named(name: str, report: InspectReport) -> bool:

@@ -40,7 +40,7 @@ from ..formats.rank_part import WHOLE, part_of
 from ..formats.search.pickle_search import find_pickles
 from ..safety.calls import has_acting_call
 from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
-from ..safety.torch_lists import NEWEST, VERSIONS
+from ..safety.torch_lists import DEFAULT, VERSIONS
 from ..safety.verdict import examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, read_for, storage_reader
 from ..values.torch.loads import need_torch
@@ -170,7 +170,7 @@ def validation_report(
     """
     name = os.fspath(path)
     check_policy(policy)
-    torch = policy.torch or NEWEST
+    torch = policy.torch or DEFAULT
     size: int | None = None
     file_format: str | None = None
     source: Source | None = None
@@ -201,16 +201,16 @@ def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress
     """Return the report of ``validate`` on an open checkpoint, without any expectations."""
     path = checkpoint.path
     try:
-        report = _checked(path, checkpoint, Policy(), NEWEST, quick, progress)
+        report = _checked(path, checkpoint, Policy(), DEFAULT, quick, progress)
     except MalformedError as error:
-        report = _without_container(path, broken_check(error), error, Policy(), NEWEST, INVALID)
+        report = _without_container(path, broken_check(error), error, Policy(), DEFAULT, INVALID)
     report["bytes"], report["format"] = checkpoint.source.size, checkpoint.format
     return report
 
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path that leads to no file: an empty folder, or a glob without a match."""
-    report = _report(path, [_unreadable(error)], Safety(), Policy(), NEWEST, UNREADABLE)
+    report = _report(path, [_unreadable(error)], Safety(), Policy(), DEFAULT, UNREADABLE)
     report["damaged"] = False
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
@@ -220,7 +220,7 @@ def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a missing file that a folder's lock names."""
     note = Finding.of("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
-    return _report(path, checks, Safety(), policy, NEWEST, INVALID)
+    return _report(path, checks, Safety(), policy, DEFAULT, INVALID)
 
 
 def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
@@ -228,7 +228,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
 
     With ``policy.strict`` or ``policy.safe`` a file that could not be examined is invalid.
     """
-    torch = policy.torch or NEWEST
+    torch = policy.torch or DEFAULT
     words = scan["error"] or scan["passed_over"] or next(iter(scan["reasons"]), "nothing in it can run")
     known = scan["verdict"] == WEIGHTS_ONLY or bool(scan["passed_over"])
     checks = [Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)]

@@ -6,10 +6,14 @@ because releases within a minor version never differ here. CUDA and CPU builds h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Final
 
+from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..pickles import opcodes as op
 from .rules import table
@@ -45,6 +49,27 @@ HISTORY: Final = tuple(
 
 NEWEST: Final = "2.15"
 VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
+_VERSION: Final = regex(r"__version__ = ['\"](\d+)\.(\d+)")
+
+
+def installed_version(folders: Iterable[str]) -> str:
+    """Return the version of the torch in the first of these folders that has one, as listed here, or "" without one.
+
+    torch is not imported. A version that is newer or older than all listed ones counts as the nearest.
+    """
+    for folder in folders:
+        with suppress(OSError, ValueError), open(os.path.join(folder, "torch", "version.py"), encoding="utf-8") as file:
+            if match := _VERSION.search(file.read(1000)):
+                known = [tuple(map(int, version.split("."))) for version in VERSIONS]
+                own = min(max((int(match[1]), int(match[2])), known[0]), known[-1])
+                return VERSIONS[known.index(own)] if own in known else NEWEST
+    return ""
+
+
+#: The version of the installed torch, "" without one.
+INSTALLED: Final = installed_version(sys.path)
+#: The version that verdicts are about unless another is named.
+DEFAULT: Final = INSTALLED or NEWEST
 
 
 class Rules(NamedTuple):
@@ -94,6 +119,11 @@ def ever_listed() -> frozenset[str]:
     return frozenset().union(*(change.added | change.registered for change in HISTORY))
 
 
+def list_of(version: str, names: Collection[str]) -> str:
+    """Return the words for the list of a version; without the number if no version ever listed one of the names."""
+    return "torch's list" if ever_listed().isdisjoint(names) else f"torch {version}'s list"
+
+
 @cache
 def refused_opcodes(version: str) -> frozenset[int]:
     """Return the opcodes that the restricted unpickler does not know; torch 1.13 cannot read a float."""
@@ -128,6 +158,12 @@ def rules(version: str) -> Rules:
         checks_record_size=_since(version, "2.10"),
         reads_safetensors=_since(version, "2.13"),
     )
+
+
+def differ(one: str, other: str) -> bool:
+    """Return whether two versions differ in more than their lists."""
+    both = ((rules(version), refused_opcodes(version), maps_python2(version)) for version in (one, other))
+    return next(both) != next(both)
 
 
 def _since(version: str, first: str) -> bool:

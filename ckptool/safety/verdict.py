@@ -17,7 +17,7 @@ from ..pickles.nodes import Call, Extension, Global, Graph, Node, Persistent, Re
 from .calls import suspicious_calls
 from .held_configuration import held_findings
 from .outcomes import UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
-from .torch_lists import allowed, registered
+from .torch_lists import allowed, list_of, registered
 from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
 ALLOWED: Final = "allowed"
@@ -186,7 +186,7 @@ def verdict_of(
         return Verdict(PROGRAM, tuple(dict.fromkeys(programs))[: LIMITS.listed])
     names = (item for pickle in pickles for item in pickle.names)
     outside = list(dict.fromkeys(item.mapped for item in names if item.word != ALLOWED))
-    reasons = [f"not on torch {torch}'s list: {join_limited(outside, most=_NAMED)}"] if outside else []
+    reasons = [f"not on {list_of(torch, outside)}: {join_limited(outside, most=_NAMED)}"] if outside else []
     reasons += unclear
     for pickle in pickles:
         reasons += [pickle.described(text) for text in (pickle.note, pickle.error) if text]

@@ -16,7 +16,21 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
-from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
+from .torch_lists import (
+    DEFAULT,
+    HISTORY,
+    INSTALLED,
+    NEWEST,
+    VERSIONS,
+    Rules,
+    allowed,
+    differ,
+    maps_python2,
+    newobj_targets,
+    refused_opcodes,
+    registered,
+    rules,
+)
 
 #: Modules that torch always refuses, whatever the user lists.
 BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
@@ -57,19 +71,46 @@ class Blocker(NamedTuple):
 
 
 class LoadPrediction(NamedTuple):
-    """Whether this version of ``torch`` ``loads`` a file; ``blockers`` are the reasons against it."""
+    """Whether this version of ``torch`` ``loads`` a file; ``blockers`` are the reasons against it.
+
+    ``since``: without an installed torch, the first version from which on all versions decide alike, "" for all.
+    """
 
     torch: str
     loads: bool
     blockers: tuple[Blocker, ...]
+    since: str | None = None
+
+    @property
+    def versions(self) -> str:
+        """The versions that it is about: " of torch 2.13", " since torch 2.4", or "" for all."""
+        if self.since is None:
+            return f" of torch {self.torch}"
+        return f" since torch {self.since}" if self.since else ""
 
 
-def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = NEWEST) -> LoadPrediction:
+def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = DEFAULT) -> LoadPrediction:
     """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` in the version ``torch``, such as "2.6".
 
     ``flaws`` come from ``storage_flaws``. Failures that depend on the machine, such as a missing device, are not
     predicted.
     """
+    prediction = _predicted(checkpoint, flaws, torch)
+    if INSTALLED or torch != NEWEST:
+        return prediction
+    names = {mapped_name(node) for _, node in checkpoint.graph.of_type(Global)}
+    since = ""
+    for change, before in zip(reversed(HISTORY), reversed(VERSIONS[:-1])):
+        moved = names & (change.added | change.removed | change.registered | change.unregistered)
+        if (moved or differ(before, change.version)) and (
+            _predicted(checkpoint, flaws, before).loads is not prediction.loads
+        ):
+            since = change.version
+            break
+    return prediction._replace(since=since)
+
+
+def _predicted(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> LoadPrediction:
     program = program_of(checkpoint)
     if program is not None:
         # Its pickles are for another unpickler, so their names say nothing about torch.load.
@@ -88,7 +129,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
     return LoadPrediction(torch, not blockers, tuple(blockers))
 
 
-def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
+def graph_blockers(graph: Graph, torch: str = DEFAULT) -> list[Blocker]:
     """Return the blockers in a pickle, whichever file holds it."""
     broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
@@ -98,7 +139,7 @@ def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
 
-def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
+def globals_outside(graph: Graph, torch: str = DEFAULT) -> list[Blocker]:
     """Return every global in the pickle that is not on torch's list, including popped ones, most frequent first."""
     listed = allowed(torch) | registered(torch)
     mapped = maps_python2(torch, graph.style.protocol)

@@ -1,0 +1,61 @@
+"""Which torch a verdict is about: the installed one, or all versions since one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FIXTURES
+
+import ckptool
+from ckptool.safety import weights_only as module
+from ckptool.safety.storages import storage_flaws
+from ckptool.safety.torch_lists import NEWEST, VERSIONS, installed_version, list_of
+from ckptool.safety.weights_only import weights_only
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.13.0+cpu'", "2.13"),
+        ('from typing import Optional\n__version__ = "2.6.1"\n', "2.6"),
+        ("__version__ = '1.5.0'", VERSIONS[0]),
+        ("__version__ = '2.99.0'", NEWEST),
+        ("__version__ = '3.0.0'", NEWEST),
+        ("nothing", ""),
+        ("", ""),
+    ],
+)
+def test_the_version_of_the_installed_torch_is_read_without_importing_it(
+    text: str, version: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(text)
+    assert installed_version([str(tmp_path / "nowhere"), str(tmp_path)]) == version
+
+
+def test_here_it_is_the_torch_that_is_imported() -> None:
+    torch: Any = pytest.importorskip("torch")
+    assert ".".join(torch.__version__.split(".")[:2]) == module.INSTALLED
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.pth")), ids=lambda path: path.name)
+def test_without_torch_all_versions_since_one_decide_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        checkpoint = ckptool.open(path)
+    except ckptool.CkptoolError:
+        pytest.skip("no checkpoint")
+    with checkpoint:
+        flaws = storage_flaws(checkpoint)
+        every = {version: weights_only(checkpoint, flaws, version).loads for version in VERSIONS}
+        monkeypatch.setattr(module, "INSTALLED", "")
+        found = weights_only(checkpoint, flaws, NEWEST)
+    alike = [version for version in VERSIONS if every[version] == every[NEWEST]]
+    last_other = max((number for number, version in enumerate(VERSIONS) if version not in alike), default=-1)
+    assert found.since == (VERSIONS[last_other + 1] if last_other >= 0 else "")
+
+
+def test_the_list_has_a_number_only_where_versions_differ() -> None:
+    assert list_of("2.5", ["argparse.Namespace"]) == "torch's list"
+    assert list_of("2.5", ["argparse.Namespace", "builtins.set"]) == "torch 2.5's list"
