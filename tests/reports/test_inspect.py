@@ -61,10 +61,8 @@ def test_locations(fixture: Fixture) -> None:
 @readable
 def test_weights_only_agrees_with_torch(fixture: Fixture) -> None:
     verdict = ckptool.inspect(fixture.path)["weights_only"]
-    # The fixtures are of torch 2.13; since 2.15 it takes no nested tensors (tests/safety/test_torch_lists.py).
-    loads = fixture.loads and fixture.path.name != "nested.pt"
-    assert verdict["loads"] == loads
-    assert bool(verdict["blockers"]) is not loads
+    assert verdict["loads"] == fixture.loads
+    assert bool(verdict["blockers"]) is not fixture.loads
     assert all(("global" in blocker) != ("rule" in blocker) and blocker["count"] for blocker in verdict["blockers"])
 
 

@@ -55,6 +55,7 @@ from crafted_files import (
 from ckptool.pickles.nodes import Graph
 from ckptool.reports.scan import scan_file
 from ckptool.reports.validate import validation_report
+from ckptool.safety.torch_lists import DEFAULT
 from ckptool.safety.verdict import Verdict, verdict_of
 
 CALLED, NAMED, ALLOWED = "called when loaded", "not on torch's list", "allowed"

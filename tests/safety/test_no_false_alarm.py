@@ -35,8 +35,7 @@ def complaints(report: dict[str, Any]) -> list[tuple[str, str]]:
 def test_a_clean_fixture_is_valid(item: Fixture) -> None:
     report = validation_report(str(item.path))
     assert (complaints(report), report["status"]) == ([], "valid")
-    # nested.pt: torch 2.15 takes no nested tensors (tests/safety/test_torch_lists.py).
-    if item.loads and item.container == "torch-zip" and item.path.name != "nested.pt":
+    if item.loads and item.container == "torch-zip":
         assert {check["name"]: check["status"] for check in report["checks"]}["weights-only"] == "pass"
 
 
