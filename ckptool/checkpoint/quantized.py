@@ -469,7 +469,8 @@ def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     beside = {os.path.basename(path): path for path in source.beside} if isinstance(source, FolderSource) else {}
     if not beside and not is_remote(checkpoint.path):
         folder = os.path.dirname(checkpoint.path)
-        beside = {name: os.path.join(folder, name) for name in ("config.json", *_OTHER_CONFIGS)}
+        paths = {name: os.path.join(folder, name) for name in ("config.json", *_OTHER_CONFIGS)}
+        beside = {name: path for name, path in paths.items() if os.path.isfile(path)}
     text = checkpoint.companions.get("config.json")
     config = parsed_object(text) if text is not None else read_object(beside.get("config.json", ""))
     if found := next((item for item in _values(config, "quantization_config") if isinstance(item, dict)), None):

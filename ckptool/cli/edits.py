@@ -70,7 +70,7 @@ class Ordered(GroupedCommand):
             for param in order
             if (name := param.name) in ctx.params and param.opts[-1].startswith("--")
         ]
-        if self.bare:
+        if self.bare and not ctx.resilient_parsing:
             self._take_bare(ctx)
         return rest
 

@@ -8,13 +8,14 @@ import click
 
 import ckptool
 
-from ..base.steps import undo_step
+from ..base.steps import is_remote, undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
+from ..formats.checkpoint_search import expanded
 from ..saving import HistoryReport, UndoReport
 from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
-from .options import Workers, dry_run_option, format_option, paths, quiet_option
+from .options import Workers, dry_run_option, format_option, quiet_option, searched_paths
 from .render import clean, step_lines, table
 
 UNDO_EPILOG = """\b
@@ -26,7 +27,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
-@paths
+@searched_paths
 @click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
 @format_option()
@@ -38,7 +39,12 @@ def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quie
     """
     style = "quiet" if quiet else style
     work = partial(_undo, original=original, dry_run=dry_run, style=style)
-    return run_each(FileCommand("undo", style, work), paths, Workers())
+    return run_each(FileCommand("undo", style, work), _files(paths), Workers())
+
+
+def _files(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files that globs match; addresses are refused later, without a listing."""
+    return paths if any(map(is_remote, paths)) else expanded(paths)
 
 
 def _undo(path: str, *, original: bool, dry_run: bool, style: str) -> Answer:
@@ -69,11 +75,13 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=HISTORY_EPILOG)
-@paths
+@searched_paths
 @format_option()
 def history(paths: tuple[str, ...], style: str) -> int:
     """List the edits made in place, the oldest version first. Times are UTC."""
-    return run_each(FileCommand("history", style, partial(_history, style=style)), paths, Workers(), spaced=True)
+    return run_each(
+        FileCommand("history", style, partial(_history, style=style)), _files(paths), Workers(), spaced=True
+    )
 
 
 def _history(path: str, *, style: str) -> Answer:

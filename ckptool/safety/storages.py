@@ -7,7 +7,7 @@ from functools import cache
 from typing import Final
 
 from ..base.dtypes import BY_NAME, storage_dtype
-from ..base.findings import Finding
+from ..base.findings import UNJOINED, Finding
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
@@ -47,7 +47,10 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     container, in_sequence = checkpoint.container, checkpoint.traits.storages_in_sequence
     if in_sequence and any(problem.blocks_edits for problem in container.problems):
         return
+    unjoined = {key for problem in container.problems if problem.code == UNJOINED for key in problem.storages or ()}
     for key, storage in checkpoint.survey.reader.storages.items():
+        if key in unjoined:
+            continue  # its bytes are there, as a tensor that is not read as one storage
         if storage.location == "meta" and in_sequence:
             continue  # a legacy file has no bytes for it; in a zip even an empty one is a record
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)

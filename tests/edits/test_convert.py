@@ -365,13 +365,12 @@ def test_a_name_of_another_format_is_refused(name: str, options: list[str], tmp_
 
 
 @pytest.mark.parametrize("name", ["folder", "model-1.5", "model.v2"])
-def test_shards_keep_the_format_of_the_input(name: str, tmp_path: Path) -> None:
+def test_shards_are_safetensors_unless_the_format_is_named(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
     for source in (FIXTURES / "bare.pth", FIXTURES / "model.safetensors"):
         said = say("convert", source, "-o", out, "--max-shard-size", "80", "--force", "--allow-loss", "all")
         assert said.code == 0, said.all
-        suffix = source.suffix.replace(".pth", ".bin")
-        assert {path.suffix for path in out.iterdir()} == {suffix, ".json"}
+        assert {path.suffix for path in out.iterdir()} == {".safetensors", ".json"}
         for file in out.iterdir():
             file.unlink()
         out.rmdir()
@@ -379,5 +378,5 @@ def test_shards_keep_the_format_of_the_input(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_of_one_file_is_named_as_such(tmp_path: Path) -> None:
     said = say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x", "--max-shard-size", "5GB")
-    assert "torch-zip -> torch-zip, one file in a folder" in said.out
+    assert "torch-zip -> safetensors, one file in a folder" in said.out
     assert len(list((tmp_path / "x").iterdir())) == 1

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import chain, islice
 from math import prod
 from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError
-from ...base.findings import INCOMPLETE, UNCHECKED, Finding
+from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.steps import WRITE_IT
@@ -52,6 +52,7 @@ from .items import (
     KnownItems,
     OpenedItem,
     PiecesSource,
+    SubclassError,
     TensorItem,
     copy_in_item,
     edges,
@@ -289,7 +290,8 @@ class Dcp(Container):
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
-                self._tensor(item, opened)
+                with self._noting_subclasses(problems, item):
+                    self._tensor(item, opened)
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else reported once per file
                     what = f"{item.place}: {error.what}"
@@ -316,6 +318,15 @@ class Dcp(Container):
             more = "" if count == 1 else f" and {pluralize(count - 1, 'tensor')} like it"
             pickles.append(FoundPickle(known + more, graph))
         return problems, pickles
+
+    @staticmethod
+    @contextmanager
+    def _noting_subclasses(problems: list[Finding], item: Item) -> Iterator[None]:
+        """Report an item with a tensor of another class, which is sound."""
+        try:
+            yield
+        except SubclassError as error:
+            problems.append(Finding.of(UNJOINED, "warning", f"{item.place}: {error.what}", item.file, item.at))
 
     def plan(self, pickle: bytes | None) -> Plan:
         raise RefusedError("a DCP folder is written as a whole", path=self.folder.path, next=WRITE_IT)

@@ -411,6 +411,10 @@ _LOCK: Final = threading.RLock()
 _RECENT: Final[deque[weakly[PiecesSource]]] = deque()
 
 
+class SubclassError(MalformedError):
+    """An item holds a tensor of another class, made of several tensors."""
+
+
 def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:
     """Return the elements of the tensor in an item, row by row: (source, offset in bytes).
 
@@ -423,6 +427,9 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
 
     reader = _cached(opened.graph, "reader of an item", TensorReader)
     tensor = reader.tensor(opened.graph.root)
+    if tensor is not None and tensor.kind == "wrapper":
+        what = f"a tensor of {tensor.cls}, which torch loads, and ckptool does not join"
+        raise SubclassError(f"{item.name!r}: {what}", where=item.place)
     if tensor is None or tensor.kind != "dense":
         raise malformed(".metadata lists a tensor, and the item does not hold a plain one")
     if (tensor.dtype, tensor.shape) != (dtype.name, shape):

@@ -69,6 +69,10 @@ class _Spread:
         self.flaw = ""
 
 
+#: The end of a flaw that is none of the files: their tensors are whole for torch.
+_OF_CLASS: Final = ", and ckptool does not join"
+
+
 class _Faults(NamedTuple):
     """Tensor faults for grouped reports: names by flaw, and messages about holes and overlaps."""
 
@@ -201,6 +205,8 @@ class Merge:
             return f"{file.name} does not say which of its elements it has"
         if any(end > size for ranges, size in zip(part.ranges, known.shape) for _, end in ranges):
             return f"the part in {file.name} lies outside of it"
+        if local.kind == "wrapper":
+            return f"its parts are tensors of {local.cls}, which torch loads{_OF_CLASS}"
         try:
             place = rows(file, part.ref)
             chunks = chunks_of(place, part.ranges, f"{file.name}: {path}")
@@ -390,7 +396,7 @@ class Merge:
             return True
         if known.flaw:
             if known.flaw != _OTHER_SAVE:
-                faults.flaws.setdefault(known.flaw, []).append(self._named(path))
+                faults.flaws.setdefault(known.flaw, []).append(self._name(path))
             return False
         made = tiling(known.shape, [chunk.box for chunk in known.chunks])
         if made.overlap.boxes:
@@ -407,8 +413,11 @@ class Merge:
         """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
             self._note(INCOMPLETE, "error", f"{what}: they are not of one save", name)
+        storage_of = self._container.storage_of
         for flaw, names in faults.flaws.items():
-            self._note(UNJOINED, "error", f"{join_limited(names, most=3)} cannot be joined: {flaw}")
+            what = f"{join_limited([quoted(name) for name in names], most=3)} cannot be joined: {flaw}"
+            level = "warning" if flaw.endswith(_OF_CLASS) else "error"
+            self._note(UNJOINED, level, what, storages={storage_of[name] for name in names})
         if faults.holes:
             number = len(faults.holes)
             have = f"{pluralize(number, 'tensor')} {'has a part' if number == 1 else 'have parts'} in none of the files"

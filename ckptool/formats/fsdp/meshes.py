@@ -125,7 +125,7 @@ class Meshes(RankFiles):
             storages = frozenset((*(self._tensors.keys() - before), *grafted))
             # A damaged pickle may have lost storages and other values.
             placed += [
-                problem._replace(storages=None if problem.code == DAMAGED else storages)
+                problem._replace(storages=None if problem.code == DAMAGED else problem.storages or storages)
                 for problem in (*problems, *self._taken(), *built)
             ]
         self.problems = placed

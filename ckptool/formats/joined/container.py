@@ -97,10 +97,19 @@ class RankFiles(ShardedContainer):
 
     # -- for subclasses
 
-    def note(self, code: str, level: str, message: str, where: str = "", *, refused: bool = False) -> None:
-        """Add a problem of the whole checkpoint."""
+    def note(
+        self,
+        code: str,
+        level: str,
+        message: str,
+        where: str = "",
+        *,
+        refused: bool = False,
+        storages: Collection[str] | None = None,
+    ) -> None:
+        """Add a problem of the whole checkpoint, or of these ``storages``."""
         if len(self.problems) < LIMITS.listed:
-            self._note(code, level, message, where, refused)
+            self.problems.append(Finding.of(code, level, message, where, refused=refused, storages=storages))
 
     def note_twice(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Report each pair of files with the same rank in their names, as two saves leave them."""

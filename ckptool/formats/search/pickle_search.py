@@ -139,8 +139,9 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
         return
     compression = compression_of(head)
     tar = is_header(head)
-    # Like torch, look for a zip directory at the end. In a tar archive it may belong to the last member.
-    if zipped or (not tar and _ends_like_zip(content)):
+    # Like torch, look for a zip directory at the end. In a tar archive it may belong to the last member, in a pickle to
+    # bytes that it carries: both are examined separately.
+    if zipped or (not tar and _ends_like_zip(content) and (search.strict or not _is_one_pickle(content, search))):
         zipped = zipped or _is_zip(content)
         yield from _within(name, _in_zip_file(content, search.deeper()))
     if tar:
@@ -165,6 +166,13 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
         yield from pickles
     elif search.strict and name and not (zipped or tar or arrays or (compression and not compression.doubtful)):
         yield from () if active or inert_kind(head) else [unchecked(name, _NO_KIND)]
+
+
+def _is_one_pickle(content: Source, search: Search) -> bool:
+    try:
+        return decode_at(content, 0, search.budget, where="pickle")[1] == content.size
+    except PickleError:
+        return False
 
 
 def _may_name(pickle: FoundPickle) -> bool:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from command_line import say
 from dcp_folders import write_boxes, write_ranks
 from safetensors.torch import load_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptool
 from ckptool.base.errors import MalformedError
@@ -206,3 +210,24 @@ def test_an_id_of_other_bytes_is_not_passed_over(tmp_path: Path, monkeypatch: py
         assert first is not None and second is not None and first.source.read(0, 4)
         with pytest.raises(MalformedError, match=r"'b': .*not UTF-8"):
             second.source.read(0, 4)
+
+
+def test_a_tensor_of_another_class_is_sound_and_stays_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchao's 8-bit optimizers save their states: torch loads them, and the weights beside them are edited."""
+    library = types.ModuleType("library_of_optimizers")
+    two: Any = type("TwoTensor", (TwoTensor,), {"__module__": library.__name__})
+    monkeypatch.setattr(library, "TwoTensor", two, raising=False)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    folder, weights = tmp_path / "dcp", torch.randn(4, 3)
+    state = {"model": {"w": weights}, "optim": {"s": two(torch.randn(4, 3), torch.randn(4, 3))}}
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    report = ckptool.validate(folder)
+    assert report["status"] == "valid"
+    assert "TwoTensor" in str([check["message"] for check in report["checks"]])
+    for number, call in enumerate((["extract", folder, "model"], ["drop", folder, "optim"], ["convert", folder])):
+        out = tmp_path / f"{number}.pth"
+        said = say(*call, "-o", out)
+        assert (said.code, out.exists()) == ((3, False) if call[0] == "convert" else (0, True)), said.err
+        if out.exists():
+            loaded = torch.load(out)
+            assert torch.equal((loaded.get("model") or loaded)["w"], weights)

@@ -336,7 +336,7 @@ def test_a_configuration_that_is_no_file_is_left(kind: str, tmp_path: Path) -> N
     config.mkdir() if kind == "folder" else config.symlink_to("nothing")
     result = say("convert", folder, "-o", tmp_path / "out", "--max-shard-size", "1GB", "--key", "model")
     assert result.code == 0, result.all
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pytorch_model.bin"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert "not copied: fsdp_config.json and huggingface\n" in result.out
     assert say("convert", folder, "-o", tmp_path / "out.pth").code == 0
 
