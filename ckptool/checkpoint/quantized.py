@@ -472,11 +472,12 @@ def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
         paths = {name: os.path.join(folder, name) for name in ("config.json", *_OTHER_CONFIGS)}
         beside = {name: path for name, path in paths.items() if os.path.isfile(path)}
     text = checkpoint.companions.get("config.json")
-    config = parsed_object(text) if text is not None else read_object(beside.get("config.json", ""))
+    objects = {name: read_object(path) for name, path in beside.items() if name in ("config.json", *_OTHER_CONFIGS)}
+    config = parsed_object(text) if text is not None else objects.get("config.json")
     if found := next((item for item in _values(config, "quantization_config") if isinstance(item, dict)), None):
         return found
     for name in _OTHER_CONFIGS:
-        if other := read_object(beside.get(name, "")):
+        if other := objects.get(name):
             method = "modelopt" if "quantization" in other else "awq" if "w_bit" in other else "gptq"
             return {"quant_method": method, **other}
     return {}
