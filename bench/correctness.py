@@ -156,7 +156,12 @@ def _of(flats: list[Any], at: int) -> list[Any]:
 
 
 def _same(one: str, other: str) -> str:
-    """Return how two files differ, or "" if their bytes are equal. Skip spans that are holes in both."""
+    """Return how two files or folders differ, or "" if their bytes are equal. Skip spans that are holes in both."""
+    if os.path.isdir(one):
+        names = sorted(os.listdir(one))
+        if names != sorted(os.listdir(other)):
+            return "it has other files"
+        return next(filter(None, (_same(os.path.join(one, name), os.path.join(other, name)) for name in names)), "")
     sizes = os.stat(one).st_size, os.stat(other).st_size
     if sizes[0] != sizes[1]:
         return f"it has {sizes[1]:,} bytes, not {sizes[0]:,}"

@@ -24,16 +24,7 @@ CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
 MATCH = "match, with a prefix"
 HALVES = "stats, bfloat16"
 SALVAGE = "salvage, half a file"
-IN_TASKS, BY_DASK = "plan, run in 2 processes, commit", "convert, 2 workers of Dask"
-#: Arguments: the file of tasks, the size of a task, then the command. It fails if any of its processes fails.
-_TASKS = (
-    'tasks="$1" size="$2"; shift 2; set -e\n'
-    '{tool} plan --tasks "$tasks" --task-size "$size" "$@"\n'
-    '{tool} run "$tasks" --task 1/2 -q & first=$!\n'
-    '{tool} run "$tasks" --task 2/2 -q\n'
-    "wait $first\n"
-    '{tool} commit "$tasks"\n'
-)
+SHARDS, BY_JOBS, BY_DASK = "convert, to shards", "convert, to shards, --jobs 2", "convert, to shards, 2 workers of Dask"
 _CONVERT = "torch.load{mmap} + save_file"
 _FIGURES = "torch.load + the same figures"
 _KEYS, _STRIP, _REMAP, _CAST = (
@@ -186,32 +177,27 @@ def joining(tool: list[str], spec: Spec, work: Path, stage: int, script: Job) ->
     return Group(f"join, stage {stage}", spec.label, (join, copy, load, script), rows, (make,))
 
 
-def in_tasks(tool: list[str], spec: Spec, work: Path) -> Group:
-    """Make one output in many processes: with plan, two runs and commit, or with two workers of Dask."""
-    source, output, sheet = work / spec.name, work / "output.safetensors", work / "output.tasks"
-    alone = source.with_suffix(".alone.safetensors")
-    words = ("convert", str(source), "--allow-loss", "devices", "-q", "-o")
-
-    def reset() -> None:
-        for path in (sheet, sheet.with_name(f"{sheet.name}.journal")):
-            path.unlink(missing_ok=True)
+def by_workers(tool: list[str], spec: Spec, work: Path) -> Group:
+    """Write a folder of eight files with one process, with two, and with two workers of Dask."""
+    source, output = work / spec.name, work / "output.shards"
+    alone = source.with_suffix(".shards")
+    size = f"{spec.size / 8e6:.1f}MB"
+    words = ("convert", str(source), "--to-format", "safetensors", "--max-shard-size", size, "--allow-loss", "devices")
 
     def convert(unfinished: Path) -> None:
-        subprocess.run([*tool, *words, f"{unfinished}.safetensors"], check=True, cwd=files.ROOT)
-        unfinished.with_name(f"{unfinished.name}.safetensors").rename(unfinished)
+        subprocess.run([*tool, *words, "-q", "-o", str(unfinished)], check=True, cwd=files.ROOT)
 
-    size, shell = f"{spec.size // 8}B", ("sh", "-c", _TASKS.format(tool=shlex.join(tool)), "sh", str(sheet))
     jobs = tuple(
-        Job(name, job_words, (source,), output, Check("same", alone, output), reset=reset)
-        for name, job_words in (
-            (CONVERT, (*tool, *words, str(output))),
-            (IN_TASKS, (*shell, size, *words, str(output))),
-            (BY_DASK, (*tool, *words, str(output), "--engine", "dask", "--jobs", "2")),
+        Job(name, (*tool, *words, "-q", "-o", str(output), *more), (source,), output, Check("same", alone, output))
+        for name, more in (
+            (SHARDS, ()),
+            (BY_JOBS, ("--jobs", "2")),
+            (BY_DASK, ("--engine", "dask", "--jobs", "2")),
         )
     )
     setup = (_making(spec, source), made(convert, alone))
-    rows = (Row(IN_TASKS, CONVERT), Row(BY_DASK, CONVERT))
-    return Group("tasks", spec.label, jobs, rows, setup, (alone,), skip=_without_dask)
+    rows = (Row(BY_JOBS, SHARDS), Row(BY_DASK, SHARDS))
+    return Group("workers", spec.label, jobs, rows, setup, (alone,), skip=_without_dask)
 
 
 def _without_dask() -> str:

@@ -119,7 +119,7 @@ def chosen(options: Options) -> list[Group]:
     # ResNet-50 has 320 tensors; 10 is a handful.
     for tensors in (320, 10):
         ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))
-    ready += [groups.in_tasks(tool, big, work), ranks.group(tool, big, work), ranks.named(tool, big, work)]
+    ready += [groups.by_workers(tool, big, work), ranks.group(tool, big, work), ranks.named(tool, big, work)]
     ready += [adapters.group(tool, big, work), peaks.group(tool, big, work)]
     counts = (50, 64) if options.quick else (1000, 1024)
     ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
@@ -177,6 +177,8 @@ def _ready(group: Group) -> Iterator[None]:
             yield
     finally:
         for path in group.leftovers:
+            if path.is_dir():
+                shutil.rmtree(path)
             path.unlink(missing_ok=True)
 
 

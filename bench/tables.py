@@ -38,7 +38,7 @@ _HEADINGS = {
     "report": "Checking, computing, comparing",
     "many files": "Many small files",
     "fleet": "Several processes",
-    "tasks": "Several processes",
+    "workers": "Several processes",
     "linear": "Ten times the tensors",
     "remote": "Remote files",
     "peers": "Other tools",

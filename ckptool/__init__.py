@@ -10,7 +10,6 @@ Nothing in a checkpoint is ever executed. Only functions that compute with value
 
 from __future__ import annotations
 
-from types import FunctionType as _FunctionType
 from typing import TYPE_CHECKING
 
 from .base import errors
@@ -55,8 +54,7 @@ if TYPE_CHECKING:
     from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
-    from .saving import Saved, WriteRequest, history, load, save, save_in_place, undo
-    from .tasks import plan, run
+    from .saving import Saved, history, load, save, save_in_place, undo
     from .values.lazy_tensor import TensorValue
     from .values.objects import ListView, MappingView, ObjectValue
 
@@ -80,7 +78,6 @@ __all__ = [
     "Tensor",
     "TensorEntry",
     "TensorValue",
-    "WriteRequest",
     "Written",
     "__version__",
     "add_module",
@@ -105,14 +102,12 @@ __all__ = [
     "merge",
     "merge_lora",
     "open",
-    "plan",
     "redact",
     "remap",
     "rename",
     "repack",
     "report",
     "resize",
-    "run",
     "salvage",
     "sanitize",
     "save",
@@ -167,8 +162,7 @@ _NAMES = {
     "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
-    "saving": ("WriteRequest", "Saved", "history", "load", "save", "save_in_place", "undo"),
-    "tasks": ("plan", "run"),
+    "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
     "values.lazy_tensor": ("TensorValue",),
     "values.objects": ("ListView", "MappingView", "ObjectValue"),
 }
@@ -176,18 +170,13 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names} 
 
 #: Public names of functions that have another name in their module.
 _FUNCTIONS = {"add_module": "add_prefix", "open": "open_checkpoint", "set": "set_entry", "strip_module": "strip_prefix"}
-#: Former public names, which this release still takes.
-_FORMER = {"add_prefix": "add_module", "set_entry": "set", "strip_prefix": "strip_module"}
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        name = _FORMER.get(name, name)
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_lazy.module(_MODULES[name]), _FUNCTIONS.get(name, name))
-        if type(value) is _FunctionType:
-            value = _lazy.module("base.arguments").checked(value, name)
         globals()[name] = value
         return value
 

@@ -9,7 +9,7 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Lock
@@ -24,7 +24,6 @@ from .base.errors import (
     RefusedError,
     refuse_file_uri,
     refuse_remote,
-    refuse_remote_output,
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
@@ -39,7 +38,7 @@ from .files.downloads import expect_plan
 from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import StagedFile, check_folder_target, check_output, write_file, write_folder
+from .files.write.output import check_folder_target, check_output, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
@@ -51,7 +50,7 @@ from .formats.readback import check_file, check_folder
 if TYPE_CHECKING:
     import torch
 
-    from .files.tasks import DoneJson, TaskJson
+    from .files.write.workers import OpenExecutor
     from .remote.publishing import Traffic
 
 #: Called with the bytes written so far, and the total bytes to write.
@@ -69,9 +68,8 @@ class Saved(NamedTuple):
     ``exact`` says whether the unedited pickle would be written byte for byte. After an edit in place, ``appended``
     counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,
     ``shortage`` says why the output would not fit on the disk ("" if it would). ``reclaimed`` counts the bytes that
-    were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``planned`` says that
-    the output is not written yet, but planned as tasks. ``traffic`` counts what is read from or written to remote
-    storage; it is None if nothing is.
+    were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``traffic``
+    counts what is read from or written to remote storage; it is None if nothing is.
 
     >>> saved = ckptool.save(ckptool.strip_module("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -86,24 +84,10 @@ class Saved(NamedTuple):
     unused_bytes: int = 0
     shortage: str = ""
     reclaimed: int | None = None
-    planned: bool = False
     traffic: Traffic | None = None
 
 
 # -- a new file
-
-
-class WriteRequest(NamedTuple):
-    """An output to be written: a checkpoint, its path, and whether it may replace an existing file.
-
-    >>> ckptool.plan("training.pth", "planned.pth").path
-    'planned.pth'
-    """
-
-    checkpoint: Checkpoint
-    path: str
-    force: bool = False
-    follow_links: bool = False
 
 
 @takes_path
@@ -115,6 +99,7 @@ def save(
     follow_links: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
+    workers: OpenExecutor | None = None,
 ) -> Saved:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
@@ -124,6 +109,10 @@ def save(
     only with ``follow_links``. Before the output gets its name it is read back: structure, names, shapes, dtypes, sizes
     and sharing must match the checkpoint. With ``dry_run`` nothing is written, and the output may exist.
 
+    If the output is a folder of several files, other processes can write them, a task for each: ``workers`` opens an
+    executor of ``concurrent.futures``, on any machines that see all files under the same paths and have the same
+    ckptool. This process does all other work, and reads what is in remote storage.
+
     Raise RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
     written; ReadBackError if it does not read as promised. After an error there is no output.
 
@@ -132,29 +121,7 @@ def save(
     >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
     ('stripped.pth', 'stem.0.weight')
     """
-    output = WriteRequest(checkpoint, path_text(path), force, follow_links)
-    return write_output(output, dry_run=dry_run, on_progress=on_progress)
-
-
-class PlannedOutput(NamedTuple):
-    """A checkpoint to be written to ``path``, converted to the format of that name, with its plan."""
-
-    checkpoint: Checkpoint
-    path: str
-    plan: Plan | FolderPlan
-    exact: bool
-    shortage: str
-
-    def check_space(self) -> None:
-        """Raise OutputError if the output does not fit on the disk."""
-        if self.shortage:
-            what = f"writing failed: {os.strerror(errno.ENOSPC)}: {self.shortage}"
-            raise OutputError(what, path=self.path)
-
-
-def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
-    """Plan an output. If it exists, raise as ``save`` does, unless ``dry_run``."""
-    checkpoint, path, force, follow_links = output
+    path = path_text(path)
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
     if not dry_run and not os.path.isdir(path):
@@ -162,7 +129,41 @@ def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
         check_new(path, checkpoint.sources, force=force or is_remote(path))
         refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
-    return PlannedOutput(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
+    short = _shortage(checkpoint, plan, path)
+    size, sources = plan.size, checkpoint.sources
+    if dry_run:
+        traffic = _traffic(plan, path, sources)
+        if checkpoint.deferred_changes:
+            rehearse(plan)
+        return Saved(path, size, exact, plan, shortage=short, traffic=traffic)
+    if short:
+        raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short}", path=path)
+    expect = partial(expect_plan, path=checkpoint.path)
+    promise = promise_of(checkpoint, path)
+    step = None if on_progress is None else _counting(on_progress, size)
+    check_one = None if promise is None else partial(_check_file, checkpoint, promise)
+    if is_remote(path):
+        if isinstance(plan, FolderPlan):
+            raise _no_folder(path)
+        from .remote.publishing import publish
+
+        traffic = publish(plan, path, sources, force=force, progress=step, check=check_one, expect=expect)
+        return Saved(path, size, exact, plan, traffic=traffic)
+    expect(plan)
+    mode = file_mode(checkpoint.source)
+    if isinstance(plan, Plan):
+        written = write_file(plan, path, sources, force=force, mode=mode, progress=step, check=check_one)
+        return Saved(written.path, size, exact, plan)
+    fill = None
+    if workers is not None and len(plan.files) > 1 and _are_near(sources):
+        from .files.write.workers import write_by
+
+        fill = partial(write_by, workers, progress=step)
+    check = None if promise is None else partial(_check_folder, checkpoint, promise, path)
+    written = write_folder(
+        plan, path, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check, fill=fill
+    )
+    return Saved(written.path, size, exact, plan)
 
 
 def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, force: bool = False) -> None:
@@ -185,71 +186,6 @@ def _no_folder(path: str) -> RefusedError:
     return RefusedError(what, path=concealed(path), next=step)
 
 
-class Tasks(NamedTuple):
-    """Write an output in tasks of about ``size`` bytes: ``carry_out`` runs them and yields their results."""
-
-    size: int
-    carry_out: Callable[[Iterable[TaskJson]], Generator[DoneJson, None, None]]
-
-
-def write_output(
-    output: WriteRequest,
-    *,
-    dry_run: bool = False,
-    on_progress: OnProgress | None = None,
-    tasks: Tasks | None = None,
-    staged: str = "",
-) -> Saved:
-    """Write an output as ``save`` does. With ``tasks`` these do the work, in ``staged`` if it is already there."""
-    ready = prepared(output, dry_run=dry_run)
-    checkpoint, path, plan = ready.checkpoint, ready.path, ready.plan
-    size = plan.size
-    sources = checkpoint.sources
-    if dry_run:
-        traffic = _traffic(plan, path, sources)
-        if checkpoint.deferred_changes:
-            rehearse(plan)
-        return Saved(path, size, ready.exact, plan, shortage=ready.shortage, traffic=traffic)
-    if not staged:
-        ready.check_space()
-    expect = partial(expect_plan, path=checkpoint.path)
-    promise = promise_of(checkpoint, path)
-    step = None if on_progress is None else _counting(on_progress, size)
-    check_one = None if promise is None else partial(_check_file, checkpoint, promise)
-    if is_remote(path):
-        if tasks is not None:
-            refuse_remote_output(path)
-        if isinstance(plan, FolderPlan):
-            raise _no_folder(path)
-        from .remote.publishing import publish
-
-        traffic = publish(plan, path, sources, force=output.force, progress=step, check=check_one, expect=expect)
-        return Saved(path, size, ready.exact, plan, traffic=traffic)
-    if tasks is None:
-        expect(plan)
-    mode = file_mode(checkpoint.source)
-    fill = None if tasks is None else partial(_fill, tasks, step)
-    if isinstance(plan, FolderPlan):
-        check = None if promise is None else partial(_check_folder, checkpoint, promise, path)
-        written = write_folder(
-            plan,
-            path,
-            sources,
-            force=output.force,
-            mode=mode,
-            progress=step,
-            parts=parts_of,
-            check=check,
-            fill=fill,
-            staged=staged,
-        )
-    else:
-        written = write_file(
-            plan, path, sources, force=output.force, mode=mode, progress=step, check=check_one, fill=fill, staged=staged
-        )
-    return Saved(written.path, size, ready.exact, plan)
-
-
 def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> Traffic | None:
     """Return what writing an output would move to or from remote storage, or None."""
     if not is_remote(path) and not any(is_remote(source.name) for source in sources):
@@ -263,19 +199,9 @@ def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> T
     return traffic_of([plan] if isinstance(plan, Plan) else [file for _, file in plan.files], sources)
 
 
-def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[StagedFile]) -> None:
-    from .edits.vocabulary import VOCABULARY
-    from .files.tasks import Cutter
-    from .files.write.tasks import complete
-
-    cutter = Cutter(staged, VOCABULARY, tasks.size)
-    found = []
-    with closing(tasks.carry_out(cutter)) as results:
-        for done in results:
-            found.append(done)
-            if step is not None:
-                step(done["bytes"])
-    complete(cutter, found, staged)
+def _are_near(sources: Sequence[Source]) -> bool:
+    """Return whether other processes can open the files: not standard input, nor remote ones, which take secrets."""
+    return not any(source.name == STDIN or is_remote(source.name) for source in sources)
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:

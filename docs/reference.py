@@ -43,7 +43,6 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         "update_config",
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
-    "Many processes": ("plan", "run", "WriteRequest"),
     "Types": (
         *("DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "SalvagedState", "Lost"),
         *("StateDict", "TensorEntry", "Tensor", "CkptoolError", "errors"),

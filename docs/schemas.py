@@ -21,10 +21,7 @@ from ckptool.cli.match import AppliedReport
 from ckptool.cli.redact import PrivateReports
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
-from ckptool.cli.tasks import RunReport
 from ckptool.edits.matching.report import MatchReport
-from ckptool.edits.vocabulary import VOCABULARY
-from ckptool.files.tasks import TaskJson
 from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock
@@ -39,13 +36,11 @@ from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
-from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, PlacingJson, SheetJson, StagedJson
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
-#: Commands without their own JSON: completion prints a script, report writes a page, and plan and commit print the
-#: report of the planned command.
-WITHOUT: Final = frozenset(("completion", "report", "plan", "commit"))
+#: Commands without their own JSON: completion prints a script, report writes a page.
+WITHOUT: Final = frozenset(("completion", "report"))
 #: Report types by command. Commands not listed here write an output, and print an EditReport or a FailureReport.
 REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
@@ -64,18 +59,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "salvage": (SalvageReport, FailureReport),
     "undo": (UndoReport, FailureReport),
     "history": (HistoryReport, FailureReport),
-    "run": (RunReport,),
 }
-#: Files of JSON lines: the id of the schema, the description, and the types that a line can have.
-LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
-    "tasks": (
-        SCHEMA,
-        "A line of a file of tasks, as plan makes it.",
-        (SheetJson, StagedJson, OutputJson, TaskJson, EndJson),
-    ),
-    "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, PlacingJson, CommittedJson)),
-}
-
 #: Types that report modules import only for type checkers, so that their annotations can be resolved here.
 _NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadReport, ValueDifference)}
 _SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
@@ -146,49 +130,6 @@ def schema(command: str) -> dict[str, Any]:
     }
 
 
-def line_schema(name: str) -> dict[str, Any]:
-    """Return the schema of a line in a file of JSON lines."""
-    known, text, kinds = LINES[name]
-    defined: dict[str, Any] = {}
-    roots = [_reference(kind, defined, known) for kind in kinds]
-    if "WriteJson" in defined:
-        defined["value"], defined["check"] = _piece_schemas()
-        parts = defined["WriteJson"]["properties"]
-        for field, one in (("pieces", "value"), ("checks", "check")):
-            parts[field]["items"] = {"$ref": f"#/$defs/{one}"}
-    head = {**_head(name, text), "title": known}
-    return {**head, "oneOf": roots, "$defs": dict(sorted(defined.items()))}
-
-
-def _piece_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schemas of a value in a plan (see ``ckptool.files.codec``) and of a checksum to compute."""
-    value, whole, text = {"$ref": "#/$defs/value"}, {"type": "integer"}, {"type": "string"}
-    fields = {"type": "array", "items": value}
-    classes = sorted({*VOCABULARY.classes} - {"Deferred", "DeferredCrc"})
-    kinds = {"enum": ["Deferred", "DeferredCrc"]}
-    members: dict[str, Any] = {
-        "bytes": {"type": "string", "contentEncoding": "base64"},
-        "input": whole,
-        "deferred": {"type": "array", "prefixItems": [whole, kinds], "minItems": 2, "maxItems": 2},
-        "dtype": text,
-        "function": {"enum": sorted(VOCABULARY.operations)},
-        **dict.fromkeys(classes, fields),
-    }
-    plain = {"type": ["null", "boolean", "number", "string"]}
-    one = {
-        "type": "object", "properties": members, "minProperties": 1, "maxProperties": 1, "additionalProperties": False,
-    }  # fmt: skip
-    row = [whole, whole, value, whole, {"type": "boolean"}, {"type": ["integer", "null"]}, text]
-    check = {
-        "description": "(number, offset, span, bytes, compressed, CRC-32, where).",
-        "type": "array",
-        "prefixItems": row,
-        "minItems": len(row),
-        "maxItems": len(row),
-    }
-    return {"description": "A value of a plan.", "anyOf": [plain, fields, one]}, check
-
-
 def _reference(kind: Any, defined: dict[str, Any], name: str = "") -> dict[str, Any]:
     """Return a reference to a TypedDict, and add its definition to ``defined``. ``name`` is the id of its schema."""
     if kind.__name__ not in defined:
@@ -245,8 +186,7 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 def files() -> dict[str, str]:
     """Map file names to the text of the schemas."""
     commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
-    made = {**{name: schema(name) for name in commands}, **{name: line_schema(name) for name in LINES}}
-    return {f"{name}.json": json.dumps(one, indent=2, ensure_ascii=False) + "\n" for name, one in made.items()}
+    return {f"{name}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
 
 
 def stored() -> dict[str, str]:
@@ -265,23 +205,11 @@ def table() -> str:
     return "\n".join(["| command | reports |", "| --- | --- |", *lines])
 
 
-def line_table() -> str:
-    """Return the table of schemas for files of JSON lines."""
-    rows = [
-        f"| [{known}](schemas/{name}.json) | {text} | {', '.join(f'`{kind.__name__}`' for kind in kinds)} |"
-        for name, (known, text, kinds) in LINES.items()
-    ]
-    return "\n".join(["| schema | what it is of | lines |", "| --- | --- | --- |", *rows])
-
-
 def definitions() -> str:
-    """Return a Markdown section per object in a report or a line, with a table of its fields."""
+    """Return a Markdown section per object in a report, with a table of its fields."""
     defined: dict[str, dict[str, Any]] = {}
-    made = [schema(command) for command in sorted(COMMANDS.keys() - WITHOUT - {"get"})]
-    for one in (*made, *map(line_schema, LINES)):
-        for name, item in one["$defs"].items():
-            if "properties" not in item:
-                continue  # the value schema of plans has no fields to list
+    for command in sorted(COMMANDS.keys() - WITHOUT - {"get"}):
+        for name, item in schema(command)["$defs"].items():
             known = defined.setdefault(name, item)
             if known != item:  # several commands share this report; only the id of the schema differs
                 known["properties"]["schema"] = {"type": "string"}

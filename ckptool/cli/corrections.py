@@ -28,7 +28,7 @@ from .synonyms import COMMANDS, DEVICES, KEYS, OPTIONS, PARTIAL, PARTS, VALUES
 #: Arguments that are keys or patterns.
 _OF_NAMES: Final = frozenset(("GLOB...", "KEY...", "[KEY]", "KEY", "[NAME]"))
 #: File names suggested for options that a command requires.
-_NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
+_NEEDED: Final = {"--output": "report.html"}
 _HELP: Final = ("-h", "--help")
 #: Commands that also answer for files that are no checkpoints.
 _ANY_FILE: Final = ("validate", "scan", "explain")
@@ -254,10 +254,7 @@ def _names(command: click.Command) -> dict[str, click.Parameter]:
 
 
 def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> list[str] | None:
-    """Add a required option with a suggested file name, or return None if there is no suggestion.
-
-    ``plan`` takes its own options only before the planned command, so later ones are moved to the front.
-    """
+    """Add a required option with a suggested file name, or return None if there is no suggestion."""
     if isinstance(param, click.Argument) and param.metavar in _OF_NAMES:
         # extract --key NAME: the name is an argument.
         place = next((n for n, word in enumerate(words[:-1]) if word in ("--key", "--include")), None)
@@ -265,15 +262,7 @@ def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> li
     value = _NEEDED.get(param.opts[-1])
     if value is None or ctx.command.name != words[0]:
         return None
-    if ctx.allow_interspersed_args:
-        return [*words, param.opts[0], value]
-    own, rest = [], words[1:]
-    for name, other in _names(ctx.command).items():
-        if name in rest[:-1] and isinstance(other, click.Option) and not other.is_flag:
-            place = rest.index(name)
-            own += rest[place : place + 2]
-            del rest[place : place + 2]
-    return [words[0], *(own if param.opts[0] in own else [*own, param.opts[0], value]), *rest]
+    return [*words, param.opts[0], value]
 
 
 def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> list[str] | None:

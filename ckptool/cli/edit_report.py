@@ -44,13 +44,12 @@ class UntrueReport(TypedDict):
 class OutputReport(TypedDict):
     """The output of an edit. ``output`` is its path, or None if a dry run names none.
 
-    ``exact`` is true if encoding the unedited pickle again gives the same bytes. ``shortage``, in a dry run or plan,
-    tells why the output would not fit on the disk. ``planned`` is true if it is planned as tasks and not written yet.
-    For a folder, ``copied`` lists the files copied unchanged, ``not_copied`` the files left behind, ``links`` the links
-    that lead out of it, and ``config`` the fields of config.json that no longer match the weights; ``config_updated``
-    is true if the edit corrects them. For an edit in place, ``names`` counts the hard links of the file,
-    ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes that --reclaim gave
-    back to the disk, or is None if the edit can be undone.
+    ``exact`` is true if encoding the unedited pickle again gives the same bytes. ``shortage``, in a dry run, tells why
+    the output would not fit on the disk. For a folder, ``copied`` lists the files copied unchanged, ``not_copied`` the
+    files left behind, ``links`` the links that lead out of it, and ``config`` the fields of config.json that no longer
+    match the weights; ``config_updated`` is true if the edit corrects them. For an edit in place, ``names`` counts the
+    hard links of the file, ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes
+    that --reclaim gave back to the disk, or is None if the edit can be undone.
     """
 
     output: str | None
@@ -62,7 +61,6 @@ class OutputReport(TypedDict):
     config: NotRequired[list[UntrueReport]]
     config_updated: NotRequired[bool]
     shortage: NotRequired[str]
-    planned: NotRequired[bool]
     traffic: NotRequired[dict[str, int]]
     names: NotRequired[int]
     unused_bytes: NotRequired[int]
@@ -117,9 +115,6 @@ def edit_head(report: EditReport) -> str:
         if report["dry_run"]:
             return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
-    if report.get("planned"):
-        output = clean(report["output"] or "")
-        return f"{path} -> {output}: planned, {human_bytes(size)} -> {human_bytes(output_size)}{_short(report)}"
     if report["dry_run"]:
         more = f"{_short(report)}{_traffic(report)}"
         return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{more}"

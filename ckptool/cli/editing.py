@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import click
 
 import ckptool
 
-from ..base.engines import LOCAL
 from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..base.findings import EDITED, RANK_SETS
 from ..base.globs import MATCH_ALL, Globs
@@ -29,17 +28,13 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FolderPlan, FolderSource
 from ..formats.opening import open_checkpoint
 from ..formats.planning import blaming_damage, companions
-from ..saving import OnProgress, Saved, Tasks, WriteRequest, check_new, save_in_place, write_output
+from ..saving import check_new, save, save_in_place
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .options import Mendable, NoOutput, Workers, Writing
 from .progress import copying_bar
 from .render import clean, say, say_error, say_problems, tell_step
 from .terminal import watched
-
-if TYPE_CHECKING:
-    from ..files.tasks import DoneJson, TaskJson
-    from .options import Saver
 
 
 class WithFields(NamedTuple):
@@ -90,7 +85,7 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     style = "quiet" if how.quiet else how.style
     # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
     typed = click.get_current_context().obj if len(paths) == 1 else None
-    here = len(paths) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
+    here = len(paths) == 1 or how.working.alone or how.in_place or how.dry_run
     kept: list[object] = []
     if here:
         work = partial(_edited, request, places, how, style, kept)
@@ -163,7 +158,7 @@ def _edit_again(request: EditRequest, path: str, how: Writing, target: str | Non
 
     A worker that dies just after it put its output in place leaves such an output.
     """
-    from ..files.write.tasks import scratch_output
+    from ..files.write.output import scratch_output
 
     assert target is not None
     with scratch_output(target) as again:
@@ -262,10 +257,9 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
 def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None, kept: list[object]) -> EditReport:
     checkpoint, opened_fields = _with_fields(request.opener(path))
     with checkpoint:
-        # A given saver checks by itself whether its output may exist.
         place = target or ""
         in_folder = not how.dry_run or is_remote(place) or os.path.isdir(os.path.dirname(place) or os.curdir)
-        if how.saver is None and target is not None and in_folder:
+        if target is not None and in_folder:
             folder = how.conversion.makes_folder(checkpoint, target)
             check_new(target, checkpoint.sources, folder=folder, force=how.force)
         if target is not None:
@@ -371,8 +365,15 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     """Write a new file. Return the report fields about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        save = how.saver or _saver(how, target)
-        saved = save(WriteRequest(edited, target or "", how.force, how.follow_links), on_progress)
+        saved = save(
+            edited,
+            target or "",
+            force=how.force,
+            follow_links=how.follow_links,
+            dry_run=how.dry_run or target is None,
+            on_progress=on_progress,
+            workers=None if how.working.alone else how.working.open,
+        )
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
     # Leave out the files copied along with a checkpoint, because the size of the input excludes them too.
@@ -381,8 +382,6 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
     output = target if how.dry_run or target is None else saved.path
     report: OutputReport = {"output": output, "output_bytes": size, "exact": saved.exact}
-    if saved.planned:
-        report["planned"] = True
     if beside.copied:
         report["copied"] = beside.copied
     left = tuple(name for name in beside.not_copied if name != os.path.basename(output or "") or how.dry_run)
@@ -404,27 +403,6 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
     for target in targets:
         if target is not None:
             remove_leftovers(*os.path.split(os.path.realpath(target)))
-
-
-def _saver(how: Writing, target: str | None) -> Saver:
-    """Return the function that saves an output, either in this process or as tasks of an engine."""
-    dry_run = how.dry_run or target is None
-    if dry_run or how.working.engine == LOCAL:
-        return lambda output, on_progress: write_output(output, dry_run=dry_run, on_progress=on_progress)
-    return partial(_by_engine, how.working)
-
-
-def _by_engine(working: Workers, output: WriteRequest, on_progress: OnProgress | None) -> Saved:
-    """Save an output as tasks of an engine. The engine starts with the first task, so not for a refused output."""
-    from ..files.engine import open_engine
-    from ..files.tasks import TASK_SIZE
-    from ..tasks import on_executor
-
-    def carry_out(tasks: Iterable[TaskJson]) -> Generator[DoneJson, None, None]:
-        with open_engine(working.engine, working.jobs or 0) as engine:
-            yield from on_executor(tasks, engine)
-
-    return write_output(output, tasks=Tasks(TASK_SIZE, carry_out), on_progress=on_progress)
 
 
 def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputReport:

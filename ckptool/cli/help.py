@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, TypeAlias
 
 import click
-
-from ..base.records import NamedTuple
 
 #: Headings with the options that stand under them. Any other option stands under "Options", after the command's own
 #: headings and before the shared ones.
@@ -25,7 +23,7 @@ SHARED: Final[Headings] = (
         ),
     ),
     ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download")),
-    ("Several files", ("--files-from", "--null", "--since", "--jobs", "--engine", "--ordered")),
+    ("Several files", ("--files-from", "--null", "--jobs", "--engine", "--ordered")),
     (
         "Report",
         (
@@ -38,7 +36,7 @@ SHARED: Final[Headings] = (
 RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
-        *("--reclaim", "--null", "--since", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
+        *("--reclaim", "--null", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
         *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download"),
     )
 )
@@ -82,45 +80,6 @@ EDITS: Final[Headings] = (
 )
 
 
-class Spelling(NamedTuple):
-    """The option that a former spelling means; a spelling without a value of its own stands for ``value``."""
-
-    option: str
-    value: str = ""
-
-
-#: By command: former spellings of options, which this release still takes and no text mentions.
-FORMER: Final[Mapping[str, Mapping[str, Spelling]]] = {
-    "rename": {
-        "--glob": Spelling("--rename"),
-        "--regex": Spelling("--rename-regex"),
-        "--table": Spelling("--rename-table"),
-        "--like": Spelling("--rename-like"),
-    },
-    "edit": {
-        "--like": Spelling("--rename-like"),
-        "--cast": Spelling("--to-dtype"),
-        "--sanitize-drop": Spelling("--drop-object"),
-    },
-    "get": {"--npy": Spelling("--output")},
-    "strip-module": {"--prefix": Spelling("--strip-prefix")},
-    "add-module": {"--prefix": Spelling("--add-prefix")},
-    "cast": {"--dtype": Spelling("--to-dtype")},
-    "sanitize": {"--drop": Spelling("--drop-object")},
-    "redact": {
-        "--paths": Spelling("--redact", "paths"),
-        "--users": Spelling("--redact", "users"),
-        "--sources": Spelling("--redact", "sources"),
-        "--args": Spelling("--redact", "args"),
-        "--everything": Spelling("--redact", "all"),
-    },
-    "convert": {"--weights": Spelling("--deepspeed-16bit"), "--like": Spelling("--unflatten")},
-    "hash": {"--structure": Spelling("--no-values")},
-    "lock": {"--rows": Spelling("--format", "rows")},
-    "match": {"--no-strict": Spelling("--lenient")},
-}
-
-
 def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
     """Print the help, and end."""
     if given and not ctx.resilient_parsing:
@@ -150,15 +109,12 @@ class Helpful(click.Command):
 
 
 class GroupedCommand(Helpful):
-    """A command whose help has its options under headings; ``headings`` are its own ones.
-
-    It also takes the former spellings of its options.
-    """
+    """A command whose help has its options under headings; ``headings`` are its own ones."""
 
     headings: Headings = ()
 
     def make_parser(self, ctx: click.Context) -> Any:
-        """Return click's parser, which also knows the former spellings."""
+        """Return click's parser, which fails sooner for a short option."""
         parser: Any = super().make_parser(ctx)
         as_long_option = parser._match_long_opt
 
@@ -170,25 +126,7 @@ class GroupedCommand(Helpful):
             as_long_option(name, *rest)
 
         parser._match_long_opt = match
-        named = {name: param for param in self.get_params(ctx) for name in param.opts}
-        for former, spelling in FORMER.get(self.name or "", {}).items():
-            option = named[spelling.option]
-            assert isinstance(option, click.Option)
-            action = "append" if option.multiple else "store"
-            if spelling.value or option.is_bool_flag:
-                action += "_const"
-            parser.add_option(option, [former], option.name, action, const=spelling.value or True)
         return parser
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; an error suggests no former spelling."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            former = FORMER.get(self.name or "", {})
-            known = [name for name in error.possibilities or () if name not in former]
-            error.possibilities = known  # type: ignore[misc]
-            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and list the names of the rarely used ones."""

@@ -80,8 +80,6 @@ def lock(
     inputs = inputs._replace(paths=as_one(expanded(inputs.paths)))
     if rows and output is not None:
         raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
-    if not rows and inputs.since is not None:
-        raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --format rows.")
     if rows or len(inputs.paths) != 1 or inputs.files_from is not None:
         working.ordered = working.ordered or not rows
         return run(

@@ -66,11 +66,6 @@ GROUPS: Final = {
         "undo": ("versions", "undo", "Undo the last edit in place."),
         "history": ("versions", "history", "List the edits made in place."),
     },
-    "Many processes": {
-        "plan": ("tasks", "plan", "Plan a command that writes as tasks for many processes."),
-        "run": ("tasks", "run", "Carry out tasks of a plan."),
-        "commit": ("tasks", "commit", "Put planned outputs in place, once all tasks are done."),
-    },
     "Shell": {
         "completion": ("completion", "completion", "Print the script that completes commands and keys."),
     },

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -20,10 +21,7 @@ from ..base.text import BREVITY
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..edits.outputs import Conversion
-    from ..saving import OnProgress, Saved, WriteRequest
-
-    #: A function that writes an output.
-    Saver: TypeAlias = Callable[[WriteRequest, OnProgress | None], Saved]
+    from ..files.executors import Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -366,6 +364,12 @@ class Workers:
         """Whether this process reads the files itself, one after the other."""
         return self.engine == LOCAL and self.jobs in (None, 1)
 
+    def open(self) -> AbstractContextManager[Engine]:
+        """Open the engine that does the work."""
+        from ..files.engine import open_engine
+
+        return open_engine(self.engine, self.jobs or 0)
+
 
 def work_options(command: Command) -> Command:
     """Add --jobs, --engine and --ordered to a command."""
@@ -391,10 +395,7 @@ def engine_options(command: Command) -> Command:
 
 
 class Writing(NamedTuple):
-    """The options of every command that writes: the output, its format, and how to report.
-
-    ``saver`` is no option: ``plan`` and ``commit`` give it to the command that they run.
-    """
+    """The options of every command that writes: the output, its format, and how to report."""
 
     conversion: Conversion
     key: str | None = None
@@ -410,7 +411,6 @@ class Writing(NamedTuple):
     reclaim: bool = False
     update_config: bool = False
     working: Workers = Workers()
-    saver: Saver | None = None
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."

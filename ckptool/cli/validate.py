@@ -77,7 +77,7 @@ Examples:
   ckptool validate model.pth --lock ckptool.lock.json
   ckptool validate training.pth --finite --exclude optimizer
   ckptool validate model.pth --load --map-location cpu
-  ckptool validate --files-from list --since seen.jsonl --jobs 0 --format rows > rows.jsonl
+  ckptool validate --files-from list --jobs 0 --format rows > rows.jsonl
 
 \b
 A policy file says the same as the options, in TOML, and for files by glob, relative

@@ -18,7 +18,7 @@ from ..checkpoint.paths import within
 from ..checkpoint.selection import dotted
 from ..checkpoint.tensors import Tensor, is_sharded, rebuild_calls
 from ..files.sources import Deferred
-from ..formats.opening import former_arguments, takes_path
+from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 from ..values.elements import swapped
 from ..values.torch import compute
@@ -55,7 +55,6 @@ def _has_values(dtype: Dtype) -> bool:
     )
 
 
-@former_arguments(dtype="to_dtype")
 @takes_path
 def cast(
     checkpoint: Checkpoint,

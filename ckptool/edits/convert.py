@@ -35,7 +35,7 @@ from ..files.folders import open_folder
 from ..formats import folder_format
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
-from ..formats.opening import former_arguments, open_checkpoint, takes_path
+from ..formats.opening import open_checkpoint, takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
 from ..formats.planning import refuse_damage
 from ..formats.rank_part import part_of
@@ -89,7 +89,6 @@ class _Request(NamedTuple):
         return f" in shards of at most {human_bytes(self.shard_size)}"
 
 
-@former_arguments(weights="deepspeed_16bit", like="unflatten")
 @takes_path
 def convert(
     checkpoint: Checkpoint,

@@ -25,7 +25,7 @@ from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_pat
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
-from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
+from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
 from .adapter_settings import BY_PEFT, Adapter, WeightChange, has_values_of, vector
 from .adapters import base_name, description, module_of, open_adapter
@@ -282,8 +282,7 @@ class _Merge:
         view = tensor._replace(shape=(tensor.numel // row, row), stride=(row, 1)) if row else tensor
         weight = StoredTensor(source, storage, view)
         parameters = weight, dtype, tuple(steps), work.width(dtype), 0, size
-        divide = None if any(step.needs_whole for step in steps) else part_of_merged
-        return Computed(size, merged_elements, parameters, divide), dtype
+        return Computed(size, merged_elements, parameters), dtype
 
 
 def _are_same_rows(one: AdapterStep, other: AdapterStep) -> bool:

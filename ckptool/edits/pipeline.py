@@ -14,7 +14,7 @@ from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
 from ..formats.opening import CheckpointOrPath, takes_path
-from .table import EDITS, FORMER_STEPS, MODIFIERS, STEPS, Parameter, function
+from .table import EDITS, MODIFIERS, STEPS, Parameter, function
 
 if TYPE_CHECKING:
     from .matching.search import FixStep
@@ -73,7 +73,6 @@ def calls(steps: Iterable[Step]) -> list[Call]:
     given: dict[str, Any] = {}
     last, used = "", False
     for name, value in steps:
-        name = FORMER_STEPS.get(name, name)
         if name == "key":
             scope["key"] = None if value == "*" else value
         elif name in ("include", "exclude"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, RefusedError, adding_path
@@ -246,7 +246,7 @@ class Recomputation:
             for each in (reader, *others):
                 each.cache.checksums = self._checksums
             size = numel * how.target.itemsize
-            piece = new_tuple(Computed, (size, elementwise, parameters, part_of_results, False, together))
+            piece = new_tuple(Computed, (size, elementwise, parameters, False, together))
         self.replace(item, piece, None if how.target == how.source else how.target)
 
     def replace(self, item: SharedStorage, piece: Piece | None, dtype: Dtype | None = None) -> None:
@@ -384,10 +384,3 @@ def _filled(fill: Filling, step: int) -> Iterator[bytes]:
     block = memoryview(bytearray(step))
     while count := fill(block):
         yield cast(bytes, block[:count])
-
-
-def part_of_results(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
-    """Return the parameters of ``elementwise`` for a part of the results; ``begin`` and ``size`` are in bytes."""
-    storages, first, _, width, how = parameters
-    itemsize = how.target.itemsize
-    return storages, first + begin // itemsize, size // itemsize, width, how

@@ -24,7 +24,6 @@ from ..values.elements import (
     StorageReader,
     dtype_of,
     elements,
-    part_stored,
     storage_reader,
     swapped,
     tensor_size,
@@ -142,7 +141,7 @@ def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
     size = cluster.end - cluster.begin
     if isinstance(body.piece, Span) and not body.compressed:
         return Span(body.piece.source, body.piece.offset + cluster.begin, size)
-    return Computed(size, StorageReader.stored, (reader, cluster.begin, size), part_stored)
+    return Computed(size, StorageReader.stored, (reader, cluster.begin, size))
 
 
 def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:

@@ -588,8 +588,6 @@ STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
 MODIFIERS: Final[Mapping[str, Parameter]] = {
     each.spelled: each for edit in _EDITS for each in edit.parameters if not each.step
 }
-#: Former names of steps, which this release still takes.
-FORMER_STEPS: Final[Mapping[str, str]] = {"like": "rename-like", "cast": "to-dtype", "sanitize-drop": "drop-object"}
 
 
 def function(name: str) -> Callable[..., Any]:

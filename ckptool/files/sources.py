@@ -170,7 +170,7 @@ def _reopened(kind: type[FileSource], name: str, path: str, marks: tuple[int, in
     fd, status = open_file(path)
     if signature(status) != marks:
         os.close(fd)
-        raise ChangedError("the file changed since the plan was made", path=name, next="plan again")
+        raise ChangedError("the file changed since the plan was made", path=name, next="try again")
     return kind(name, fd, status)
 
 
@@ -439,31 +439,14 @@ class AssembledSource(Source):
         """Return the CRC-32 of all bytes: the recorded one, or the one computed from the bytes read."""
         raise NotImplementedError
 
-    def located(self, offset: int, size: int) -> Iterator[Span]:
-        """Yield ``size`` bytes as spans, without reading any, so that a task that reads them stays small as data.
-
-        Together, the spans of all bytes have the checksums of the whole source.
-        """
-        raise NotImplementedError
-
 
 class Deferred:
-    """A number that is known once the bytes of a computed piece are known; ``value`` is valid from then on.
-
-    If a piece is divided, each part has its own number, and ``combined`` makes one number from them.
-    """
+    """A number that is known once the bytes of a computed piece are known; ``value`` is valid from then on."""
 
     def __init__(self) -> None:
         self.value = 0
 
-    @staticmethod
-    def combined(parts: Iterable[tuple[int, int]]) -> int:
-        """Return the number of the whole from the (number, bytes) of its parts, in order. Here it is the sum."""
-        return sum(value for value, _ in parts)
 
-
-#: Called with the parameters of an operation, an offset and a size; returns the parameters that yield only those bytes.
-Divide: TypeAlias = "Callable[[tuple[Any, ...], int, int], tuple[object, ...]]"
 #: Called with the parameters of the same operation for several short pieces; returns the bytes of each piece.
 Together: TypeAlias = "Callable[[Sequence[tuple[Any, ...]]], list[bytes]]"
 
@@ -472,15 +455,13 @@ class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 
     It is plain data: the operation is a module-level function, which a pickle stores by name. Every call yields the
-    same bytes; a ``Deferred`` number starts again. ``divide`` makes the parameters for a part of the bytes, or is None
-    if that is impossible. ``late`` says that the bytes depend on numbers from earlier pieces. ``together`` makes many
-    short pieces in one step, or is None: each call of torch takes longer than a short piece.
+    same bytes; a ``Deferred`` number starts again. ``late`` says that the bytes depend on numbers from earlier pieces.
+    ``together`` makes many short pieces in one step, or is None: each call of torch takes longer than a short piece.
     """
 
     size: int
     operation: Callable[..., Iterable[bytes]]
     parameters: tuple[object, ...]
-    divide: Divide | None = None
     late: bool = False
     together: Together | None = None
 
@@ -492,39 +473,18 @@ class Computed(NamedTuple):
 Piece: TypeAlias = "bytes | Span | Computed"
 
 
-def is_divisible(piece: Piece) -> bool:
-    """Return whether ``part_of`` can cut a piece. Parts of computed pieces must begin at whole megabytes."""
-    return not isinstance(piece, Computed) or piece.divide is not None
-
-
-def part_of(piece: Piece, begin: int, size: int) -> Piece:
-    """Return ``size`` bytes of a piece from ``begin`` on."""
-    if isinstance(piece, bytes):
-        return piece[begin : begin + size]
-    if isinstance(piece, Span):
-        return Span(piece.source, piece.offset + begin, size)
-    if size == piece.size:
-        return piece
-    assert piece.divide is not None, "only whole"
-    return piece._replace(size=size, parameters=piece.divide(piece.parameters, begin, size))
-
-
 def size_of(piece: Piece) -> int:
     """Return the size of a piece in bytes."""
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
-#: The checksum is not recorded: it is computed, to be combined with others.
-UNKNOWN_CRC: Final = -1
-
-
 class ExpectedChecksum(NamedTuple):
     """The recorded CRC-32 ``crc`` of an input's ``span``, for bytes whose checksum the output does not repeat.
 
-    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
-    ``UNKNOWN_CRC`` if it is only to be computed. It is None as a placeholder for all of ``AssembledSource.checksums``,
-    which the source of the span knows once its bytes are read. ``where`` may be an object that makes the words when it
-    is converted to a string. ``known`` has the checksums of spans that were already read, to compute a piece.
+    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is None
+    as a placeholder for all of ``AssembledSource.checksums``, which the source of the span knows once its bytes are
+    read. ``where`` may be an object that makes the words when it is converted to a string. ``known`` has the checksums
+    of spans that were already read, to compute a piece.
     """
 
     span: Span

@@ -124,24 +124,6 @@ def takes_path(
     return with_path
 
 
-def former_arguments(**names: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Return a decorator that takes arguments under their former names, too; ``names`` maps these to the names.
-
-    Only this release takes the former names.
-    """
-
-    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        @wraps(function)
-        def with_former(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            for former in kwargs.keys() & names.keys():
-                kwargs[names[former]] = kwargs.pop(former)
-            return function(*args, **kwargs)
-
-        return with_former
-
-    return decorate
-
-
 def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""

@@ -23,6 +23,7 @@ from ..checkpoint.tensors import TensorReader
 from ..files.folders import open_folder
 from ..files.sources import (
     AppendPlan,
+    ExpectedChecksum,
     FolderPlan,
     FolderSource,
     Plan,
@@ -256,9 +257,19 @@ def _with_claims(
     if isinstance(planned, Plan):
         return planned._replace(expected_checksums=claims_of(checkpoint, [planned], written_as))
     plans = [plan for _, plan in planned.files]
-    (name, first), *others = planned.files
-    first = first._replace(expected_checksums=claims_of(checkpoint, plans, written_as, whole=whole))
-    return FolderPlan(((name, first), *others))
+    readers: dict[int, int] = {}
+    for number, plan in enumerate(plans):
+        for piece in plan.pieces:
+            if isinstance(piece, Span):
+                readers.setdefault(id(piece.source), number)
+    claims: dict[int, list[ExpectedChecksum]] = {}
+    for claim in claims_of(checkpoint, plans, written_as, whole=whole):
+        # Verified with the first file that copies from the source, so that its bytes are read once.
+        claims.setdefault(readers.get(id(claim.span.source), 0), []).append(claim)
+    files = enumerate(planned.files)
+    return FolderPlan(
+        tuple((name, plan._replace(expected_checksums=tuple(claims.get(n, ())))) for n, (name, plan) in files)
+    )
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:

@@ -22,7 +22,7 @@ from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..base.text import human_bytes
 from ..files.downloads import missing_of, prefetch, spans_of
-from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, part_of, size_of
+from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, size_of
 from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
 from ..files.write.output import output_exists
@@ -199,7 +199,7 @@ def _cut(plan: Plan, copier: Copier | None, least: int) -> Cut:
             run += size
             continue
         if top:
-            streamed.append(part_of(piece, 0, top))
+            streamed.append(piece._replace(size=top))
         parts += [Part(count) for count in _even(run + top, max((run + top) // part, 1))]
         run = 0
         for count in _even(size - top, -(-(size - top) // _MAX_PART)):

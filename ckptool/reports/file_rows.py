@@ -22,7 +22,7 @@ _SIGN: Final = 1 << 63
 
 
 class FileRow(TypedDict):
-    """A row of ``--format rows`` and of the ``--since`` journal, schema ``ckptool.file/1``.
+    """A row of ``--format rows``, schema ``ckptool.file/1``.
 
     There is no null: an unknown number is -1, an unknown text "". ``size``, ``mtime_ns`` and ``inode`` describe the
     file before it was read. For a checkpoint in several files they are the sum, the latest time, and a digest.
@@ -86,22 +86,10 @@ def file_row(command: str, version: str, options: str, stamp: FileStamp, verdict
     }
 
 
-def recorded_verdict(value: Mapping[str, Any]) -> FileVerdict | None:
-    """Return the verdict in a recorded row, or None if the row is incomplete."""
-    fields = [value.get(name) for name in FileVerdict._fields]
-    whole = all(isinstance(field, int if name == "code" else str) for name, field in zip(FileVerdict._fields, fields))
-    return FileVerdict(*fields) if whole else None  # type: ignore[arg-type]
-
-
-def recorded_stamp(value: Mapping[str, Any]) -> FileStamp:
-    """Return the stamp in a recorded row."""
-    return FileStamp(value.get("size", -1), value.get("mtime_ns", -1), value.get("inode", -1))
-
-
 def stamp_of(path: str) -> FileStamp:
     """Return the stamp of a file, of the archive that an address begins with, or of all files in a folder.
 
-    A remote file has none, so it is always checked again.
+    A remote file has none.
     """
     if is_remote(path):
         return FileStamp()

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 from zlib import crc32
 
 from ..base.dtypes import BY_NAME, Dtype, is_complex
@@ -211,12 +211,6 @@ class StorageReader(NamedTuple):
         if isinstance(body.piece, bytes):
             return (body.piece,)
         return content_chunks(body.piece, body.size, body.compressed, f"storage {self.key}")
-
-
-def part_stored(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
-    """Return the parameters of ``StorageReader.stored`` or ``loaded`` for a part of their bytes."""
-    reader, first, _ = parameters
-    return reader, first + begin, size
 
 
 def storage_reader(checkpoint: Checkpoint, key: str, body: StorageData | None = None) -> StorageReader:

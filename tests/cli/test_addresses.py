@@ -44,14 +44,14 @@ def test_an_address_is_as_good_as_the_file(name: str, parameter: click.Parameter
 
 
 def test_every_path_that_is_read_has_the_type_of_one() -> None:
-    """An option for a path is either an input, or names an output, a list, or a journal."""
+    """An option for a path is either an input, or names an output or a list."""
     others = {
         (name, parameter.opts[0])
         for name in COMMANDS
         for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
         if isinstance(parameter.type, AnyPath) and not isinstance(parameter.type, InputPath)
     }
-    outputs = {"-o", "--out-dir", "--tasks", "sheet", "--files-from", "--since"}
+    outputs = {"-o", "--out-dir", "--files-from"}
     assert {option for _, option in others} == outputs
 
 
@@ -247,12 +247,7 @@ def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path, offline
         assert said.code == 3
         assert was_opened(said) and f"{REMOTE}y.pth" in said.all and "http://nobody.invalid/run" in said.all
         assert "CRET" not in said.all
-    journal = tmp_path / "journal"
-    say(name, "--files-from", names, "--since", journal)
-    assert "CRET" not in journal.read_text()
-    for option in ("--files-from", "--since"):
-        refusal = READ_REFUSAL if option == "--files-from" else WRITE_REFUSAL
-        assert refusal in say(name, folder / "plain" / "bare.pth", option, f"{REMOTE}list").err
+    assert READ_REFUSAL in say(name, folder / "plain" / "bare.pth", "--files-from", f"{REMOTE}list").err
 
 
 def test_a_policy_that_names_a_remote_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

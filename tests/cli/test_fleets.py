@@ -1,4 +1,4 @@
-"""Very many files: lists, journals and rows, by every engine, in memory that does not grow with their number."""
+"""Very many files: lists and rows, by every engine, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,6 @@ from conftest import FIXTURES, ROOT
 
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
-from ckptool.cli.many import journal
 from ckptool.files.lists import listed_paths
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
@@ -112,7 +110,7 @@ def test_names_that_only_nul_can_separate(here: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "words", ["validate", "validate --format rows", "scan --since journal", "lock --format rows", "hash"]
+    "words", ["validate", "validate --format rows", "scan --format rows", "lock --format rows", "hash"]
 )
 def test_a_list_with_nul_needs_its_option(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("list").write_bytes(b"gan.pth\0bare.pth\n")
@@ -154,125 +152,6 @@ def test_rows_have_the_same_columns_and_types(
     assert by_path["lfs_pointer.pth"]["verdict"] == "unreadable"
 
 
-# -- journals
-
-
-def since(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], int]:
-    """Run validate with a journal: the exit code, the files that were read, and how many were not read again."""
-    code = run(["validate", *words, "--since", "journal", "--format", "jsonl"])
-    said = capsys.readouterr()
-    sums = said.err.splitlines()[-1]
-    again = sums.partition("; ")[2].partition(" ")[0]
-    return code, [item["path"] for item in rows(said.out)], int(again or 0)
-
-
-def test_what_has_not_changed_is_not_read_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = ["gan.pth", "legacy_bare.pth"]
-    assert since(capsys, *good, "zip_wrong_crc.pth") == (1, [*good, "zip_wrong_crc.pth"], 0)
-    assert since(capsys, *good, "zip_wrong_crc.pth") == (1, [], 3), "the verdict counts all the same"
-    assert since(capsys, *good) == (0, [], 2)
-    assert since(capsys, *good, "--jobs", "2") == (0, [], 2)
-    assert since(capsys, *good, "--engine", "dask", "--jobs", "1") == (0, [], 2)
-    assert since(capsys, *good, "truncated.pth", "nowhere.pth")[1] == ["truncated.pth", "nowhere.pth"]
-    with open("gan.pth", "r+b") as file:  # in place, of the same size
-        file.write(b"PK")
-    assert since(capsys, *good) == (0, ["gan.pth"], 1)
-    os.utime("gan.pth", (2e9 - 1e9 + 5, 1e9 + 5))
-    assert since(capsys, *good) == (0, ["gan.pth"], 1)
-    assert since(capsys, *good) == (0, [], 2)
-    shutil.copy2("gan.pth", "other")
-    os.replace("other", "gan.pth")  # another inode
-    assert since(capsys, *good) == (0, ["gan.pth"], 1)
-
-
-def test_what_cannot_be_read_is_tried_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert since(capsys, "lfs_pointer.pth", "gan.pth") == (3, ["lfs_pointer.pth", "gan.pth"], 0)
-    assert since(capsys, "lfs_pointer.pth", "gan.pth") == (3, ["lfs_pointer.pth"], 1)
-
-
-def test_a_file_that_just_changed_is_read_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may change once more without another time."""
-    os.utime("gan.pth")
-    assert since(capsys, "gan.pth") == (0, ["gan.pth"], 0)
-    assert since(capsys, "gan.pth") == (0, ["gan.pth"], 0)
-    os.utime("gan.pth", (time.time() - 5,) * 2)
-    assert since(capsys, "gan.pth") == (0, ["gan.pth"], 0)
-    assert since(capsys, "gan.pth") == (0, [], 1)
-
-
-def test_other_options_and_versions_read_again(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(["lock", "gan.pth", "-o", "lock.json"]) == 0
-    capsys.readouterr()
-    for words in ([], ["--quick"], ["--weights-only"], ["--device", "cpu"], ["--lock", "lock.json"], ["--strict"]):
-        assert since(capsys, "gan.pth", *words)[1:] == (["gan.pth"], 0), words
-        assert since(capsys, "gan.pth", *words)[1:] == ([], 1), words
-    Path("lock.json").write_text(Path("lock.json").read_text("utf-8").replace("netG", "netX"), "utf-8")
-    assert since(capsys, "gan.pth", "--lock", "lock.json") == (1, ["gan.pth"], 0), "another lock in the same file"
-    for expected, code in (("*", 0), ("no.such.key", 1)):  # a policy that can be read once, as of <(echo ...)
-        reading, writing = os.pipe()
-        os.write(writing, f"require = ['{expected}']\n".encode())
-        os.close(writing)
-        assert since(capsys, "gan.pth", "--policy", f"/dev/fd/{reading}")[0] == code
-        os.close(reading)
-    assert run(["scan", "gan.pth", "--since", "journal"]) == 0
-    assert "not read again" not in capsys.readouterr().err, "another command"
-    Path("ckptool.toml").write_text('require = ["no.such.key"]\n', "utf-8")
-    assert since(capsys, "gan.pth") == (1, ["gan.pth"], 0), "a policy that is found"
-    Path("ckptool.toml").unlink()
-    assert since(capsys, "gan.pth") == (0, [], 1)
-    monkeypatch.setattr(journal, "__version__", "99")
-    assert since(capsys, "gan.pth") == (0, ["gan.pth"], 0)
-
-
-def test_a_line_that_was_cut_costs_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["gan.pth", "legacy_bare.pth", "zip_wrong_crc.pth"]
-    assert since(capsys, *names)[1] == names
-    whole = Path("journal").read_bytes()
-    for size in range(len(whole)):
-        left = (whole[:size] + whole[size : size + 1].replace(b" ", b"")).count(b"\n")
-        if size % 97 and whole[size - 1 : size] != b"\n":
-            continue
-        Path("journal").write_bytes(whole[:size])
-        assert since(capsys, *names) == (1, names[left:], left)
-        assert Path("journal").read_bytes().startswith(whole[:size] if size > 30 else b"")
-        assert since(capsys, *names) == (1, [], 3)
-
-
-def test_rows_are_a_journal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "gan.pth", "--format", "rows"]) == 0
-    Path("journal").write_text(capsys.readouterr().out, "utf-8")
-    assert since(capsys, "gan.pth") == (0, [], 1)
-
-
-def test_a_checkpoint_in_several_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(FIXTURES / "dcp_flat", "dcp")
-    for path in Path("dcp").rglob("*"):
-        os.utime(path, (1e9, 1e9))
-    assert since(capsys, "dcp")[1] == ["dcp"]
-    assert since(capsys, "dcp")[1:] == ([], 1)
-    Path("dcp/note.txt").write_text("a program may load it", "utf-8")
-    os.utime("dcp/note.txt", (1e9, 1e9))
-    assert since(capsys, "dcp")[1] == ["dcp"]
-
-
-@pytest.mark.parametrize("content", [b"PK\x03\x04", b"hello\nworld\n", b'{"schema": "other/1"}\n', b"[1]\n"])
-def test_no_other_file_is_taken_for_a_journal(content: bytes, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("other").write_bytes(content)
-    assert run(["scan", "gan.pth", "--since", "other"]) == 4
-    assert "it is not a journal of ckptool" in capsys.readouterr().err
-    assert Path("other").read_bytes() == content
-
-
-def test_a_journal_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["scan", "gan.pth", "--since", "no/such/folder/journal"]) == 5
-    assert "its folder does not exist\n  -> mkdir -p no/such/folder" in capsys.readouterr().err
-    Path("journal").mkdir()
-    assert run(["scan", "gan.pth", "--since", "journal"]) == 5
-    assert "the journal cannot be written" in capsys.readouterr().err
-
-
 # -- memory
 
 
@@ -300,7 +179,7 @@ def peak(here: Path, *words: str) -> Iterator[int]:
     "words",
     [
         ["scan"],
-        ["scan", "--format", "rows", "--since", "journal"],
+        ["scan", "--format", "rows"],
         ["scan", "--format", "jsonl", "--jobs", "2"],
         ["validate", "--quiet"],
     ],

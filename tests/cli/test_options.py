@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import click
@@ -16,11 +16,10 @@ from conftest import FIXTURES, ROOT
 from docs_modules import docs_module
 
 import ckptool
-from ckptool.cli.help import EDITS, FORMER, RARE, SHARED, GroupedCommand
+from ckptool.cli.help import EDITS, RARE, SHARED, GroupedCommand
 from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
 from ckptool.cli.options import AnyPath
-from ckptool.edits.pipeline import calls
-from ckptool.edits.table import FORMER_STEPS, MODIFIERS, STEPS
+from ckptool.edits.table import MODIFIERS, STEPS
 
 
 def test_every_command_is_in_the_help_once_in_one_imperative_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,82 +117,6 @@ def test_a_placeholder_means_one_thing() -> None:
     assert (kinds["PATH"], kinds["KEY"], kinds["GLOB"]) == ({True}, {False}, {False})
 
 
-# -- former spellings
-
-#: (command, former spelling) of each former option.
-FORMER_OPTIONS = [(command, former) for command, spellings in FORMER.items() for former in spellings]
-
-
-def _parsed(name: str, words: list[str]) -> dict[str, object]:
-    command, _ = _documented(name)
-    arguments = [f"{item.name}.pth" for item in command.params if isinstance(item, click.Argument)]
-    with click.Context(cli) as outer, command.make_context(name, [*arguments, *words], parent=outer) as ctx:
-        return ctx.params
-
-
-@pytest.mark.parametrize(("name", "former"), FORMER_OPTIONS)
-def test_a_former_spelling_is_parsed_like_the_option(name: str, former: str) -> None:
-    spelling, option = FORMER[name][former], options()[FORMER[name][former].option][name]
-    value = [] if spelling.value or option.is_bool_flag else [str(option.flag_value) if option.is_flag else "some=text"]
-    now = [spelling.option, *([spelling.value] if spelling.value else [] if option.is_flag else value)]
-    assert _parsed(name, [former, *value]) == _parsed(name, now)
-    if value:
-        assert _parsed(name, [f"{former}={value[0]}"]) == _parsed(name, now)
-    assert _parsed(name, now)[str(option.name)] not in (None, False, ()) and name not in options().get(former, {})
-
-
-def test_former_steps_are_the_steps() -> None:
-    assert {f"--{old}": f"--{new}" for old, new in FORMER_STEPS.items()} == {
-        old: spelling.option for old, spelling in FORMER["edit"].items()
-    }
-    for old, new in FORMER_STEPS.items():
-        assert calls([("sanitize", True), (old, "text")]) == calls([("sanitize", True), (new, "text")])
-
-
-def test_former_arguments_of_the_library_still_work() -> None:
-    path = FIXTURES / "bare.pth"
-    assert ckptool.cast(path, dtype="float16").changes == ckptool.cast(path, "float16").changes
-    assert ckptool.hash(path, structure=True) == ckptool.hash(path, no_values=True)
-    with pytest.raises(ckptool.CkptoolError, match="'x' is not the path"):
-        ckptool.sanitize(path, drop="x")
-    with pytest.raises(ckptool.CkptoolError, match="no weights"):
-        ckptool.convert(path, "torch", weights="module")
-    with pytest.raises(ckptool.CkptoolError, match="no flat parameter"):
-        ckptool.convert(path, "torch", like=path)
-
-
-def _texts() -> Iterator[tuple[str, str]]:
-    """Every text for users: (name, text). CHANGELOG.md tells what was renamed."""
-    for pattern in ("README.md", "SECURITY.md", "docs/*.md", "docs/man/*", "fixtures/*.sh", "docs/*.ipynb", "*.yml"):
-        yield from ((path.name, path.read_text("utf-8")) for path in sorted(ROOT.glob(pattern)))
-    for path in sorted((ROOT / "tests" / "cli" / "transcripts").iterdir()):
-        yield path.name, path.read_text("utf-8")
-    for path in sorted((ROOT / "ckptool").rglob("*.py")):
-        if path.name not in ("help.py", "synonyms.py"):  # these know the former spellings, and what people type
-            yield path.name, path.read_text("utf-8")
-    for name in COMMANDS:
-        yield f"{name} --help-all", f"ckptool {name} {say(name, '--help-all').out}"
-
-
-def test_no_text_mentions_a_former_spelling() -> None:
-    visible = {*options()}
-    gone = "|".join({former for _, former in FORMER_OPTIONS} - visible)
-    stale = re.compile(rf"(?<![\w-])(?:{gone})(?![\w-])")
-    # ``--prefix`` is still an option of validate: another command must not have it.
-    lines = [
-        re.compile(rf"\b{name}\b(?! --help)[^`|;&\n]*(?<![\w-]){former}(?![\w-])")
-        for name, former in FORMER_OPTIONS
-        if former in visible
-    ]
-    found = [
-        (name, match.group())
-        for name, text in _texts()
-        for pattern in (stale, *lines)
-        for match in pattern.finditer(text.replace("\\-", "-"))
-    ]
-    assert found == []
-
-
 def test_steps_name_options() -> None:
     """The settings and commands that messages suggest have the names of options."""
     named = {command: {option[2:] for option, having in options().items() if command in having} for command in COMMANDS}
@@ -217,8 +140,7 @@ def test_steps_name_options() -> None:
 
 def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
     have = options()
-    files, planned = {"report", "completion"}, {"plan", "commit"}  # these print what the planned command prints
-    assert set(COMMANDS) - have["--format"].keys() == files | planned
+    assert set(COMMANDS) - have["--format"].keys() == {"report", "completion"}
     assert have["--json"].keys() == have["--format"].keys()
     for name, option in have["--format"].items():
         # A lock is JSON, of all files.
@@ -258,8 +180,8 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 
 # -- the library: what a user types as an option is a parameter of the function that is called like the command
 
-#: Commands without a function of what they do: a file of tasks is for processes, an executor for a program.
-WITHOUT_FUNCTION = {"completion", "plan", "run", "commit"}
+#: A command without a function of what it does.
+WITHOUT_FUNCTION = {"completion"}
 #: The functions by the commands that they are called like.
 FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {
     "set": "set",
@@ -270,7 +192,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
 AROUND |= {"endpoint_url", "anonymous", "profile", "max_download"}  # of remote files
-AROUND |= {"engine", "ordered", "files_from", "null", "since"}
+AROUND |= {"engine", "ordered", "files_from", "null"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
 #: The option and its parameter, by function, where the parameter has a shorter name.
 MAIN = {
@@ -340,7 +262,7 @@ def test_other_parameters_are_called_like_options_too() -> None:
     named = {name.removeprefix("--").replace("-", "_") for name in options()}
     for function in (ckptool.load, ckptool.save, ckptool.write_lock, ckptool.strip_wrappers):
         left = {*[*inspect.signature(function).parameters][1:]} - named
-        assert left <= {"path", "on_progress", "progress"}, function
+        assert left <= {"path", "on_progress", "progress", "workers"}, function
 
 
 # -- help ------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ LINES = {
     "repack": ["PATH --dry-run"],
     "undo": ["PATH --dry-run"],
     "history": ["PATH"],
-    "run": [],  # it takes a file of tasks
 }
 
 
@@ -77,7 +76,7 @@ def test_the_files_are_up_to_date() -> None:
 
 def test_every_command_with_a_report_has_a_schema_and_a_line_here() -> None:
     assert LINES.keys() == COMMANDS.keys() - schemas.WITHOUT
-    assert {path.stem for path in FOLDER.iterdir()} == LINES.keys() | schemas.LINES.keys()
+    assert {path.stem for path in FOLDER.iterdir()} == LINES.keys()
 
 
 @functools.cache
@@ -163,55 +162,6 @@ def test_commands_on_the_corpus(number: int, path: Path, out: Path) -> None:
 
 
 # -- files of lines -----------------------------------------------------------------------------------
-
-#: Commands that are planned: PATH is a fixture.
-PLANNED = {
-    "a zip": "strip-module PATH/ddp4_training.pth -o OUT",
-    "computed": "cast PATH/ddp4_training.pth --to-dtype bf16 --optimizer -o OUT",
-    "shards": "convert PATH/ddp4_training.pth --allow-loss all --to-format safetensors --max-shard-size 2kB -o OUT",
-    "to a folder": "convert PATH/ddp4_training.pth --to-format dcp --allow-loss all -o OUT",
-    "gathered": "slim PATH/ddp4_training.pth -o OUT",
-    "chunks": "convert PATH/dcp4 --to-format safetensors --allow-loss all -o OUT",
-    "rank files": "convert PATH/ranks/fsdp2_3 --to-format safetensors --allow-loss all -o OUT",
-    "swapped": "average PATH/bare.pth PATH/bare.pth -o OUT",
-}
-
-
-def valid_lines(path: Path, name: str) -> list[Any]:
-    """The lines of a file, all valid by their schema."""
-    found = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
-    for line in found:
-        errors = [str(error.message)[-300:] for error in validator(name).iter_errors(line)]
-        assert not errors, (line, errors)
-    return found
-
-
-@pytest.mark.parametrize("words", PLANNED.values(), ids=PLANNED.keys())
-def test_files_of_tasks_and_their_journals(words: str, tmp_path: Path) -> None:
-    sheet = tmp_path / "tasks.jsonl"
-    line = words.replace("PATH", str(FIXTURES)).replace("OUT", str(tmp_path / "out"))
-    said = say("plan", "--tasks", sheet, "--task-size", "500B", *shlex.split(line))
-    assert said.code == 0, said.err
-    report = json.loads(said_run := say("run", sheet, "--json").out)
-    assert check("run", said_run) == 1
-    assert say("commit", sheet).code == 0
-    head, staged, output, *lines, end = valid_lines(sheet, "tasks")
-    assert head["command"] == shlex.split(line) and end["tasks"] == report["done"] == len(lines) > 1
-    assert staged == {"staged": output["staged"]}
-    *done, placing, last = valid_lines(Path(f"{sheet}.journal"), "done")
-    assert {one["task"] for one in done} == {one["task"] for one in lines}
-    assert last["committed"] == [placing["placing"]]
-
-
-def test_a_task_that_names_something_else_is_not_valid(tmp_path: Path) -> None:
-    say("plan", "--tasks", tmp_path / "tasks.jsonl", *f"wrap {OTHER} model -o {tmp_path / 'out'}".split())
-    task = next(line for line in valid_lines(tmp_path / "tasks.jsonl", "tasks") if "writes" in line)
-    valid = validator("tasks").is_valid
-    write = task["writes"][0]
-    for piece in ({"function": "os.system"}, {"eval": []}, {"input": 0, "bytes": ""}, {"bytes": 1}):
-        assert not valid({**task, "writes": [{**write, "pieces": [piece]}]}), piece
-    assert not valid({**task, "writes": [{**write, "checks": [[0]]}]})
-    assert not valid({**task, "more": 1}) and not valid({"schema": "ckptool.tasks/2"})
 
 
 # -- what no fixture shows ----------------------------------------------------------------------------

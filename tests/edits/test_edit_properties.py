@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import pickle
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -21,12 +21,14 @@ from tensor_storages import held, needed, same_sharing, same_values
 
 import ckptool
 from ckptool import Checkpoint
+from ckptool.edits.outputs import Conversion
 from ckptool.edits.pipeline import Step
 from ckptool.edits.table import EDITS
 from ckptool.edits.table import STEPS as TABLE
+from ckptool.files.sources import Plan
+from ckptool.files.write.output import write_file
+from ckptool.formats.planning import plan_of
 from ckptool.reports.validate import validation_report
-from ckptool.saving import Tasks, WriteRequest, write_output
-from ckptool.tasks import carry_out_line
 from ckptool.values.elements import elements, storage_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -256,13 +258,15 @@ def test_no_edit_changes_an_optimizer_that_it_was_not_told_to_change(step: Step)
 
 
 @each_step
-def test_an_edit_in_tasks_writes_what_the_edit_writes(step: Step) -> None:
-    """Another process gets the edit as JSON, so all that computes bytes must be in the vocabulary."""
+def test_the_pickle_of_a_plan_writes_what_the_edit_writes(step: Step) -> None:
+    """Another process gets it, so all that computes bytes must be plain data."""
     with opened(two_layers(step)) as (checkpoint, out):
         parts = out.with_name("parts.pth")
         ckptool.save(ckptool.edit(checkpoint, [step]), out)
-        tasks = Tasks(700, lambda lines: (carry_out_line(json.dumps(line)) for line in lines))
-        write_output(WriteRequest(ckptool.edit(checkpoint, [step]), str(parts)), tasks=tasks)
+        edited = Conversion().applied(ckptool.edit(checkpoint, [step]), str(parts))
+        plan, _ = plan_of(edited, str(parts))
+        assert isinstance(plan, Plan)
+        write_file(pickle.loads(pickle.dumps(plan)), str(parts), ())
         assert parts.read_bytes() == out.read_bytes()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
-from ckptool.files.sources import Computed, part_of
+from ckptool.files.sources import Computed
 
 #: Adapters made by PEFT, with its own results; see their README.
 KINDS = Path(os.environ.get("CKPTOOL_ADAPTERS", ROOT.parent / "shared" / "adapters"))
@@ -436,8 +435,7 @@ def test_alpha_of_the_header_or_the_command(
 # -- blocks, processes, damage
 
 
-def test_parts_have_the_bytes_of_the_whole(tmp_path: Path) -> None:
-    """Tasks cut the result anywhere, and the blocks of rows stay the same."""
+def test_blocks_of_rows_have_the_values_of_the_whole(tmp_path: Path) -> None:
     torch.manual_seed(2)
     save_file({"a.weight": torch.randn(700, 2500), "b.weight": torch.randn(5)}, tmp_path / "in.safetensors")
     tensors = factors("a", 700, 2500, rank=8)
@@ -447,23 +445,18 @@ def test_parts_have_the_bytes_of_the_whole(tmp_path: Path) -> None:
         edited = ckptool.merge_lora(checkpoint, adapter)
         ((piece, _, *_),) = edited.added.values()
         assert isinstance(piece, Computed)
-        cuts = [0, 1 << 20, 3 << 20, 700 * 2500 * 4]
-        parts = [part_of(piece, begin, end - begin) for begin, end in itertools.pairwise(cuts)]
-        data = b"".join(chunk for part in parts if isinstance(part, Computed) for chunk in part.chunks())
-        assert data == b"".join(piece.chunks())
+        data = b"".join(piece.chunks())
     values = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(700, 2500)
     assert is_same(values, expected)
 
 
-def test_tasks_write_the_same_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_other_processes_write_the_same_files(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
-    assert say("merge-lora", base, adapter, "-o", "whole.safetensors").code == 0
-    line = ["merge-lora", base, adapter, "-o", "tasks.safetensors"]
-    assert say("plan", "--tasks", "tasks.jsonl", *line).code == 0
-    assert say("run", "tasks.jsonl").code == 0
-    assert say("commit", "tasks.jsonl").code == 0
-    assert Path("tasks.safetensors").read_bytes() == Path("whole.safetensors").read_bytes()
+    line = ["merge-lora", base, adapter, "--max-shard-size", "0.5kB", "-o"]
+    assert say(*line, tmp_path / "alone").code == 0
+    assert say(*line, tmp_path / "jobs", "--jobs", "2").code == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "jobs").iterdir()} == files and len(files) > 2
 
 
 @pytest.mark.parametrize("damaged", ["base", "adapter"])

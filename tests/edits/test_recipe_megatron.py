@@ -94,7 +94,7 @@ def run_of(tensor: int = 1, pipeline: int = 1, **more: object) -> Any:
 def test_logits_are_those_of_megatron(name: str, tmp_path: Path) -> None:
     key, short = LLAMAS[name]
     made = ckptool.convert(
-        RANKS / name, "safetensors", key=key, to_names="hf:llama", max_shard_size=1000, allow_loss="entries"
+        RANKS / name, "safetensors", key=key, to_names="hf:llama", max_shard_size=1000, allow_loss=["entries"]
     )
     ckptool.save(made, tmp_path / "hf")
     oracle = load_file(RANKS / f"{name.partition('/')[0]}.safetensors")

@@ -32,7 +32,7 @@ def known(request: pytest.FixtureRequest) -> OutputFormat:
 def written(known: OutputFormat, tmp_path: Path) -> Path:
     out = tmp_path / f"out{known.extension}"
     with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, known.name, allow_loss="all"), out)
+        ckptool.save(ckptool.convert(checkpoint, known.name, allow_loss=["all"]), out)
     return out
 
 
@@ -76,7 +76,8 @@ def test_only_formats_with_shards_take_a_size(known: OutputFormat, tmp_path: Pat
             with pytest.raises(TargetError, match="no reader"):
                 ckptool.convert(checkpoint, known.name, max_shard_size=80)
             return
-        ckptool.save(ckptool.convert(checkpoint, known.name, allow_loss="all", max_shard_size=80), tmp_path / "shards")
+        converted = ckptool.convert(checkpoint, known.name, allow_loss=["all"], max_shard_size=80)
+        ckptool.save(converted, tmp_path / "shards")
     assert any(path.name.endswith(".index.json") for path in (tmp_path / "shards").iterdir())
 
 
@@ -87,7 +88,7 @@ def test_a_tensor_of_one_rank_is_plain_where_the_table_says_so(known: OutputForm
             with pytest.raises(RefusedError, match="shards") as refused:
                 ckptool.convert(checkpoint, known.name)
             assert refused.value.exit_code == 4
-            converted = ckptool.convert(checkpoint, known.name, allow_loss="all")
+            converted = ckptool.convert(checkpoint, known.name, allow_loss=["all"])
             assert any("the mark that tensors are only one rank's part" in note for note in converted.changes[-1].notes)
             return
         with pytest.raises(RefusedError, match="shards that rank 0 of 4 saved"):

@@ -30,7 +30,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"edits"}),
     frozenset({"reports"}),
     frozenset({"saving"}),
-    frozenset({"tasks"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
@@ -323,10 +322,10 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/files/zstd.py", "tempfile"),  # what is too large for memory, in a file without a name
         ("ckptool/files/processes.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/files/processes.py", "pickle"),  # what goes between them
+        ("ckptool/files/write/workers.py", "pickle"),  # plans on their way to them
         ("ckptool/files/cluster.py", "multiprocessing"),  # the same for --engine dask
         ("ckptool/files/cluster.py", "tempfile"),  # what its workers write
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
-        ("ckptool/files/codec.py", "urllib"),  # and back
         ("ckptool/remote/hub.py", "urllib"),  # the same for a revision
         ("ckptool/remote/obstores.py", "urllib"),  # the same for a user name; asks for the region of a bucket
         ("ckptool/values/torch/loads.py", "tempfile"),  # a copy of a remote file
@@ -440,7 +439,7 @@ def test_no_reader_but_ckptools_own(modules: list[Module]) -> None:
 #: The facts of ``Traits`` that any room may read. The others mean one format: a method of ``Container`` answers for it.
 SHARED_FACTS = {"no_checksums", "size_source", "loads", "loader", "writes_as", "storages_in_sequence"}
 #: The rooms that know formats by their answers only.
-SHARED_ROOMS = {"safety", "values", "edits", "reports", "saving", "tasks", "cli"}
+SHARED_ROOMS = {"safety", "values", "edits", "reports", "saving", "cli"}
 
 
 def facts_of_one_format(text: str) -> set[str]:

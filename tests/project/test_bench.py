@@ -118,7 +118,6 @@ def test_every_row_names_jobs_of_its_group(tmp_path: Path) -> None:
         groups.small(tool, tmp_path, 10, scan),
         peers.start_up(tool, tmp_path),
         groups.linear(tool, tmp_path, tmp_path / "out"),
-        groups.in_tasks(tool, BIG, tmp_path),
         peaks.group(tool, BIG, tmp_path),
         remote.group(tool, REMOTE, tmp_path),
     ]
@@ -134,9 +133,8 @@ def test_every_command_has_its_peak_measured() -> None:
 
     measured = {command.name.split()[0] for command in peaks.COMMANDS}
     assert measured <= set(COMMANDS)
-    # Three are measured where files are edited in place, three in the group of tasks, two read no checkpoint, and one
-    # needs an adapter for the model.
-    elsewhere = {"completion", "explain", "history", "undo", "repack", "plan", "run", "commit", "merge-lora"}
+    # Three are measured where files are edited in place, two read no checkpoint, and one needs an adapter.
+    elsewhere = {"completion", "explain", "history", "undo", "repack", "merge-lora"}
     assert set(COMMANDS) - measured <= elsewhere, "add it to bench/peaks.py"
 
 

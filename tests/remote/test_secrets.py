@@ -152,9 +152,6 @@ WRITING = [
     ["convert", "{file}", "-o", "{out}/a.safetensors"],
     ["convert", "{file}", "--to-format", "dcp", "-o", "{out}/dcp"],
     ["get", "{file}", "fc.bias", "-o", "{out}/a.npy"],
-    ["validate", "{file}", "--since", "{out}/journal"],
-    ["scan", "{file}", "--since", "{out}/journal"],
-    ["hash", "{file}", "--since", "{out}/journal"],
     ["add-module", "{file}", "--out-dir", "{out}/folder"],
 ]
 

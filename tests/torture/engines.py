@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,19 +19,22 @@ from pathlib import Path
 from typing import Final
 
 from .rows import FIXTURES, Options, Skipped, Tally
-from .sheets import Sheet, tree
 from .stage import ENVIRONMENT, Answer, answer
 
 __all__ = ["ended", "schedulers", "workers"]
 
-#: Commands whose outputs are made in tasks.
-_WRITTEN: Final = ("strip-module", "cast", "shards", "join", "out-dir")
 #: Seconds: to start a scheduler and its workers, and until a command must have ended.
 _START, _PATIENCE = 30.0, 90.0
 _FILES: Final = 150
 _EDITED: Final = 40
 _DASK: Final = ("--engine", "dask", "--jobs", "2")
 _POOL: Final = ("--jobs", "2")
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """The bytes of all files below, and their modes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files}
 
 
 class _Reading:
@@ -137,16 +141,6 @@ def _workers(pid: int) -> list[int]:
     return found
 
 
-def _journal_of(sheet: Sheet) -> Callable[[], bool]:
-    journal = sheet.folder / "t.jsonl.journal"
-    return lambda: journal.exists() and journal.stat().st_size > 0
-
-
-def _sheets(options: Options) -> list[Sheet]:
-    names = _WRITTEN if not options.quick else _WRITTEN[:1]
-    return [Sheet(options.scratch / str(number), name, "200") for number, name in enumerate(names)]
-
-
 def _readings(options: Options) -> list[_Reading]:
     return [_Reading(options.scratch / name, name) for name in ("validate", "hash")]
 
@@ -161,21 +155,17 @@ def workers(tally: Tally, options: Options) -> None:
     _need_dask()
     chance = random.Random(options.seed)
     late = 0
-    sheets, readings = _sheets(options), _readings(options)
+    folder, readings = _Folder(options.scratch / "folder"), _readings(options)
     for engine, amount in ((_POOL, options.amount(8, 2)), (_DASK, options.amount(4, 1))):
-        for sheet in sheets:
-            for _ in range(amount):
-                sheet.plan()
-                delay = chance.uniform(0, 0.2)
-                tally.case(
-                    f"run {' '.join(engine)} of {sheet.name}, a worker killed {delay:.3f} s after the first task"
-                )
-                process = _Process(options.scratch, sheet.call("run", *engine).words)
-                late += not _kill_worker(process, _journal_of(sheet), delay, chance)
-                done = process.finish(tally)
-                tally.check(done.code == 0, f"it ends with {done.code}: {done.err.strip()}")
-                sheet.check_nothing(tally)
-                sheet.check_resumed(tally)
+        for _ in range(4 * amount):
+            folder.reset()
+            delay = chance.uniform(0, 0.3)
+            tally.case(f"cast {' '.join(engine)}, a worker killed {delay:.3f} s after the temporary folder")
+            process = _Process(options.scratch, [*folder.words, *engine])
+            late += not _kill_worker(process, folder.begun, delay, chance)
+            done = process.finish(tally)
+            tally.check(done.code == 0, f"it ends with {done.code}: {done.err.strip()}")
+            tally.check(tree(folder.outputs) == folder.expected, f"there is {sorted(os.listdir(folder.outputs))}")
         for reading in readings:
             for _ in range(amount):
                 delay = chance.uniform(0, 0.05)
@@ -253,40 +243,24 @@ def schedulers(tally: Tally, options: Options) -> None:
     _need_dask()
     chance = random.Random(options.seed)
     slowest, late = 0.0, 0
-    for sheet in _sheets(options):
-        for _ in range(options.amount(2, 1)):
-            sheet.plan()
-            delay = chance.uniform(0, 0.3)
-            tally.case(f"run of {sheet.name} by dask, the scheduler killed {delay:.3f} s after the first task")
-            with _cluster(options.scratch) as (address, pid):
-                process = _Process(options.scratch, sheet.call("run", "--engine", f"dask={address}").words)
-                late += not _kill_after(process, _journal_of(sheet), delay, pid)
-                done = process.finish(tally)
-            slowest = max(slowest, process.seconds)
-            _check_lost(tally, done, address)
-            sheet.check_nothing(tally)
-            with _cluster(options.scratch) as (address, _pid):
-                again = answer([*sheet.call("run", "--engine", f"dask={address}").words])
-                tally.check(not again.code, f"run again ends with {again.code}: {again.err.strip()}")
-            sheet.check_resumed(tally)
-    large = _Large(options.scratch / "large")
+    folder = _Folder(options.scratch / "folder")
     for _ in range(options.amount(4, 1)):
-        large.reset()
+        folder.reset()
         delay = chance.uniform(0, 0.3)
-        tally.case(f"convert by dask, the scheduler killed {delay:.3f} s after the temporary file")
+        tally.case(f"cast by dask, the scheduler killed {delay:.3f} s after the temporary folder")
         with _cluster(options.scratch) as (address, pid):
-            process = _Process(options.scratch, [*large.words, "--engine", f"dask={address}"])
-            late += not _kill_after(process, large.begun, delay, pid)
+            process = _Process(options.scratch, [*folder.words, "--engine", f"dask={address}"])
+            late += not _kill_after(process, folder.begun, delay, pid)
             done = process.finish(tally)
         slowest = max(slowest, process.seconds)
         _check_lost(tally, done, address)
-        expected = {} if done.code else large.expected
-        tally.check(tree(large.outputs) == expected, f"it ends with {done.code}, there is {os.listdir(large.outputs)}")
+        there, expected = tree(folder.outputs), {} if done.code else folder.expected
+        tally.check(there == expected, f"it ends with {done.code}, there is {sorted(there)}")
         if done.code:
             with _cluster(options.scratch) as (address, _pid):
-                again = answer([*large.words, "--engine", f"dask={address}"])
+                again = answer([*folder.words, "--engine", f"dask={address}"])
             tally.check(not again.code, f"the same again ends with {again.code}: {again.err.strip()}")
-            tally.check(tree(large.outputs) == large.expected, "the output of the same again is another one")
+            tally.check(tree(folder.outputs) == folder.expected, "the output of the same again is another one")
     for reading in _readings(options):
         for _ in range(options.amount(3, 1)):
             delay = chance.uniform(0, 0.05)
@@ -312,28 +286,31 @@ def _kill_after(process: _Process, begun: Callable[[], bool], delay: float, pid:
 
 
 def _check_lost(tally: Tally, done: Answer, address: str) -> None:
-    told = done.code == 0 or f"the scheduler at {address} was lost" in done.err
+    lost = (f"the scheduler at {address} {end}" for end in ("was lost", "cannot be reached"))
+    told = done.code == 0 or any(text in done.err for text in lost)
     tally.check(done.code in (0, 3, 5) and told, f"it ends with {done.code}: {done.err.strip()}")
 
 
-class _Large:
-    """A cast of a large tensor in a task that takes a moment."""
+class _Folder:
+    """A cast into a folder of files, each a task that takes a moment."""
 
     def __init__(self, folder: Path) -> None:
         import torch
 
         self.outputs = folder / "out"
         self.outputs.mkdir(parents=True)
-        torch.save({"w": torch.arange(24 << 20, dtype=torch.float32)}, folder / "in.pth")
-        self.words = ["cast", str(folder / "in.pth"), "--to-dtype", "bfloat16", "-o", str(self.outputs / "o.pth")]
+        rows = torch.arange(24 << 20, dtype=torch.float32).reshape(24, -1)
+        torch.save({f"layers.{number}": row.clone() for number, row in enumerate(rows)}, folder / "in.pth")
+        self.words = ["cast", str(folder / "in.pth"), "--to-dtype", "bfloat16", "--max-shard-size", "2.2MB"]
+        self.words += ["-o", str(self.outputs / "o")]
         done = answer(self.words)
         if done.code:
             raise AssertionError(f"cast ends with {done.code}: {done.err}")
         self.expected = tree(self.outputs)
 
     def reset(self) -> None:
-        for path in self.outputs.iterdir():
-            path.unlink()
+        shutil.rmtree(self.outputs)
+        self.outputs.mkdir()
 
     def begun(self) -> bool:
         return bool(os.listdir(self.outputs))
@@ -344,37 +321,30 @@ def ended(tally: Tally, options: Options) -> None:
     _need_dask()
     chance = random.Random(options.seed)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    sheets, readings = _sheets(options), _readings(options)
-    large = _Large(options.scratch / "large")
+    readings = _readings(options)
+    folder = _Folder(options.scratch / "folder")
     for turn in range(options.amount(30, 3)):
         number, engine = numbers[turn % 3], (_POOL, _DASK)[turn // 3 % 2]
         begun = chance.choice((True, True, False))
         delay = chance.uniform(0, 0.2) if begun else chance.uniform(0.2, 1.5)
         where = f"{number.name} {delay:.3f} s after {'the work began' if begun else 'the start'}"
-        sheet = sheets[turn % len(sheets)]
-        sheet.plan()
-        tally.case(f"run {' '.join(engine)} of {sheet.name}, {where}")
-        _end(tally, options, sheet.call("run", *engine).words, _journal_of(sheet) if begun else None, delay, number)
-        sheet.check_nothing(tally)
-        sheet.check_resumed(tally)
         reading = readings[turn % 2]
         tally.case(f"{reading.name} {' '.join(engine)}, {where}")
         done = _end(tally, options, [*reading.words, *engine], None, delay if not begun else 1.0, number)
         whole = done.out.rpartition("\n")[0]  # the last line may be cut
         _check_results(tally, reading, whole, whole=done.code == reading.alone.code)
-        if engine == _DASK:
-            large.reset()
-            tally.case(f"cast {' '.join(engine)}, {where}")
-            done = _end(tally, options, [*large.words, *engine], large.begun if begun else None, delay, number)
-            there, left = tree(large.outputs), 1 if number == signal.SIGKILL else 0
-            temporary = [name for name in there if name.startswith(".o.pth.")]
-            whole = {name: value for name, value in there.items() if name not in temporary}
-            # A signal may come when the output has its name, and only the workers are still to be ended.
-            tally.check(whole == large.expected or (done.code != 0 and not whole), f"there is {sorted(whole)}")
-            tally.check(len(temporary) <= left, f"left behind: {temporary}")
-            again = answer([*large.words, *(["--force"] if whole else [])])
-            tally.check(not again.code, f"the same again ends with {again.code}: {again.err.strip()}")
-            tally.check(tree(large.outputs) == large.expected, "the output of the same again is another one")
+        folder.reset()
+        tally.case(f"cast {' '.join(engine)}, {where}")
+        done = _end(tally, options, [*folder.words, *engine], folder.begun if begun else None, delay, number)
+        there, left = tree(folder.outputs), 1 if number == signal.SIGKILL else 0
+        temporary = {name.partition("/")[0] for name in there if name.startswith(".o.")}
+        whole = {name: value for name, value in there.items() if not name.startswith(".o.")}
+        # A signal may come when the output has its name, and only the workers are still to be ended.
+        tally.check(whole == folder.expected or (done.code != 0 and not whole), f"there is {sorted(whole)}")
+        tally.check(len(temporary) <= left, f"left behind: {sorted(temporary)}")
+        again = answer([*folder.words, *(["--force"] if whole else [])])
+        tally.check(not again.code, f"the same again ends with {again.code}: {again.err.strip()}")
+        tally.check(tree(folder.outputs) == folder.expected, "the output of the same again is another one")
 
 
 def _end(

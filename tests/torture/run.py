@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torture import calls, cuts, engines, flips, fuzz, in_place, large, moments, places, sameness, sheets, transfers
+from torture import calls, cuts, engines, flips, fuzz, in_place, large, moments, places, sameness, transfers
 from torture.page import PAGE, Result, rewrite
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "output old or complete, input untouched"
 _EITHER = "torch reads the former version or the new one; no former byte changes, but in holes that `--reclaim` makes"
 _FORMER = "the file has its former bytes; path and reason are named"
-_RESUMED = "no output before the commit; resumed, the output is identical and nothing is left; inputs untouched"
 ROWS = (
     Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", calls.kill),
     Row(
@@ -71,23 +70,6 @@ ROWS = (
     Row("in-place-errors", "edits in place, ENOSPC, EDQUOT and EIO at every system call", _FORMER, in_place.errors),
     Row("in-place-ended", "edits in place, SIGINT, SIGTERM, SIGHUP at every system call", _EITHER, in_place.ended),
     Row("in-place-ulimit", "edits in place, `ulimit -f` in steps of 128 bytes", _FORMER, in_place.file_size_limit),
-    Row("tasks-run", "`run` of tasks, killed at system calls and random moments", _RESUMED, sheets.runs),
-    Row("tasks-together", "three `run`s of the same tasks at once, one killed", _RESUMED, sheets.together),
-    Row(
-        "tasks-commit",
-        "`commit` killed at every system call that changes the disk",
-        "each output is the former one or complete; `commit` again completes all, nothing left",
-        sheets.commits,
-    ),
-    Row(
-        "tasks-plan",
-        "`plan` killed at every system call that changes the disk",
-        "no output; `commit --abort` leaves nothing",
-        sheets.plans,
-    ),
-    Row("tasks-errors", "`plan`, `run`, `commit` with ENOSPC, EIO, `ulimit -f`", _RESUMED, sheets.errors),
-    Row("tasks-disk", "`run` of tasks on a disk that is full", _RESUMED, sheets.small_disk),
-    Row("tasks-ended", "`plan`, `run`, `commit` with SIGINT, SIGTERM", _RESUMED, sheets.ended),
     Row(
         "engine-workers",
         "a worker of `--jobs 2`, `--engine dask` killed in a task",

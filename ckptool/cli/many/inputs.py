@@ -1,4 +1,4 @@
-"""The inputs of a command on many files: paths, lists of paths, and the journal of files that were read before."""
+"""The inputs of a command on many files: paths, and lists of paths."""
 
 from __future__ import annotations
 
@@ -38,14 +38,12 @@ def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
 class Inputs(NamedTuple):
     """The input paths of a command line.
 
-    ``files_from`` is a list of further paths, NUL-separated if ``null``. Files that have not changed since the journal
-    ``since`` recorded them are not read again.
+    ``files_from`` is a list of further paths, NUL-separated if ``null``.
     """
 
     paths: tuple[str, ...]
     files_from: str | None = None
     null: bool = False
-    since: str | None = None
 
     @property
     def several(self) -> bool:
@@ -93,12 +91,10 @@ class Inputs(NamedTuple):
 
 
 def input_options(command: Command) -> Command:
-    """Add PATH, --files-from, --null, --since and ``engine_options``; the command gets ``inputs`` and ``working``."""
+    """Add PATH, --files-from, --null and ``engine_options``; the command gets ``inputs`` and ``working``."""
 
     @wraps(command)
-    def with_inputs(
-        *args: Any, paths: tuple[str, ...], files_from: str | None, null: bool, since: str | None, **options: Any
-    ) -> Any:
+    def with_inputs(*args: Any, paths: tuple[str, ...], files_from: str | None, null: bool, **options: Any) -> Any:
         if null and files_from is None:
             raise click.UsageError("--null is for --files-from.")
         if not paths and files_from is None:
@@ -107,13 +103,11 @@ def input_options(command: Command) -> Command:
             raise click.MissingParameter(ctx=context, param=missing)
         if len(paths) > 1:
             refuse_keys(paths)
-        return command(*args, inputs=Inputs(paths, files_from, null, since), **options)
+        return command(*args, inputs=Inputs(paths, files_from, null), **options)
 
     lists = "Read paths from a file, or - for standard input: one path per line; globs are not expanded."
     null = "Paths are NUL-separated, as from find -print0."
-    since = "Skip files that are unchanged since they were added to this journal; add those that are read."
     option: Any = engine_options(with_inputs)
-    option = click.option("--since", type=AnyPath(), metavar="JOURNAL", help=since)(option)
     option = click.option("-0", "--null", is_flag=True, help=null)(option)
     option = click.option("--files-from", type=AnyPath(), metavar="FILE", help=lists)(option)
     return cast(Command, click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath())(option))

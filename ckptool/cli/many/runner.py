@@ -11,12 +11,22 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from ... import __version__
 from ...base.engines import LOCAL, Precomputed
 from ...base.errors import CkptoolError, EngineError, UnreadableError
 from ...base.records import NamedTuple
 from ...base.text import pluralize, shown
 from ...files.archives import file_of
-from ...reports.file_rows import PASSED_OVER, UNREADABLE, FileStamp, FileVerdict, settled, stamp_of
+from ...reports.file_rows import (
+    PASSED_OVER,
+    UNREADABLE,
+    FileStamp,
+    FileVerdict,
+    file_row,
+    options_digest,
+    settled,
+    stamp_of,
+)
 from ..options import Workers, worst
 from ..render import emit, failure, flush, say_error, table, tell, to_json
 from ..terminal import TerminalProfile, seen_as, terminal_profile
@@ -24,7 +34,6 @@ from .output import JSON, ROWS, Columns, ErrorLog, Output, report_text
 
 if TYPE_CHECKING:
     from .inputs import Inputs
-    from .journal import SeenJournal
 
 Result = TypeVar("Result")
 
@@ -42,7 +51,7 @@ class Answer(NamedTuple):
     ``text`` is for stdout, ``rows`` for a table of all files, ``remarks`` are lines for stderr. ``parts`` are the
     verdicts to count, if there is not just one; ``level`` is the gravest level of the findings, ``size`` counts bytes.
     ``data`` is kept for the end of the command. ``stamp`` describes the file before it was read; it is None for what
-    no journal records.
+    has no row.
     """
 
     verdict: FileVerdict
@@ -55,7 +64,6 @@ class Answer(NamedTuple):
     size: int = 0
     data: Any = None
     stamp: FileStamp | None = FileStamp()
-    recorded: bool = False
 
 
 #: A file to answer for, or in its place an error or a known answer.
@@ -98,7 +106,7 @@ class Totals:
         self.named: list[str] = []
         self.first: dict[str, str] = {}
         self.data: list[Any] = []
-        self.size = self.partial = self.recorded = 0
+        self.size = self.partial = 0
 
     def code(self) -> int:
         """Return the exit code: the gravest of all files."""
@@ -108,7 +116,6 @@ class Totals:
         """Count an answer."""
         self.codes[answer.verdict.code] += 1
         self.verdicts[answer.verdict.verdict] += answer.stamp is not None
-        self.recorded += answer.recorded
         self.size += answer.size
         if answer.level:
             self.first.setdefault(answer.level, answer.verdict.path)
@@ -170,23 +177,16 @@ def run(
         several = style == "json" and inputs.several  # no other format asks, and a folder takes time to recognise
     output = Output(style, several, command.columns, spaced)
     totals = Totals(errors or ErrorLog.beside(style, several))
-    stamped = style == ROWS or inputs.since is not None
+    stamped = style == ROWS
+    digest = options_digest(command.name, options or {}, option_files) if stamped else ""
     with ExitStack() as stack:
-        journal = None
-        if stamped:
-            from .journal import SeenJournal  # few commands need it
-
-            journal = stack.enter_context(SeenJournal(inputs.since, command.name, options or {}, option_files))
-            files = _unseen(files, journal)
         files, step = stack.enter_context(inputs.counted(files, bar))
         work = partial(_answer, command, stamped)
         for answer in stack.enter_context(closing(answers(work, files, how, command.after))):
             totals.add(answer)
-            if journal is not None and answer.stamp is not None and not answer.recorded:
-                row = journal.record(answer.stamp, answer.verdict)
-                if style == ROWS:
-                    emit(to_json(row, None))
-                    flush()
+            if stamped and answer.stamp is not None:
+                emit(to_json(file_row(command.name, __version__, digest, answer.stamp, answer.verdict), None))
+                flush()
             for remark in answer.remarks:
                 totals.errors.add(remark)
             output.add(answer.text, answer.rows)
@@ -219,18 +219,10 @@ def _answer(command: FileCommand, stamped: bool, path: str) -> Answer:
     return answer._replace(stamp=stamp)
 
 
-def _unseen(files: Iterable[FileItem], journal: SeenJournal) -> Iterator[FileItem]:
-    """Yield the files, with the recorded verdict in place of each file that the journal knows."""
-    for file in files:
-        verdict = journal.find(file) if isinstance(file, str) else None
-        yield file if verdict is None else Precomputed(Answer(verdict, recorded=True))
-
-
 def _tell_totals(totals: Totals) -> None:
     """Print the number of files for each verdict to stderr, for commands that may read very many files."""
     counts = ", ".join(f"{count:,} {word}" for word, count in totals.verdicts.most_common() if count)
-    again = f"; {totals.recorded:,} not read again (--since)" if totals.recorded else ""
-    tell(f"{pluralize(totals.verdicts.total(), 'file')}{': ' * bool(counts)}{counts}{again}")
+    tell(f"{pluralize(totals.verdicts.total(), 'file')}{': ' * bool(counts)}{counts}")
 
 
 # -- the work, by this process or by others

@@ -19,7 +19,7 @@ from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
-from ...formats.opening import CheckpointOrPath, former_arguments, opened
+from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
@@ -569,7 +569,6 @@ def _notes(
     return notes
 
 
-@former_arguments(no_strict="lenient")
 def match(
     path: CheckpointOrPath,
     target: CheckpointOrPath | Mapping[str, Any] | torch.nn.Module | None = None,

@@ -26,7 +26,7 @@ from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_l
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource
-from ...formats.opening import former_arguments, takes_path
+from ...formats.opening import takes_path
 from ...pickles import opcodes as op
 from ...pickles.cycles import cycles
 from ...pickles.decode import decode
@@ -77,7 +77,6 @@ _DENSE_ARGUMENTS: Final = 6
 _RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
 
-@former_arguments(drop="drop_object")
 @takes_path
 def sanitize(
     checkpoint: Checkpoint,

@@ -24,7 +24,6 @@ from ..downloads import ahead as read_ahead
 from ..downloads import expect_reads
 from ..sources import (
     FILESYSTEM_BLOCK,
-    UNKNOWN_CRC,
     AssembledSource,
     Computed,
     ExpectedChecksum,
@@ -78,21 +77,19 @@ def as_output_failure() -> Iterator[None]:
         raise
 
 
-def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int = 0) -> list[int]:
-    """Write all pieces of a plan to a file from byte ``at`` on, without a final sync; the file must be empty there.
+def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
+    """Write all pieces of a plan to a file, without a final sync; the file must be empty, or have the same bytes.
 
-    Verify the checksums that the plan expects, and return them; a checksum of -1 is only computed. Holes of sparse
-    inputs stay holes, except in short pieces. Raises OSError, ChangedError if an input ends too early, and
-    MalformedError for a wrong checksum.
+    Verify the checksums that the plan expects. Holes of sparse inputs stay holes, except in short pieces. Raises
+    OSError, ChangedError if an input ends too early, and MalformedError for a wrong checksum.
     """
     size, expected = plan.size, plan.expected_checksums
     writer = _Writer(fd, expected, progress or ignore)
     work = size + sum(checksum.span.size for checksum in expected)
     with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
-        run_in_threads(writer.steps(plan.pieces, ahead, at), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
-    if os.fstat(fd).st_size < at + size:
-        os.ftruncate(fd, at + size)  # it ends with a hole
-    return writer.checksums()
+        run_in_threads(writer.steps(plan.pieces, ahead), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)  # it ends with a hole
 
 
 def stream_pieces(plan: Plan, put: Callable[[Buffer], None]) -> None:
@@ -103,7 +100,7 @@ def stream_pieces(plan: Plan, put: Callable[[Buffer], None]) -> None:
     """
     writer = _Streamer(put, plan.expected_checksums)
     with Prefetcher(plan.pieces, _SMALL) as ahead:
-        for step in writer.steps(plan.pieces, ahead, 0):
+        for step in writer.steps(plan.pieces, ahead):
             step()
     writer.fill(plan.size)
 
@@ -161,11 +158,10 @@ def wrong_checksum(expected: ExpectedChecksum) -> MalformedError:
 
 
 class _Check(NamedTuple):
-    """A checksum to verify, the copied parts of its bytes as (offset, size, CRC-32), and the computed result."""
+    """A checksum to verify, and the copied parts of its bytes as (offset, size, CRC-32)."""
 
     expected: ExpectedChecksum
     parts: list[tuple[int, int, int]]
-    computed: list[int]
 
     def takes(self, size: int) -> bool:
         """Return whether combining a part's checksum with others is faster than reading its ``size`` bytes again."""
@@ -184,7 +180,7 @@ class _Writer:
         self._fd = fd
         self._done = progress
         self._computing, self._listing = Lock(), Lock()
-        self._checks = [new_tuple(_Check, (item, [], [])) for item in expected if item.crc is not None]
+        self._checks = [new_tuple(_Check, (item, [])) for item in expected if item.crc is not None]
         #: The checks of each source, ordered by offset.
         self._places: dict[int, list[_Check]] = {}
         self._add(self._checks)
@@ -217,7 +213,7 @@ class _Writer:
         """Add the checksums that a source knows for a piece that ends at ``end`` in the output."""
         known = self._recent.pop(id(source), None)
         if known is None:
-            checks = [_Check(item, [], []) for item in source.checksums()]
+            checks = [_Check(item, []) for item in source.checksums()]
             self._add(checks)
             self._left.pop(id(source), None)
             self._waiting += len(checks)
@@ -236,12 +232,9 @@ class _Writer:
             for check in checks:
                 yield partial(self._verify_and_drop, check)
 
-    def checksums(self) -> list[int]:
-        """Return the computed checksums, in the order of the plan."""
-        return [check.computed[0] for check in self._checks]
-
-    def steps(self, pieces: Sequence[Piece], ahead: Prefetcher, at: int) -> Iterator[Callable[[], None]]:
-        """Yield the steps that write pieces from byte ``at`` on; adjacent short pieces become one step."""
+    def steps(self, pieces: Sequence[Piece], ahead: Prefetcher) -> Iterator[Callable[[], None]]:
+        """Yield the steps that write pieces; adjacent short pieces become one step."""
+        at = 0
         collected, nearby = bytearray(), Nearby()
         early = self._not_copied(pieces) if any(type(piece) is Computed for piece in pieces) else {}
         left = [check for check in self._checks if id(check) not in early]
@@ -472,8 +465,7 @@ class _Writer:
             between = Span(source, at, begin - at)
             found = combined_crc(found, checksum(between, between.size, False, name, self._advance), between.size)
             found, at = combined_crc(found, part, length), begin + length
-        check.computed.append(found)
-        if crc != UNKNOWN_CRC and found != crc:
+        if found != crc:
             raise wrong_checksum(check.expected)
 
     def _advance(self, size: int) -> None:
@@ -506,14 +498,6 @@ class _Streamer(_Writer):
 
     def _kernel_copy(self, source: FileSource, offset: int, at: int, size: int) -> int:
         return 0
-
-
-def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all of the data at an offset, in as many calls as it takes."""
-    view = memoryview(data)
-    while view:
-        count = _pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> int:

@@ -45,9 +45,6 @@ TEMPORARY: Final = ".ckptool-tmp"
 HASH: Final = "{hash8}"
 _PLACEHOLDER: Final = regex(r"\{hash\w*\}")
 
-#: The suffix of outputs that are staged for tasks (``tasks``), to be committed later.
-STAGED: Final = ".ckptool-part"
-
 
 class StagedFile(NamedTuple):
     """A staged file: its path, and the plan to write to it."""
@@ -56,7 +53,7 @@ class StagedFile(NamedTuple):
     plan: Plan
 
 
-#: Writes the bytes of staged files, which have their full size, in another way than ``write_pieces``.
+#: Writes the bytes of the files of a staged folder, which exist in their full size, in other processes.
 Fill: TypeAlias = Callable[[Sequence[StagedFile]], None]
 #: Raises ReadBackError if a staged folder, given by its path, is wrong.
 FolderCheck: TypeAlias = Callable[[str], None]
@@ -173,16 +170,13 @@ def write_file(
     mode: int = 0o644,
     progress: Progress | None = None,
     check: Check | None = None,
-    fill: Fill | None = None,
-    staged: str = "",
 ) -> Written:
     """Execute a plan. ``mode`` applies to a new file; a replaced file keeps its own.
 
     ``{hash8}`` in the file name becomes the first eight digits of the SHA-256 of the content, the form expected by
     ``torch.hub.load_state_dict_from_url(check_hash=True)``. ``progress`` is called with the number of bytes of each
     step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default, the file must
-    match the plan. ``fill`` writes the bytes instead of this process. ``staged`` is a file from ``stage`` to write to,
-    which stays after an error.
+    match the plan.
 
     Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full or fails, and
     ChangedError if an input changed.
@@ -192,17 +186,13 @@ def write_file(
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
     remove_leftovers(folder, name)
-    temporary = staged or temporary_name(folder, name)
-    with discarded_on_error(temporary, path, kept=bool(staged)):
+    temporary = temporary_name(folder, name)
+    with discarded_on_error(temporary, path):
         # Within the context, because a signal may come as soon as the file exists.
-        fd = _reopen(temporary) if staged else create(temporary)
+        fd = create(temporary)
         try:
-            if fill is None:
-                allocate(plan, fd, folder)
-                write_pieces(plan, fd, progress)
-            else:
-                os.ftruncate(fd, plan.size)
-                fill([StagedFile(temporary, plan)])
+            allocate(plan, fd, folder)
+            write_pieces(plan, fd, progress)
             size = _check_and_sync(fd, path, mode, sources, check or as_planned(plan))
         finally:
             os.close(fd)
@@ -230,28 +220,21 @@ def append_text(path: str, text: str) -> None:
 
 
 @contextmanager
-def discarded_on_error(
-    temporary: str,
-    path: str,
-    names: Sequence[str] | None = None,
-    *,
-    kept: bool = False,
-) -> Iterator[None]:
+def discarded_on_error(temporary: str, path: str, names: Sequence[str] | None = None) -> Iterator[None]:
     """Discard the temporary file, or the folder with the files ``names``, if writing the output ``path`` fails.
 
-    With ``kept``, it stays for another attempt. An OSError becomes an OutputError. Errors without a path, and errors
-    about a file in a temporary folder, get the path of the output, because users never see temporary names. Callers may
-    change the list ``names`` within the context.
+    An OSError becomes an OutputError. Errors without a path, and errors about a file in a temporary folder, get the
+    path of the output, because users never see temporary names. Callers may change the list ``names`` within the
+    context.
     """
     try:
         yield
     except OSError as error:
-        left = "" if kept else remove_temporary(temporary, names)
+        left = remove_temporary(temporary, names)
         what = f"writing failed: {error.strerror or error}"
         raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        if not kept:
-            remove_temporary(temporary, names)
+        remove_temporary(temporary, names)
         if isinstance(error, CkptoolError):
             staged = os.path.realpath(error.path).startswith(temporary) if error.path else True
             error.path = path if staged else error.path
@@ -273,13 +256,6 @@ def create(path: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
     lock(fd)  # without it, another run would treat the file as a leftover
-    return fd
-
-
-def _reopen(path: str) -> int:
-    """Open a staged file of a former run, locked as long as it is open."""
-    fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-    lock(fd)
     return fd
 
 
@@ -458,16 +434,16 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
         raise RefusedError(what, path=path, next="choose another name")
 
 
-def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill, *, new: bool) -> None:
-    """Let ``fill`` write all files of a staged folder, then read each back; with ``new``, create the files first."""
+def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill) -> None:
+    """Create the files of a staged folder, let ``fill`` write them, then read each back."""
     staged = [StagedFile(os.path.join(folder, name), plan) for name, plan in files.files]
-    for path, plan in staged if new else ():
+    for path, plan in staged:
         fd = create(path)
         os.ftruncate(fd, plan.size)
         os.close(fd)
     fill(staged)
     for path, plan in staged:
-        fd = _reopen(path)
+        fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         try:
             _check_and_sync(fd, path, mode, (), as_planned(plan))
         finally:
@@ -486,9 +462,9 @@ def write_folder(
     parts: Callable[[str], Collection[str]] = lambda path: (),
     check: FolderCheck | None = None,
     fill: Fill | None = None,
-    staged: str = "",
 ) -> Written:
-    """Write a folder. ``mode`` applies to its files; ``fill``, ``staged`` and the errors are as for ``write_file``.
+    """Write a folder. ``mode`` applies to its files, ``fill`` writes them instead of this process, and the errors are
+    as for ``write_file``.
 
     ``parts`` returns the files of a folder that form the checkpoint to replace; any other file in it is never deleted.
     ``check`` is called with the path of the staged folder; each file must also match its plan.
@@ -499,12 +475,11 @@ def write_folder(
     _check_replaceable(target, path, force, names)
     parent, name = os.path.split(target)
     remove_leftovers(parent, name)
-    temporary = staged or temporary_name(parent, name)
+    temporary = temporary_name(parent, name)
     fd = -1
     try:
-        with discarded_on_error(temporary, path, names, kept=bool(staged)):
-            if not staged:
-                os.mkdir(temporary)
+        with discarded_on_error(temporary, path, names):
+            os.mkdir(temporary)
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
             if fd >= 0:
                 lock(fd)
@@ -512,7 +487,7 @@ def write_folder(
                 for file, plan in files.files:
                     write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
             else:
-                _fill_folder(files, temporary, mode, fill, new=not staged)
+                _fill_folder(files, temporary, mode, fill)
             # Once for all files: with a thousand ranks, each source is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
@@ -537,3 +512,18 @@ def write_folder(
             with suppress(OSError):  # nothing was written to it
                 os.close(fd)
     return Written(path, files.size)
+
+
+@contextmanager
+def scratch_output(path: str) -> Iterator[str]:
+    """Yield a path with the same name in a temporary folder next to an output; the file written there is removed."""
+    folder, name = os.path.split(os.path.realpath(path))
+    remove_leftovers(folder, name)
+    scratch = temporary_name(folder, name)
+    with discarded_on_error(scratch, path):
+        os.mkdir(scratch)
+        try:
+            yield os.path.join(scratch, name)
+        finally:
+            remove_temporary(os.path.join(scratch, name))
+            remove_temporary(scratch)

@@ -22,9 +22,7 @@ from ..sources import (
     Plan,
     Span,
     Together,
-    is_divisible,
     merge_pieces,
-    part_of,
     size_of,
 )
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
@@ -42,13 +40,6 @@ _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
 class DeferredCrc(Deferred):
     """A CRC-32 computed while the bytes are written."""
-
-    @staticmethod
-    def combined(parts: Iterable[tuple[int, int]]) -> int:
-        whole = 0
-        for value, size in parts:
-            whole = combined_crc(whole, value, size)
-        return whole
 
 
 class RecordedCrc(DeferredCrc):
@@ -102,16 +93,11 @@ def checksummed(name: str, piece: Piece) -> RecordContent:
     if source is not None:
         return RecordContent(name, piece, RecordedCrc(source), source.size)
     crc = DeferredCrc()
-    divide = _part_summed if is_divisible(piece) else None
     late = isinstance(piece, Computed) and piece.late
     together = _summed_together if isinstance(piece, Computed) and piece.together is not None else None
     size = size_of(piece)
-    body = new_tuple(Computed, (size, summed, (piece, crc), divide, late, together))
+    body = new_tuple(Computed, (size, summed, (piece, crc), late, together))
     return new_tuple(RecordContent, (name, body, crc, size, False))
-
-
-def _part_summed(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
-    return part_of(parameters[0], begin, size), parameters[1]
 
 
 def summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
@@ -170,7 +156,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
 
 def _deferred(size: int, build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose size is known now, but whose content is known only when they are written."""
-    return new_tuple(Computed, (size, _built, (build, *parameters), None, True, None))
+    return new_tuple(Computed, (size, _built, (build, *parameters), True, None))
 
 
 def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:

@@ -299,7 +299,7 @@ class PiecesSource(AssembledSource):
 
     ``boxes`` are the places of the ``items`` in the tensor; ``files`` are the files of the items, all in one folder.
     Opened items are forgotten after some other tensors were read, and reopened if needed, so that only the list stays
-    in memory. ``checked`` are the numbers of the items whose checksums are verified, None for all.
+    in memory.
     """
 
     def __init__(
@@ -310,17 +310,16 @@ class PiecesSource(AssembledSource):
         boxes: Sequence[Box],
         items: Sequence[Item],
         files: Sequence[Source],
-        checked: Sequence[int] | None = None,
     ) -> None:
         self.name = name
-        self.dtype, self.shape, self.checked = dtype, shape, checked
+        self.dtype, self.shape = dtype, shape
         self.boxes, self.items, self.files = boxes, items, files
         self.size = prod(shape) * BY_NAME[dtype].itemsize
         self.has_crc = len(items) == 1
         self._opened: _Pieces | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PiecesSource, (self.name, self.dtype, self.shape, self.boxes, self.items, self.files, self.checked)
+        return PiecesSource, (self.name, self.dtype, self.shape, self.boxes, self.items, self.files)
 
     def read(self, offset: int, size: int) -> bytes:
         return self._pieces().rows.read(offset, size)
@@ -351,21 +350,6 @@ class PiecesSource(AssembledSource):
             Span(self, 0, self.size), self.size, False, self.name
         )
 
-    def located(self, offset: int, size: int) -> Iterator[Span]:
-        end, count = offset + size, len(self.items)
-        places, by_name = _places(self)
-        numbers = [number for number, (low, high) in enumerate(places) if low < end and high > offset]
-        # Each item is checked with one span that needs it. Items needed by all spans are distributed among the spans.
-        checked = tuple(
-            place
-            for place, number in enumerate(numbers)
-            if offset <= places[number][0] + (places[number][1] - places[number][0]) * number // count < end
-        )
-        boxes = [(self.boxes[number][0], self.boxes[number][1]) for number in numbers]
-        items = [self.items[number] for number in numbers]
-        files = [by_name[name] for name in dict.fromkeys(os.path.basename(item.file) for item in items)]
-        yield Span(PiecesSource(self.name, self.dtype, self.shape, boxes, items, files, checked), offset, size)
-
     def _pieces(self) -> _Pieces:
         opened = self._opened  # another thread may replace it
         if opened is None:
@@ -381,10 +365,10 @@ class PiecesSource(AssembledSource):
         dtype, chunks, checksums = BY_NAME[self.dtype], [], []
         files = {os.path.basename(file.name): file for file in self.files}
         prefetch(chain.from_iterable(edges(item, files) for item in self.items))
-        for number, (box, item) in enumerate(zip(self.boxes, self.items)):
+        for box, item in zip(self.boxes, self.items):
             tensor = read_item(item, files[os.path.basename(item.file)], dtype, box[1], _KNOWN)
             chunks.append(Chunk(box, tensor.source, tensor.begin))
-            if tensor.span is not None and tensor.crc and (self.checked is None or number in self.checked):
+            if tensor.span is not None and tensor.crc:
                 where = f"the storage of {item.name}"
                 checksums.append(ExpectedChecksum(tensor.span, tensor.span.size, False, tensor.crc, where))
         return _Pieces(ChunkedSource(self.shape, dtype.itemsize, chunks, self.name), checksums)

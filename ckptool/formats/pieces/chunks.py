@@ -158,16 +158,6 @@ class ChunkedSource(AssembledSource):
         for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             yield Span(run.source, run.begin, run.number * run.length)
 
-    def located(self, offset: int, size: int) -> Iterator[Span]:
-        for stretch in self.stretches(offset, size):
-            if stretch.source is not self:
-                yield stretch
-                continue
-            end = stretch.offset + stretch.size
-            places = byte_ranges(self.shape, self.width, (chunk.box for chunk in self.chunks))
-            chunks = [chunk for chunk, (low, high) in zip(self.chunks, places) if low < end and high > stretch.offset]
-            yield stretch._replace(source=ChunkedSource(self.shape, self.width, chunks, self.name))
-
 
 def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
     """Return, for each box, the offset of its first byte in the tensor and the offset after its last byte."""
@@ -293,9 +283,6 @@ class RowSource(AssembledSource):
         yield Span(self.source, self.begin, extent(self.shape, self.stride) * self.width)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
-        yield Span(self, offset, size)
-
-    def located(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self, offset, size)
 
     def _rows(self, block: int, first: int, out: memoryview, seen: Seen | None) -> None:

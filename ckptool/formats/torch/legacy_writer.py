@@ -21,7 +21,7 @@ from ...checkpoint.tensors import Storage, TensorReader
 from ...files.sources import Computed, Piece, Plan, merge_pieces
 from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
-from ...values.elements import StorageReader, part_stored, storage_reader
+from ...values.elements import StorageReader, storage_reader
 from .. import repickled
 from ..losses import Fit, Loss, refuse_texts
 from ..promises import Promise, storage_facts
@@ -162,6 +162,6 @@ def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
     reader = storage_reader(checkpoint, storage.key)
     if body.compressed or reader.width > 1:
-        yield Computed(body.size, StorageReader.loaded, (reader, 0, body.size), part_stored)
+        yield Computed(body.size, StorageReader.loaded, (reader, 0, body.size))
     else:
         yield body.piece

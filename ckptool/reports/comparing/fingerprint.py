@@ -40,7 +40,7 @@ from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.downloads import expect_reads
 from ...files.sources import Span
 from ...files.threads import read_blocks, run_in_threads
-from ...formats.opening import CheckpointOrPath, former_arguments, opened
+from ...formats.opening import CheckpointOrPath, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, read_for, storage_reader, tensor_size
 from ..keys import near_patterns
@@ -249,7 +249,6 @@ def _quantizer(side: Side, ref: Ref) -> list[object]:
     return facts
 
 
-@former_arguments(structure="no_values")
 def hash(
     path: CheckpointOrPath,
     *,

@@ -148,12 +148,6 @@ def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int,
         part.copy_(_STEPS[step.kind](torch, part, tensors, step, *inside, scratch))
 
 
-def part_of_merged(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
-    """Return the parameters of ``merged_elements`` for a part of the result; ``begin`` and ``size`` are in bytes."""
-    *same, first, _ = parameters
-    return *same, first + begin, size
-
-
 def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
     """Yield the first and last row of each block; a short rest belongs to the block before it."""
     rows = shape[0]
