@@ -47,7 +47,7 @@ def extract(checkpoint: Checkpoint, key: str | None = None) -> Checkpoint:
 
 
 def _only_state_dict(checkpoint: Checkpoint) -> str:
-    """Return the path of the only state dict. Raise TargetError if there is none, or more than one."""
+    """Return the path of the only state dict. Raise TargetError without one, or for several."""
     dicts = [item.path or "." for item in checkpoint.state_dicts]
     if len(dicts) != 1:
         found = f"the state dicts are {join_limited(dicts)}" if dicts else "it holds no state dict"

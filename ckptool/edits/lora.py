@@ -215,7 +215,7 @@ class _Merge:
         return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)} if self._headless else set()
 
     def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
-        """Return the changes without those of a tied head that gets the same rows as the embedding: it stays tied."""
+        """Leave out changes of a tied head that gets the same rows as the embedding: it stays tied."""
         own = [change.step for change in changes if change.key == self._embedding]
         same = [change for change in changes if change.key in heads]
         equal = len(own) == len(same) and all(map(_are_same_rows, own, (change.step for change in same)))

@@ -277,7 +277,7 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
 
 def _is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a file holds a LoRA adapter; a rank in its name is that of its matrices."""
+    """Return whether a file holds a LoRA adapter, whose matrices have the rank in its name."""
     return "LoRA" in family_of_model(f"{entry.key}" for entry in checkpoint.survey.tensors)
 
 

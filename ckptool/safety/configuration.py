@@ -81,7 +81,7 @@ _BASE64: Final = regex(r"gA[I-X]|UEsDB")
 
 def evaluated_part(text: str, key: str = "") -> str:
     """Return the first part of a string on which a program may act: a call, a statement, a tag, a name that acts, a
-    template; "" if there is none. The text under the ``key`` of a template is read as nothing else.
+    template, or "". The text under the ``key`` of a template is always read as a template.
     """
     if is_template(text):
         part = unclear_part(text)
@@ -329,7 +329,7 @@ _SETTING: Final = regex(
 )
 _POINTER: Final = regex(r"version https://git-lfs[^\n]*\n(?:(?:ext|oid|size)[^\n]*\n?)*")
 _WORD: Final = regex(r"[\w\-./ ]{1,200}\s*")
-#: A string, and what follows it if it is a key; what stands between strings in JSON.
+#: A string, with the colon after a key; the characters between strings in JSON.
 _STRING: Final = regex(r'"((?:[^"\\]|\\.)*)"(?:\s*:\s*(["\[{tfn])?)?')
 _BETWEEN: Final = regex(r"(?:[\s\d{}\[\],:.eE+-]|true|false|null)*")
 

@@ -195,7 +195,7 @@ class _Template:
                 raise _Unclear(f"an attribute that {name} reads")
 
     def is_plain(self, tokens: Sequence[_Token]) -> bool:
-        """Return whether a value is a number or comes from the input of the template, and is no text made here."""
+        """Return whether a value is a number or comes from the input of the template; text made here does not count."""
         previous = before = _NONE
         tokens = list(_results(tokens))
         for n, token in enumerate(tokens):
@@ -252,7 +252,7 @@ def _is_value(token: _Token) -> bool:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Return whether an attribute is none of those that lead from a value to its class, frame or code."""
+    """Return whether an attribute cannot lead from a value to its class, frame or code."""
     return not _INNER.search(name.strip("'\"")) and "__" not in name and "\\" not in name
 
 

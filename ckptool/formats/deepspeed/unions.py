@@ -353,7 +353,7 @@ class WholeModel(NumberedFiles):
         """Return how many ranks have a file of the optimizer: all of them with ZeRO, else one for each share of the
         experts; 0 if unknown.
 
-        The optimizer of a rank has the parameters in the model file, and those of its share of the experts.
+        The optimizer of a rank has the parameters in the model file, and its share of the experts.
         """
         graph = file.graph
         world = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 0

@@ -69,7 +69,7 @@ class _Spread:
         self.flaw = ""
 
 
-#: The end of a flaw that is none of the files: their tensors are whole for torch.
+#: The end of a flaw for which no file is to blame: torch loads the tensors.
 _OF_CLASS: Final = ", and ckptool does not join"
 
 

@@ -570,7 +570,7 @@ def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict
     fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
     if fewer and not all(name.startswith(fewer) for name in names):
         why = f"{path} has {fewer + wanted!r} in place of {wanted!r}, and other keys do not begin with {fewer!r}"
-        return Answer(f"{why}: match compares all names with those of a file that the code loads.")
+        return Answer(f"{why}: match compares all names with a file that the code loads.")
     if fewer:
         why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
         return Answer(why, edit_step("strip-module", path, word="plain", strip_prefix=fewer))

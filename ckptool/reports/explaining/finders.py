@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
     ``codes``: findings of ``inspect``, at least one. ``formats``: the format is one of these. ``keys``: patterns, each
     for a key or an entry. ``entries``: paths that it has. ``classes``: a pattern for a name in its pickles. ``empty``:
-    it has no tensor. ``unreadable``: a pattern for the reason why the file is no checkpoint; only such a case answers
-    for such a file. ``step`` is the command (see ``table.typed``).
+    it has no tensor. ``unreadable``: a pattern for the error of a file that cannot be read as a checkpoint; other cases
+    do not apply to it. ``step`` is the command (see ``table.typed``).
     """
 
     why: str

@@ -57,7 +57,7 @@ def of_case(case: Case, path: str, details: Details, begin: str = "") -> Answer:
 
 
 def unreadable_case(error: KnownError, reason: str) -> Case | None:
-    """Return the case for a file that is no checkpoint for a reason, or None."""
+    """Return the case for a file that is not a checkpoint for this reason, or None."""
     return next((case for case in error.cases if case.unreadable and re.search(case.unreadable, reason)), None)
 
 
