@@ -50,6 +50,7 @@ SYNONYMS: Final = (
     ("moving_var", "running_var"),
 )
 _PLAIN: Final = dict(SYNONYMS)
+_LAST: Final = ("weight", "bias")
 
 #: Floating-point dtypes from the finest to the coarsest, with the codes by which ``struct`` knows them.
 _PRECISION: Final = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": ""}
@@ -259,6 +260,8 @@ def names_agree(name: str, other: str) -> bool:
 
 def _segments(name: str) -> list[str]:
     parts = old_weight_norm(unwrapper([name])(name)).split(".")
+    # A live PEFT model has the name of the adapter after each part of it: lora_A.default.weight.
+    parts = [part for before, part in zip(("", *parts), parts) if not before.startswith("lora_") or part in _LAST]
     return [*parts[:-1], _PLAIN.get(parts[-1], parts[-1])]
 
 
