@@ -75,8 +75,7 @@ class SharedStorage(NamedTuple):
 class Operation(Protocol):
     """An operation on elements: plain data, so that another process can carry it out.
 
-    ``source`` is the dtype of the elements it reads, ``target`` the dtype of the results. Name the class in
-    ``edits/vocabulary.py``.
+    ``source`` is the dtype of the elements it reads, ``target`` the dtype of the results.
     """
 
     @property
