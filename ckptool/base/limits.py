@@ -64,8 +64,8 @@ class Limits(NamedTuple):
     #: bytes that one command reads from afar, unless it is allowed more; lists of tensors need less than a MB, and
     #: what needs more than this is better downloaded once
     download_bytes: int = 1 << 30
-    #: requests for one remote file that are under way at once; more gain nothing on a line of 1 Gbit/s at 50 ms
-    requests: int = 32
+    #: requests for one remote file that are under way at once; the headers of 680 records are 11 round trips
+    requests: int = 64
     #: bytes of one remote file that are kept in memory
     remote_bytes: int = 40 << 20
     #: files in one remote folder; the largest models have some hundreds of shards, ranks of large runs some thousands
@@ -74,8 +74,14 @@ class Limits(NamedTuple):
     object_bytes: int = 5 << 40
     #: seconds for the list of the files in one remote folder; 100,000 files are 100 pages
     listing_seconds: float = 120.0
-    #: how often a request is sent again after a failure that may pass, with growing pauses of a few seconds in total
-    retries: int = 4
+    #: how often a request is sent again after a failure that may pass, with growing pauses of a second in total
+    retries: int = 3
+    #: seconds in which the last of these is sent, less the time to wait for it; and seconds of one request with its
+    #: answer, of which 4 MiB are the most
+    retry_seconds: float = 60.0
+    request_seconds: float = 120.0
+    #: bytes of an answer with no content of an object, such as the list of the files in a folder
+    answer_bytes: int = 64 << 20
     #: seconds in which a server must accept a connection, and seconds in which the next bytes must come
     connect_seconds: float = 5.0
     read_seconds: float = 10.0

@@ -22,7 +22,7 @@ SHARED: Final[Headings] = (
             "--dry-run",
         ),
     ),
-    ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download")),
+    ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned")),
     ("Several files", ("--files-from", "--null", "--jobs", "--engine", "--ordered")),
     (
         "Report",
@@ -37,7 +37,7 @@ RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
         *("--reclaim", "--null", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
-        *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download"),
+        *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned"),
     )
 )
 #: By command: rare options that are its purpose, and other options that are rare there.

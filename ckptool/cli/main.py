@@ -139,6 +139,7 @@ _REMOTE: Final = tuple(
         ("--anonymous", "", "Read remote files without credentials."),
         ("--profile", "PROFILE", "Use S3 with this profile of the AWS command line."),
         ("--max-download", "SIZE", "Read at most this much of remote files; by default 1 GiB."),
+        ("--allow-unversioned", "", "Read from servers that do not say whether a file was replaced meanwhile."),
     )
 )
 

@@ -10,9 +10,11 @@ from ..base import lazy
 from .sources import Computed, ExpectedChecksum, FolderPlan, Plan, Source, Span, origins, spans_read
 
 Item = TypeVar("Item")
-#: Items, and bytes, that are announced at the same time.
+#: Items that are announced at the same time.
 _BATCH: Final = 1000
-_BATCH_SIZE: Final = 16 << 20
+#: Ranges with a gap of fewer bytes become one request: at 50 ms and 125 MB/s, a request costs as much as 6 MB, but many
+#: are under way at once, and traffic is paid for.
+GAP: Final = 64 << 10
 
 
 def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum] = (), path: str = "") -> None:
@@ -26,9 +28,19 @@ def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]
     spans = [*spans_of(pieces, checksums)]
     if missing := missing_of(spans):
         remote = lazy.module("remote.source")
-        remote.announce(sum(span.size for span in missing), path or missing[0].source.name)
+        remote.announce(missing, path or missing[0].source.name, in_order=_in_order(spans))
         before = accumulate((span.size for span in spans), initial=0)
-        prefetch(span for span, nbytes in zip(spans, before) if nbytes < _BATCH_SIZE)
+        prefetch(span for span, nbytes in zip(spans, before) if nbytes < remote.batch_size())
+
+
+def _in_order(spans: Iterable[Span]) -> bool:
+    """Return whether the bytes of each file are read from its beginning to its end."""
+    ends: dict[Source, int] = {}
+    for source, offset, _ in chain.from_iterable(map(origins, spans)):
+        if offset < ends.get(source, 0):
+            return False
+        ends[source] = offset
+    return True
 
 
 def spans_of(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]) -> Iterator[Span]:
@@ -58,18 +70,28 @@ def ahead(items: Iterable[Item], spans: Callable[[Item], Iterable[Span]]) -> Ite
         return
     batch: list[Item] = []
     wanted: list[Span] = []
-    size = 0
+    size, most = 0, lazy.module("remote.source").batch_size()
     for item in items:
         batch.append(item)
         for span in spans(item):
+            gap = span.offset - sum(wanted[-1][1:]) if wanted and wanted[-1].source is span.source else -1
             wanted.append(span)
-            size += span.size
-        if size >= _BATCH_SIZE or len(batch) == _BATCH:
+            size += span.size + (gap if 0 < gap < GAP else 0)
+        if size >= most or len(batch) == _BATCH:
             prefetch(wanted)
             yield from batch
             batch, wanted, size = [], [], 0
     prefetch(wanted)
     yield from batch
+
+
+def check_unchanged(sources: Iterable[Source]) -> None:
+    """Raise ChangedError if a file changed since it was opened. Remote files are asked about at the same time."""
+    if _any_remote():
+        lazy.module("remote.store").at_once([*sources], lambda source: source.check_unchanged())
+        return
+    for source in sources:
+        source.check_unchanged()
 
 
 def _any_remote() -> bool:

@@ -253,7 +253,7 @@ class SliceSource(Source):
         return self.source.read(self.offset + offset, min(size, self.size - offset))
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self.source.prefetch([(self.offset + offset, size) for offset, size in ranges])
+        self.source.prefetch([(self.offset + offset, min(size, self.size - offset)) for offset, size in ranges])
 
     def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
         return self.source.missing([(self.offset + offset, size) for offset, size in ranges])

@@ -10,6 +10,7 @@ from ..base import addresses
 from ..base.addresses import conceal, reveal
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
+from ..base.text import quoted
 from ..files.folders import Folder
 from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote, open_store
 from .store import Facts, Failed, Recent, Settings, Store, alone, at_once, current, error_of
@@ -119,16 +120,20 @@ class RemoteFolder(Folder):
         store, prefix = self._place
         start = len(prefix) + 1 if prefix else 0
         try:
-            listed = {facts.key[start:]: facts for facts in alone(partial(store.list, prefix))}
+            spend = partial(self._allowance.spend, path=self.path)
+            listed = {facts.key[start:]: facts for facts in alone(partial(store.list, prefix, spend))}
             if any(not facts.key.startswith(prefix) for facts in listed.values()):
                 raise Failed("answer")
             itself = listed.pop("", None)
             if itself and itself.size:
                 raise Failed("both")
-            if any(_ODD.search(path) or addresses.parse(f"s3://b/{path}").query for path in listed):
-                raise Failed("key")
         except Failed as failed:
             raise error_of(failed, self._address) from None
+        odd = [path for path in listed if _ODD.search(path) or addresses.parse(f"s3://b/{path}").query]
+        if odd:
+            error = error_of(Failed("key"), self._address)
+            error.what += f": {quoted(odd[0])}"
+            raise error
         return listed
 
     def names(self, *, strict: bool = False) -> frozenset[str]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
-from urllib.parse import unquote
+from typing import Final
+from urllib.parse import quote, unquote
 
 from ..base.addresses import Address
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .obstores import Http, check_server, http_store, may_pass, retried
-from .store import Facts, Failed, Settings, Store
+from ..files.archives import parsed_object
+from .obstores import check_server
+from .store import Facts, Failed, Settings, Spend, Store
+from .web import Web
+from .wire import Reply, ask, retried
 
 _SITE: Final = "https://huggingface.co"
 _KINDS: Final = ("models", "datasets", "spaces")
@@ -22,17 +25,8 @@ _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
 #: A commit, as it stands in addresses.
 _COMMIT: Final = regex(r"[0-9A-Za-z]{4,128}")
-#: The kinds of failures by the names and texts of errors of huggingface_hub and its HTTP client; the first one counts.
-_WORDS: Final = (
-    ("timeout", regex("Timeout")),
-    ("redirect", regex("TooManyRedirects|UnsupportedProtocol|InvalidURL")),
-    ("proxy", regex("ProxyError")),
-    ("tls", regex("ConnectError: .*(SSL|TLS|certificate)")),
-    ("name", regex("ConnectError: .*(Name or service not known|nodename nor servname|getaddrinfo)")),
-    ("route", regex("ConnectError|OfflineMode")),
-    ("reset", regex("ReadError|WriteError|CloseError|RemoteProtocolError|LocalProtocolError")),
-    ("answer", regex("")),
-)
+#: The kinds of failures by what the hub says in a header.
+_CODES: Final = {"GatedRepo": "gated", "RevisionNotFound": "revision", "RepoNotFound": "repository"}
 
 
 def page_shows(parts: Address) -> str:
@@ -60,63 +54,49 @@ def open_store(path: str, settings: Settings) -> tuple[Store, str]:
     site = settings.endpoint_url or os.environ.get("HF_ENDPOINT", _SITE)
     check_server(site)
     minute = int(time.monotonic() // 60)  # a branch may move
-    return _repository(site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token, minute), file or ""
+    key = site.rstrip("/"), kind or "models", name, unquote(revision or "main"), token, settings.max_download, minute
+    return _repository(*key), file or ""
 
 
 @lru_cache(maxsize=8)
-def _repository(site: str, kind: str, name: str, revision: str, token: str, _minute: int) -> Store:
-    found = retried(lambda: _listed(site, kind, name, revision, token), may_pass)
-    return _Repository(site, kind, name, token, *found)
-
-
-def _listed(site: str, kind: str, name: str, revision: str, token: str) -> tuple[str, dict[str, int]]:
-    """Return the commit of a revision, and its files with their sizes in bytes; raises Failed."""
-    from huggingface_hub import HfApi, errors
-
+def _repository(site: str, kind: str, name: str, revision: str, token: str, most: int, _minute: int) -> Store:
+    url = f"{site}/api/{kind}/{quote(name)}/revision/{quote(revision, safe='')}?blobs=true"
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        api, timeout = HfApi(endpoint=site, token=token or False), LIMITS.read_seconds
-        found = api.repo_info(name, repo_type=kind[:-1], revision=revision, timeout=timeout, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-        sound = all(isinstance(path, str) and isinstance(size, int) and size >= 0 for path, size in sizes.items())
-        if not sound or not _COMMIT.fullmatch(found.sha):
-            raise ValueError
-        return found.sha, sizes
-    except errors.HFValidationError:
-        failed = Failed("names")
-    except errors.GatedRepoError:
-        failed = Failed("gated")
-    except errors.RevisionNotFoundError:
-        failed = Failed("revision")
-    except errors.RepositoryNotFoundError:
-        failed = Failed("repository")
-    except errors.HfHubHTTPError as error:
-        failed = Failed("", error.response.status_code)
-    except MemoryError:
+        found = parsed_object(retried(lambda: ask("GET", url, headers, min(LIMITS.answer_bytes, most))).body)
+    except Failed as failed:
+        if failed.status in (401, 403, 404) and not failed.code:
+            failed.kind = "gated" if failed.status == 403 else "repository"
+        failed.kind = _CODES.get(failed.code, failed.kind)
         raise
-    except Exception as error:  # errors of httpx, and of parsing whatever was answered
-        failed = Failed(next(kind for kind, words in _WORDS if words.search(f"{type(error).__name__}: {error}")))
-    raise failed
+    files = (found or {}).get("siblings")
+    files = files if isinstance(files, list) and all(isinstance(file, dict) for file in files) else [{}]
+    sizes = {file.get("rfilename"): file.get("size") or 0 for file in files}
+    sound = all(isinstance(path, str) and isinstance(size, int) and size >= 0 for path, size in sizes.items())
+    commit = (found or {}).get("sha")
+    if not sound or not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise Failed("answer")
+    folder = name if kind == "models" else f"{kind}/{name}"
+    return _Repository(f"{site}/{quote(folder)}/resolve/{commit}", headers, commit, sizes)
 
 
-class _Repository(Http):
+class _Repository(Web):
     """A repository at one commit. The hub redirects every request to another host, which never sees the token."""
 
-    def __init__(self, site: str, kind: str, name: str, token: str, commit: str, sizes: dict[str, int]) -> None:
-        folder = name if kind == "models" else f"{kind}/{name}"
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        super().__init__(http_store(f"{site}/{folder}/resolve/{commit}", headers))
+    def __init__(self, base: str, headers: Mapping[str, str], commit: str, sizes: Mapping[str, int]) -> None:
+        super().__init__(lambda key: f"{base}/{quote(key)}", headers)
         self._commit, self._sizes = commit, sizes
 
-    def facts(self, meta: Any) -> Facts:
+    def facts(self, key: str, size: int, reply: Reply | None = None) -> Facts:
         # Servers behind the hub have ETags of their own; at one commit, a name always means the same bytes.
-        return Facts(meta["path"], meta["size"], f'W/"{self._commit}"')
+        return Facts(key, size, f'W/"{self._commit}"')
 
     def head(self, key: str) -> Facts:
         if key not in self._sizes:
             raise Failed("", 404)
-        return self.facts({"path": key, "size": self._sizes[key]})
+        return self.facts(key, self._sizes[key])
 
-    def list(self, prefix: str) -> Sequence[Facts]:
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
         start = f"{prefix}/" if prefix else ""
         if len(self._sizes) > LIMITS.remote_files:
             raise Failed("many")

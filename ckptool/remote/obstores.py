@@ -1,4 +1,4 @@
-"""S3, Google Cloud Storage, Azure and HTTP servers, through obstore.
+"""Google Cloud Storage and Azure through obstore, and the credentials and settings of S3 and of web servers.
 
 obstore starts fast, but its errors are pages with the whole address, retries take minutes, and profiles of AWS are
 unknown to it. This module sets limits, finds credentials where people have them, and turns errors into ``Failed``.
@@ -7,17 +7,17 @@ unknown to it. This module sets limits, finds credentials where people have them
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import ARRIVED, Account, Answer, Copier, Facts, Failed, Settings, Store, at_once, kind_of
+from .store import ARRIVED, Account, Answer, Facts, Failed, Settings, Spend, Store, at_once
+from .wire import ask, certificates
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
@@ -27,8 +27,7 @@ MOST_PARTS: Final = 10_000
 _PARTS_AT_ONCE: Final = 3
 #: Bytes of an answer that are counted at a time.
 _CHUNK: Final = 1 << 18
-#: Seconds of one whole request, and seconds to find out whether the machine has credentials of its own.
-_REQUEST_SECONDS: Final = 300
+#: Seconds to find out whether the machine has credentials of its own.
 _METADATA_SECONDS: Final = 1
 #: Variables with the endpoint of S3: the first one counts, unless the setting turns all endpoints off.
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -46,8 +45,6 @@ _VARIABLES: Final = {
     "gs": ("GOOGLE_",),
 }
 _SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
-#: Seconds before a request is sent again, at most; each further pause is twice as long.
-_PAUSE: Final = 0.1
 _BUCKET: Final = regex(r"[\w.@$~-]+")
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
@@ -57,7 +54,7 @@ _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"
 _WORDS: Final = (
     ("region", regex("BareRedirect")),
     ("whole", regex("NotPartial|RangeNotSupported|ParseContentRange")),
-    ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment")),
+    ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment|Expected string path")),
     ("keys", regex("Missing(AccessKeyId|SecretAccessKey)")),
     ("account", regex("MissingAccount|[Aa]ccount must be specified")),
     ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
@@ -78,15 +75,14 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     parts = parse(address)
     if parts.scheme in ("http", "https"):
         check_server(f"{parts.scheme}://{parts.host}")
-        headers = {}
-        if parts.user:  # obstore would drop it. Sent as a header, it follows no redirect to another host.
-            from base64 import b64encode
-            from urllib.parse import unquote
+        from .web import Web
+        from .wire import basic
 
-            headers["authorization"] = f"Basic {b64encode(unquote(parts.user).encode()).decode()}"
+        headers = {"authorization": basic(parts.user)} if parts.user else {}
         # Azure knows no suffix ranges. Its signatures are two of the parameters.
         azure = parts.host.endswith(".core.windows.net") or ("sig=" in parts.query and "sv=" in parts.query)
-        return Http(http_store(str(parts._replace(user="")), headers), has_tail=not azure), ""
+        url = str(parts._replace(user=""))
+        return Web(lambda key: url, headers, has_tail=not azure), ""
     if parts.query:
         raise Failed("query")
     if not _BUCKET.fullmatch(parts.host):
@@ -95,7 +91,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
         raise Failed("key")  # obstore would drop the slash, and botocore would not
     names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
-    return _ask(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
+    return asked(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
 
 
 def check_server(url: str) -> None:
@@ -114,11 +110,6 @@ def _library() -> Any:
     return store
 
 
-def http_store(address: str, headers: Mapping[str, str]) -> Any:
-    """Return the store of obstore for a web server, which gets these headers; raises Failed."""
-    return _ask(lambda: _library().HTTPStore(address, **_client(address, headers)))
-
-
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
 def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple[str, str], ...]) -> Store:
     variables = dict(environment)
@@ -127,22 +118,25 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
     endpoint = settings.endpoint_url or (_configured(settings.profile, variables) if scheme == "s3" else "")
     check_server(endpoint)
     if scheme == "s3":
+        from .s3 import S3
+
         reached = Account(endpoint, settings.profile, settings.anonymous, environment)
-        ignored = any(name in variables for name in _ENDPOINTS)  # obstore would read it all the same
 
-        def in_region(**region: str) -> Any:
-            options = more | region
-            if endpoint or ignored:
-                near = [options.get("region"), variables.get("AWS_REGION"), variables.get("AWS_DEFAULT_REGION")]
-                amazon = f"https://s3.{next(filter(None, near), 'us-east-1')}.amazonaws.com"
-                options["endpoint"] = endpoint or amazon
-            return _library().S3Store(host, **options, **_client(endpoint))
+        def in_region(**changed: Any) -> S3:
+            options = more | changed
+            near = [options.get("region"), variables.get("AWS_REGION"), variables.get("AWS_DEFAULT_REGION")]
+            region = next(filter(None, near), "us-east-1")
+            # obstore would read the variables with the endpoint, even if they are to be ignored.
+            options["endpoint"] = endpoint or f"https://s3.{region}.amazonaws.com"
 
-        return ObStore(
-            in_region(),
-            copies=partial(_copier, host, reached),
-            elsewhere=lru_cache(maxsize=1)(lambda: in_region(region=_region(host, endpoint))),
-        )
+            def make(**given: Any) -> Any:
+                return _library().S3Store(host, **options | given, **_client(endpoint))
+
+            base = f"{options['endpoint'].rstrip('/')}/{host}"
+            elsewhere = None if changed else lambda: in_region(region=_region(host, endpoint))
+            return S3(host, make, _sign, base, reached, lambda: _copier(host, reached), elsewhere)
+
+        return in_region()
     if scheme == "gs":
         more |= {"base_url": endpoint} if endpoint else {}
         return ObStore(_library().GCSStore(host, **more, **_client(endpoint)), by_etag=False)
@@ -154,17 +148,10 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
 
 def _region(bucket: str, endpoint: str) -> str:
     """Return the region of a bucket, which S3 tells everybody in a header that obstore hides; raises Failed."""
-    from urllib.request import Request, urlopen
-
-    request = Request(f"{endpoint.rstrip('/') or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")
-    headers: Any = {}
-    try:
-        with urlopen(request, timeout=LIMITS.connect_seconds) as answer:
-            headers = answer.headers
-    except Exception as error:  # urllib also raises http.client's errors, which quote the endpoint or the answer
-        headers = getattr(error, "headers", {})  # an answer with an error status
-    if region := headers.get("x-amz-bucket-region"):
-        return str(region)
+    url = f"{endpoint.rstrip('/') or 'https://s3.amazonaws.com'}/{bucket}"
+    with suppress(Failed):
+        if region := ask("HEAD", url, {}, 0, follow=False, whatever=True).headers.get("x-amz-bucket-region"):
+            return region
     raise Failed("region")
 
 
@@ -208,7 +195,7 @@ def _paths(scheme: str, variables: dict[str, str]) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def _copier(bucket: str, account: Account) -> Copier | None:
+def _copier(bucket: str, account: Account) -> Any:
     """Return what copies within S3, or None without the extra ckptool[s3]."""
     try:
         from .copies import S3Copier
@@ -243,22 +230,23 @@ def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[s
     return {}
 
 
-def _client(endpoint: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the limits of all requests to an endpoint, their headers, and the certificates that they trust."""
+def _client(endpoint: str) -> dict[str, Any]:
+    """Return the limits of all requests to an endpoint, and the certificates that they trust."""
     options: dict[str, Any] = {
-        "default_headers": headers or {},
         "allow_http": endpoint.startswith("http:"),
         "connect_timeout": timedelta(seconds=LIMITS.connect_seconds),
         "read_timeout": timedelta(seconds=LIMITS.read_seconds),
-        "timeout": timedelta(seconds=_REQUEST_SECONDS),
+        "timeout": timedelta(seconds=LIMITS.request_seconds),
     }
-    for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        if os.path.isfile(path := os.environ.get(name, "")):
-            with open(path, "rb") as file:
-                options["root_certificate"] = file.read()
-            break
-    backoff = {"init_backoff": timedelta(seconds=_PAUSE), "max_backoff": timedelta(seconds=5)}
-    retries = {"max_retries": LIMITS.retries, "retry_timeout": timedelta(seconds=_REQUEST_SECONDS), "backoff": backoff}
+    for path in certificates()[:1]:
+        with open(path, "rb") as file:
+            options["root_certificate"] = file.read()
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
+    retries = {
+        "max_retries": LIMITS.retries,
+        "retry_timeout": timedelta(seconds=LIMITS.retry_seconds),
+        "backoff": backoff,
+    }
     return {"client_options": options, "retry_config": retries}
 
 
@@ -292,6 +280,13 @@ def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
     return {"credential_provider": provider, **more}
 
 
+def _sign(make: Callable[[], Any], method: str, key: str) -> str:
+    """Return the signed address of a request to S3, which is valid for half an hour; raises Failed."""
+    from obstore import sign
+
+    return asked(lambda: str(sign(make(), method, key, timedelta(minutes=30))))
+
+
 def failed_of(error: BaseException) -> Failed:
     """Return the facts of an error of obstore."""
     text = str(error)
@@ -307,8 +302,8 @@ def failed_of(error: BaseException) -> Failed:
     return Failed(next((kind for kind, words in _WORDS if words.search(plain)), ""))
 
 
-def _ask(do: Callable[[], T]) -> T:
-    """Return the result of a request; raises Failed."""
+def asked(do: Callable[[], T]) -> T:
+    """Return the result of a call of obstore; raises Failed."""
     if os.getpid() != _PROCESS:  # the threads of obstore do not live on in a forked process: it would wait for ever
         raise Failed("fork")
     try:
@@ -320,23 +315,6 @@ def _ask(do: Callable[[], T]) -> T:
             raise
         caught = error
     raise failed_of(caught)  # out of reach of the error of obstore: no traceback shows it
-
-
-def retried(do: Callable[[], T], passes: Callable[[Failed], bool]) -> T:
-    """Return the result of a request, which is sent again after failures that may pass."""
-    for attempt in range(LIMITS.retries):
-        try:
-            return do()
-        except Failed as failed:
-            if not passes(failed):
-                raise
-        time.sleep((1 + os.urandom(1)[0] / 255) / 2 * _PAUSE * 2**attempt)  # 50 to 100 ms, then twice as long
-    return do()
-
-
-def may_pass(failed: Failed) -> bool:
-    """Return whether a request may succeed when it is sent again."""
-    return failed.kind in ("timeout", "reset", "body") or failed.status == 429 or failed.status >= 500
 
 
 def _body(found: Any, size: int) -> bytes:
@@ -351,25 +329,10 @@ def _body(found: Any, size: int) -> bytes:
 
 
 class ObStore(Store):
-    """A bucket or container.
+    """A bucket or container. ``by_etag`` says whether a condition of a write can be an ETag."""
 
-    ``by_etag`` says whether an object can be replaced on the condition that it has an ETag. ``copies`` returns what
-    copies on the server, ``elsewhere`` the store of the same bucket in the region where it really is.
-    """
-
-    def __init__(
-        self,
-        store: Any,
-        *,
-        has_tail: bool = True,
-        by_etag: bool = True,
-        copies: Callable[[], Copier | None] | None = None,
-        elsewhere: Callable[[], Any] | None = None,
-    ) -> None:
-        self._store = store
-        self.has_tail = has_tail
-        self._by_etag, self._copies = by_etag, copies
-        self._elsewhere = elsewhere
+    def __init__(self, store: Any, *, has_tail: bool = True, by_etag: bool = True) -> None:
+        self._store, self.has_tail, self._by_etag = store, has_tail, by_etag
 
     def facts(self, meta: Any) -> Facts:
         """Return the facts of an object. Without an ETag, the time of its last change takes its place.
@@ -382,7 +345,7 @@ class ObStore(Store):
         return Facts(meta["path"], meta["size"], etag)
 
     def head(self, key: str) -> Facts:
-        return self._try(lambda: self.facts(self._store.head(key)))
+        return asked(lambda: self.facts(self._store.head(key)))
 
     def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
         return self._answer(key, (begin, begin + size), size, etag)
@@ -404,10 +367,10 @@ class ObStore(Store):
                 raise Failed("length")
             return Answer(data, facts)
 
-        return self._try(ask)
+        return asked(ask)
 
-    def list(self, prefix: str) -> Sequence[Facts]:
-        return at_once([prefix], lambda one: self._try(lambda: self._list(one)), LIMITS.listing_seconds)[0]
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
+        return at_once([prefix], lambda one: asked(lambda: self._list(one)), LIMITS.listing_seconds)[0]
 
     def _list(self, prefix: str) -> Sequence[Facts]:
         found: list[Facts] = []
@@ -421,51 +384,8 @@ class ObStore(Store):
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
         if size >= PART:
             part = max(PART, -(-size // MOST_PARTS))
-            _ask(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=_PARTS_AT_ONCE))
+            asked(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=_PARTS_AT_ONCE))
             return
         data = b"".join(chunks)
         mode: Any = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
-        try:
-            _ask(lambda: self._store.put(key, data, mode=mode))
-        except Failed as failed:
-            if failed.status != 412 or self.head(key).etag != former:
-                raise
-            # The object is still the same: Ceph 16 compares with the ETag without its quotes.
-            _ask(lambda: self._store.put(key, data, mode={"e_tag": former.strip('"')}))
-
-    def copies(self) -> Copier | None:
-        return self._copies() if self._copies else None
-
-    def _try(self, do: Callable[[], T]) -> T:
-        """Return the result of a request that reads; ask again in the region where the bucket really is."""
-        try:
-            return self._patiently(do)
-        except Failed as failed:
-            # An answer to HEAD has no code.
-            elsewhere = kind_of(failed) == "region" or (failed.status, failed.code) == (400, "")
-            if not (elsewhere and self._elsewhere):
-                raise
-        self._store = self._elsewhere()
-        return self._patiently(do)
-
-    def _patiently(self, do: Callable[[], T]) -> T:
-        """Return the result of a request that reads; ask again if the answer is too short, which obstore does not."""
-        return retried(lambda: _ask(do), lambda failed: failed.kind in ("length", "body"))
-
-
-class Http(ObStore):
-    """One file on a web server: its key is ""."""
-
-    def head(self, key: str) -> Facts:
-        """Return the facts of a file from a request for its first byte: signed addresses are signed for GET alone."""
-        try:
-            return self.get(key, 0, 1).facts
-        except Failed as failed:
-            if failed.status == 416:
-                return Facts(key, 0, "")
-            if failed.kind != "whole":  # an empty file, or no ranges
-                raise
-        return super().head(key)
-
-    def list(self, prefix: str) -> Sequence[Facts]:
-        raise Failed("listing")
+        asked(lambda: self._store.put(key, data, mode=mode))

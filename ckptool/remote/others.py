@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.limits import LIMITS
-from .store import ARRIVED, Answer, Facts, Failed, Store
+from .store import ARRIVED, Answer, Facts, Failed, Spend, Store
 
 T = TypeVar("T")
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
@@ -80,7 +80,7 @@ class _System(Store):
         ARRIVED.add(len(data))
         return Answer(data, before)
 
-    def list(self, prefix: str) -> Sequence[Facts]:
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
         found: Mapping[str, Any] = _ask(lambda: self._system.find(self._base + prefix, detail=True))
         if len(found) > LIMITS.remote_files:
             raise Failed("many")
@@ -90,4 +90,4 @@ class _System(Store):
 def _facts(key: str, found: Mapping[str, Any]) -> Facts:
     marks = [found[name] for name in _MARKS if name in found]
     marks = [mark.timestamp() if hasattr(mark, "timestamp") else mark for mark in marks]
-    return Facts(key, found.get("size") or 0, f"W/{marks}")
+    return Facts(key, found.get("size") or 0, f"W/{marks}" if any(marks) else "")

@@ -21,7 +21,7 @@ from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..base.text import human_bytes
-from ..files.downloads import missing_of, prefetch, spans_of
+from ..files.downloads import check_unchanged, missing_of, prefetch, spans_of
 from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, size_of
 from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
@@ -262,7 +262,7 @@ class _Writing(NamedTuple):
         try:
             self.expect(cut.streamed)
         except RefusedError as error:
-            if self.copier is None and self.target.address.startswith("s3://"):
+            if self.copier is not None and not self.copier.can_copy:
                 error.step = as_step("with boto3 the server copies them: pip install 'ckptool[s3]'")
             raise
         etag = self.former.etag if self.former else ""
@@ -289,9 +289,18 @@ class _Writing(NamedTuple):
         try:
             etags = self._send(cut, copier, upload, ends)
             self._complete(partial(copier.complete, key, upload, etags, etag), ends)
-        except BaseException:
-            copier.abort(key, upload)
+        except BaseException as error:
+            try:
+                copier.abort(key, upload)
+            except Failed:
+                raise self._left(upload) from error
             raise
+
+    def _left(self, upload: str) -> OutputError:
+        """Return the error for an upload that failed, and that the server does not remove."""
+        what = f"nothing was written, but the server refuses to remove the parts that were sent: upload {upload}"
+        step = "remove it with the s3api command abort-multipart-upload, or by a lifecycle rule of the bucket"
+        return OutputError(what, path=self.target.name, next=step)
 
     def _send(self, cut: Cut, copier: Copier, upload: str, ends: _Ends) -> list[str]:
         """Send all parts, or let the server copy them; return their ETags."""
@@ -347,8 +356,7 @@ class _Writing(NamedTuple):
         if self.check is not None:
             self.check(PlanSource(self.plan, self.target.name))
         known = ends.known()
-        for source in self.sources:
-            source.check_unchanged()
+        check_unchanged(self.sources)
         if self.target.facts() != self.former:
             raise Failed("", 412)
         try:

@@ -14,6 +14,7 @@ from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, Refus
 from ..base.limits import ANNOUNCED, LIMITS
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes
+from ..files.downloads import GAP
 from ..files.sources import Source, Span
 from .store import (
     Answer,
@@ -34,9 +35,6 @@ from .store import (
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
 ENDS: Final = 256 << 10
-#: Ranges with a gap of fewer bytes become one request: at 50 ms and 125 MB/s, a request costs as much as 6 MB, but many
-#: are under way at once, and traffic is paid for.
-_GAP: Final = 64 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
@@ -47,6 +45,8 @@ _LARGE: Final = 1 << 20
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
 _OPENED: Final[Recent[RemoteSource]] = Recent(1, seconds=30)
+#: What ``is_file`` could not open: its error is raised when it is opened.
+_FAILED: Final[Recent[UnreadableError]] = Recent(1, seconds=2)
 
 
 def is_file(address: str) -> bool:
@@ -61,7 +61,9 @@ def is_file(address: str) -> bool:
     try:
         _OPENED.keep(reveal(address), open_remote(address))
     except UnreadableError as error:
-        return error.what not in (NO_FILE, A_DIRECTORY)
+        if error.what in (NO_FILE, A_DIRECTORY):
+            return False
+        _FAILED.keep(reveal(address), error)
     return True
 
 
@@ -78,6 +80,8 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     """
     if settings is None and (opened := _OPENED.take(reveal(address))):
         return opened
+    if settings is None and (error := _FAILED.get(reveal(address))):
+        raise error
     settings, address = settings or current(), meant(address)
     store, key = open_store(address, settings)
     path = parse(address).path if parse(address).scheme.startswith("http") else key
@@ -167,8 +171,9 @@ class RemoteSource(Source):
         #: Called before the first read.
         self.start: Callable[[], None] = self.begin
         self._next = -1  # where a reader would go straight on
-        self._window = _GAP
+        self._window = GAP
         self._asked: list[Range] = []  # ranges that threads download
+        self._announced: list[Range] = []  # ranges that are read later, in order
         self._arrived = threading.Condition(allowance.lock)
 
     def begin(self) -> None:
@@ -215,10 +220,11 @@ class RemoteSource(Source):
                 kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
                 begin = gaps[0][0]
-                self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else _GAP
+                self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else GAP
                 end = offset + size
                 others = [at for at, _ in self._asked if at >= end]  # other threads read from there
-                self._next = min(max(begin + self._window, end), self._blocks.next_large(end, self.size), *others)
+                ahead = max(self._announced_end(begin), begin + self._window, end)
+                self._next = min(ahead, self._blocks.next_large(end, self.size), *others)
                 wanted = begin, self._next - begin
                 missing = self.missing([wanted])
                 self._asked.append(wanted)
@@ -237,13 +243,23 @@ class RemoteSource(Source):
         """Return whether another thread asked for bytes of these ranges."""
         return any(at < begin + size and begin < at + count for at, count in self._asked for begin, size in gaps)
 
+    def _announced_end(self, begin: int) -> int:
+        """Return where the announced range around a byte ends, or ``begin`` if it was not announced."""
+        place = bisect_right(self._announced, (begin, self.size)) - 1
+        at, size = self._announced[place] if place >= 0 else (begin, 0)
+        return min(max(at + size, begin), begin + batch_size())
+
     def prefetch(self, ranges: Iterable[Range]) -> None:
         fetch(self.missing(ranges))
+
+    def announce(self, ranges: Iterable[Range]) -> None:
+        """Read large ranges from now on wherever one of these begins."""
+        self._announced = _joined([*self._announced, *ranges])
 
     def origin(self) -> Origin | None:
         """Return where the server finds the bytes to copy them, or None if it cannot copy."""
         copier = self._store.copies()
-        return Origin(copier, self._key, self._etag) if copier else None
+        return Origin(copier, self._key, self._etag) if copier and copier.can_copy else None
 
     def received(self) -> tuple[int, int]:
         """Return how many answers had bytes of the object, and how many bytes."""
@@ -274,6 +290,8 @@ class RemoteSource(Source):
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
         if answer.facts[1:] != (self.size, self._etag):
             raise self._changed()
+        if not (self._etag or self._settings.allow_unversioned or len(answer.data) == self.size):
+            raise error_of(Failed("unversioned"), self._address)
         with self._allowance.lock:
             self._blocks.add(at, answer.data)
 
@@ -309,7 +327,8 @@ class Allowance:
         self.limit = limit
         self.spent = 0
         self.lock = threading.RLock()
-        self._used: dict[tuple[Blocks, int], int] = {}  # sizes of blocks in memory, in the order of their use
+        # Sizes of blocks in memory, in the order of their use: of the small ones, such as headers, and of the others.
+        self._used: tuple[dict[tuple[Blocks, int], int], ...] = {}, {}
         self._kept = 0
 
     def spend(self, nbytes: int, path: str) -> None:
@@ -319,21 +338,31 @@ class Allowance:
             self.spent += nbytes
 
     def use(self, blocks: Blocks, begin: int, size: int) -> None:
-        """Record the use of a block, and forget the blocks that were used longest ago if memory is full."""
-        self._kept += size - self._used.pop((blocks, begin), 0)
-        self._used[blocks, begin] = size
+        """Record the use of a block, and forget the blocks that were used longest ago if memory is full.
+
+        Small ones are forgotten last: to ask for each again would be a request of its own.
+        """
+        used = self._used[size >= GAP]
+        self._kept += size - used.pop((blocks, begin), 0)
+        used[blocks, begin] = size
         while self._kept > LIMITS.remote_bytes:
-            self.forget(*next(iter(self._used)))
+            self.forget(*next(iter(self._used[bool(self._used[1])])))
 
     def forget(self, blocks: Blocks, begin: int) -> None:
-        self._kept -= self._used.pop((blocks, begin))
+        place = blocks, begin
+        self._kept -= self._used[place in self._used[1]].pop(place)
         blocks.remove(begin)
 
 
+def batch_size() -> int:
+    """Return the most bytes to announce at once: the batch before may still be needed, and the ends of objects."""
+    return LIMITS.remote_bytes * 2 // 5
+
+
 def fetch(spans: Iterable[Span]) -> None:
-    """Download spans of several objects at the same time, until they fill two fifths of the memory."""
+    """Download spans of several objects at the same time, until they fill nearly half of the memory."""
     requests: list[tuple[RemoteSource, int, int]] = []
-    room = LIMITS.remote_bytes * 2 // 5  # the batch before this one may still be needed, and the ends of objects
+    room = LIMITS.remote_bytes * 9 // 20  # the batch before this one may still be needed, and the ends of objects
     for source, offset, wanted in spans:
         assert isinstance(source, RemoteSource)
         size = min(wanted, room)
@@ -345,10 +374,16 @@ def fetch(spans: Iterable[Span]) -> None:
     at_once(requests, lambda request: request[0].fetch(*request[1:]))
 
 
-def announce(nbytes: int, path: str) -> None:
-    """Raise RefusedError if the command under way may not download ``nbytes`` more. Nothing is read."""
-    before = ANNOUNCED.get()
+def announce(spans: Sequence[Span], path: str, *, in_order: bool = False) -> None:
+    """Raise RefusedError if the command under way may not download these spans, too. Nothing is read.
+
+    ``in_order`` says that each file is read from its beginning to its end.
+    """
+    before, nbytes = ANNOUNCED.get(), sum(span.size for span in spans)
     _check(before or 0, nbytes, current().max_download, path)
+    for source in {span.source for span in spans} if in_order else ():
+        if isinstance(source, RemoteSource):
+            source.announce(span[1:] for span in spans if span.source is source)
     if before is not None:
         ANNOUNCED.set(before + nbytes)
 
@@ -426,7 +461,7 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
     found: list[Range] = []
     for begin, size in sorted(ranges):
         last, length = found[-1] if found else (begin, 0)
-        if found and begin - (last + length) < _GAP:
+        if found and begin - (last + length) < GAP:
             found[-1] = last, max(length, begin + size - last)
         else:
             found.append((begin, size))

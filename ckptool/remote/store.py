@@ -17,9 +17,11 @@ from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, Refu
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Line, Setting, advice
-from ..base.text import parse_bytes
+from ..base.text import human_bytes, parse_bytes
 
 T = TypeVar("T")
+#: What counts the bytes of an answer while they arrive, and raises RefusedError if they are too many.
+Spend = Callable[[int], None]
 Result = TypeVar("Result")
 #: A range of an object: its first byte, and its size in bytes.
 Range = tuple[int, int]
@@ -28,13 +30,15 @@ Range = tuple[int, int]
 class Settings(NamedTuple):
     """How stores are reached. An empty field means that the environment tells.
 
-    ``max_download`` is the most bytes that one command reads from afar.
+    ``max_download`` is the most bytes that one command reads from afar. ``allow_unversioned`` accepts servers that
+    do not say whether a file was replaced between two answers.
     """
 
     endpoint_url: str = ""
     anonymous: bool = False
     profile: str = ""
     max_download: int = LIMITS.download_bytes
+    allow_unversioned: bool = False
 
 
 def current() -> Settings:
@@ -42,10 +46,11 @@ def current() -> Settings:
 
     Raises TargetError if the limit of downloads is not a number of bytes.
     """
-    endpoint_url, anonymous, profile, most = (
+    endpoint_url, anonymous, profile, most, unversioned = (
         os.environ.get(f"CKPTOOL_{name.upper()}", "") for name in Settings._fields
     )
-    return Settings(endpoint_url, bool(anonymous), profile, parse_bytes(most) if most else LIMITS.download_bytes)
+    limit = parse_bytes(most) if most else LIMITS.download_bytes
+    return Settings(endpoint_url, bool(anonymous), profile, limit, bool(unversioned))
 
 
 class Account(NamedTuple):
@@ -93,15 +98,18 @@ class Store:
         """Return the last ``size`` bytes, or all if there are fewer."""
         raise NotImplementedError
 
-    def list(self, prefix: str) -> Sequence[Facts]:
-        """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is ""."""
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
+        """Return all objects whose keys begin with ``prefix`` and "/"; all objects if it is "".
+
+        ``spend`` is called with the sizes of what arrives.
+        """
         raise NotImplementedError
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write an object of ``size`` bytes. ``former`` is the ETag of what it may replace, "" if there must be none.
 
-        Nothing is visible before the last chunk. If the chunks raise an error, nothing is written, and ``Failed`` does
-        not say which error it was. A large object takes no condition.
+        Nothing is visible before the last chunk. If the chunks raise an error, nothing is written; ``Failed`` may take
+        the place of the error. A large object takes no condition.
         """
         raise Failed("writing")
 
@@ -114,6 +122,8 @@ class Copier(Protocol):
     """Uploads in parts of 5 MiB to 5 GiB; the last one may be smaller. Raises ``Failed``, from any thread."""
 
     bucket: str
+    #: Whether ``copy`` works.
+    can_copy: bool
     #: Two copiers of one account can copy from each other's buckets.
     account: Account
 
@@ -134,7 +144,7 @@ class Copier(Protocol):
         ...
 
     def abort(self, key: str, upload: str) -> None:
-        """Remove an unfinished upload, if the server allows it."""
+        """Remove an unfinished upload."""
         ...
 
 
@@ -173,6 +183,11 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     ),
     "proxy": ("the proxy gives no connection to {host}", "check HTTPS_PROXY and NO_PROXY"),
     "body": ("{host} broke off its answer, also when asked again", "try again later"),
+    "slow": (f"{{host}} sends too slowly: an answer took {LIMITS.request_seconds:.0f} seconds", "try again later"),
+    "large": (
+        f"{{host}} answers with more than {human_bytes(LIMITS.answer_bytes)}, or more than may be downloaded",
+        advice("check the address, or allow more with ", Setting("max_download", None)),
+    ),
     "length": ("{host} sends a wrong number of bytes, also when asked again", "try again later"),
     "reset": ("{host} broke off the connection, also when asked again", "try again later"),
     "whole": ("{host} cannot send a part of a file", "download it first"),
@@ -201,6 +216,10 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
         "download it first",
     ),
     "query": ("parameters behind a question mark are not supported", "name the object alone"),
+    "unversioned": (
+        "{host} sends neither ETag nor Last-Modified: if the file is replaced meanwhile, its parts would be mixed",
+        advice("download it first, or accept this with ", Setting("allow_unversioned")),
+    ),
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "both": ("it is a file and a folder at once", "rename one of them, or name single files"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
@@ -219,6 +238,8 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "package": ("a package is missing that fsspec needs for {scheme}://", "install it, or download the file first"),
     "scheme": ("addresses with {scheme}:// are not supported", "download it first"),
     "unsigned": ("{host} wants credentials", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
+    "archived": ("it is in an archive such as Glacier", "restore it first, then try again"),
+    "kms": ("the KMS key that encrypts it cannot be used", "check its state and the permission kms:Decrypt"),
     "password": ("{host} wants credentials", "check the address"),
     "denied": (
         "no permission to {verb} it, or no such file and no permission to list {bucket}",
@@ -248,6 +269,8 @@ _CODES: Final = {
     "SignatureDoesNotMatch": "keys",
     "AuthenticationFailed": "keys",
     "InvalidPart": "parts",
+    "InvalidObjectState": "archived",
+    "KMS": "kms",
 }
 #: The kinds of failures by the status of an answer, and those that mean something else while writing or in a scheme.
 _STATUSES = {401: "unsigned", 403: "denied", 404: "missing", 407: "proxy", 410: "missing", 412: "changed"}
@@ -282,7 +305,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
         host=host, bucket=bucket, scheme=parts.scheme, status=status, verb="write" if writing else "read"
     )
     error: type[CkptoolError] = OutputError if writing else UnreadableError
-    error = {"writing": RefusedError, "changed": ChangedError}.get(said, error)
+    error = {"writing": RefusedError, "unversioned": RefusedError, "changed": ChangedError}.get(said, error)
     found = error(what, path=conceal(address), next=step)
     found.of_server = kind != "listing" and (kind != "" or status not in (401, 403, 404, 410))
     return found

@@ -30,7 +30,7 @@ from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
-from ..files.downloads import expect_reads
+from ..files.downloads import check_unchanged, expect_reads
 from ..files.folders import folder_at
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
@@ -278,8 +278,7 @@ def _checked(
         checks.append(_finite(checkpoint, finite, progress))
     if policy.load:
         checks.append(_loads(checkpoint, policy.map_location))
-    for source in checkpoint.sources:
-        source.check_unchanged()
+    check_unchanged(checkpoint.sources)
     files: list[CompanionReport] = []
     companions: Companions | None = None
     own = safety.pickles

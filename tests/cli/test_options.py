@@ -191,7 +191,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
-AROUND |= {"endpoint_url", "anonymous", "profile", "max_download"}  # of remote files
+AROUND |= {"endpoint_url", "anonymous", "profile", "max_download", "allow_unversioned"}  # of remote files
 AROUND |= {"engine", "ordered", "files_from", "null"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
 #: The option and its parameter, by function, where the parameter has a shorter name.

@@ -235,6 +235,7 @@ def test_imports_by_name_run_downwards_too(modules: list[Module]) -> None:
     # The room of remote files is imported once an address is opened.
     remote = {f"ckptool/files/{name}.py": {"remote.source"} for name in ("archives", "downloads")}
     remote["ckptool/files/archives.py"].add("remote.folder")
+    remote["ckptool/files/downloads.py"].add("remote.store")
     remote["ckptool/files/folders.py"] = {"remote.folder"}
     assert found == {"ckptool/checkpoint/checkpoint.py": face, **remote}
 
@@ -327,7 +328,9 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/files/cluster.py", "tempfile"),  # what its workers write
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
         ("ckptool/remote/hub.py", "urllib"),  # the same for a revision
-        ("ckptool/remote/obstores.py", "urllib"),  # the same for a user name; asks for the region of a bucket
+        ("ckptool/remote/s3.py", "urllib"),  # the same for a key
+        ("ckptool/remote/wire.py", "urllib"),  # splits addresses
+        ("ckptool/remote/wire.py", "socket"),  # sends requests
         ("ckptool/values/torch/loads.py", "tempfile"),  # a copy of a remote file
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs

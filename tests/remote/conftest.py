@@ -13,24 +13,23 @@ from typing import Any
 import pytest
 from remote.server import KEY, SECRET, Server
 
-from ckptool.remote import obstores
+from ckptool.remote import source, wire
 
 #: Variables with credentials, addresses, certificates or settings of the person who runs the tests.
 PREFIXES = ("AWS_", "AZURE_", "CKPTOOL_", "GOOGLE_", "HF_", "HUGGING_FACE_", "SSL_", "REQUESTS_", "CURL_")
 PREFIXES += ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 #: Settings that options of a command set for the rest of the process.
-OPTIONS = ("ENDPOINT_URL", "ANONYMOUS", "PROFILE", "MAX_DOWNLOAD")
+OPTIONS = ("ENDPOINT_URL", "ANONYMOUS", "PROFILE", "MAX_DOWNLOAD", "ALLOW_UNVERSIONED")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting() -> Iterator[None]:
     """Send requests again at once, and let all sessions of botocore share the descriptions of services (0.1 s each)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obstores, "_PAUSE", 0.001)
+        patch.setattr(wire, "_PAUSE", 0.001)
         if find_spec("botocore"):
             session: Any = import_module("botocore.session")
             patch.setattr(session, "create_loader", cache(session.create_loader))
-            patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0)
         yield
 
 
@@ -65,4 +64,5 @@ def server(served: Server, alone: None, monkeypatch: pytest.MonkeyPatch) -> Serv
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
     served.clear()
+    source._FAILED.clear()
     return served

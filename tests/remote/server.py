@@ -372,7 +372,8 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.server_of.object(bucket, key)
             return self._read(found, self.server_of.ranges)
         region, *error = self.server_of.regions.get(bucket, ("", 0, ""))
-        if region and f"/{region}/" not in self.headers.get("authorization", ""):
+        signed = self.headers.get("authorization") or self.query.get("X-Amz-Credential", "")
+        if region and f"/{region}/" not in signed:
             raise Failure(*error)
         if self.server_of.signed:
             check_signature(self.command, self.raw, self.query, self.headers, self.body, self.server_of.expired)
@@ -620,21 +621,31 @@ def _iso(when: float) -> str:
 def check_signature(
     method: str, path: str, query: Mapping[str, str], headers: Any, body: bytes, expired: set[str]
 ) -> None:
-    """Raise Failure unless a request carries a valid signature, version 4, of the only key."""
+    """Raise Failure unless a request has a valid signature, version 4, of the only key: a header, or in its query."""
     given = re.fullmatch(
         r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d+)/([^/]+)/s3/aws4_request, *SignedHeaders=([^,]+), *Signature=(\w+)",
         headers.get("authorization", ""),
     )
-    if not given:
+    if given:
+        key, day, region, names, signature = given.groups()
+        when, digest = headers.get("x-amz-date", ""), headers.get("x-amz-content-sha256", "")
+        token, age = headers.get("x-amz-security-token"), 900
+    elif query.get("X-Amz-Algorithm") == "AWS4-HMAC-SHA256":
+        key, day, region, *_ = query["X-Amz-Credential"].split("/")
+        names, when, digest = query["X-Amz-SignedHeaders"], query["X-Amz-Date"], "UNSIGNED-PAYLOAD"
+        token, age = query.get("X-Amz-Security-Token"), int(query["X-Amz-Expires"])
+        query = dict(query)
+        signature = query.pop("X-Amz-Signature")
+        if any(name.startswith("x-amz-") for name in headers):
+            raise Failure(403, "AccessDenied")  # such headers must be signed
+    else:
         raise Failure(403, "AccessDenied")
-    key, day, region, names, signature = given.groups()
-    when, digest = headers.get("x-amz-date", ""), headers.get("x-amz-content-sha256", "")
     if key != KEY:
         raise Failure(403, "InvalidAccessKeyId")
-    if headers.get("x-amz-security-token") in expired:
+    if token in expired:
         raise Failure(400, "ExpiredToken")
     then = datetime.strptime(when, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
-    if abs(then.timestamp() - time.time()) > 900:
+    if abs(then.timestamp() - time.time()) > age:
         raise Failure(403, "RequestTimeTooSkewed")
     if digest != "UNSIGNED-PAYLOAD" and digest != hashlib.sha256(body).hexdigest():
         raise Failure(400, "XAmzContentSHA256Mismatch")

@@ -176,9 +176,26 @@ def test_an_edit_of_a_remote_file_is_the_edit_of_a_local_one(server: Server, tmp
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("pattern", ["bare*.pth", "{bare,bare_module}.pth"])
-def test_an_edit_expands_no_pattern(pattern: str, server: Server) -> None:
-    said = say("strip-module", f"s3://bucket/{pattern}", "--dry-run")
+def test_an_edit_expands_a_pattern_of_inputs(server: Server, tmp_path: Path) -> None:
+    """One file cannot be the output of several, and a pattern is no output: its name is taken as it is."""
+    pattern = "s3://bucket/bare*.pth"
+    said = say("strip-module", pattern, "--dry-run")
+    assert said.code == 0, said.all
+    assert "s3://bucket/bare.pth: " in said.out and "s3://bucket/bare_module.pth: " in said.out
+    before = dict(server.buckets["bucket"])
+    assert say("strip-module", pattern, "-o", tmp_path / "one.pth").code == 2
+    assert say("strip-module", pattern, "-o", "s3://bucket/one.pth").code == 2
+    assert server.buckets["bucket"] == before and not [*tmp_path.iterdir()]
+    try:
+        assert say("strip-module", "s3://bucket/bare_module.pth", "-o", pattern).code == 0
+        after = dict(server.buckets["bucket"])
+        assert after.pop("bare*.pth") and after == before
+    finally:
+        server.buckets["bucket"].pop("bare*.pth", None)
+
+
+def test_an_edit_expands_no_braces(server: Server) -> None:
+    said = say("strip-module", "s3://bucket/{bare,bare_module}.pth", "--dry-run")
     assert said.code == 3 and "expands no patterns of addresses, and no file has this name; name each file" in said.err
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,9 +26,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("botocore")
 
-import botocore.endpoint
-
-from ckptool.remote import copies, folder, hub, obstores, source
+from ckptool.remote import copies, folder, hub, obstores, source, wire
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -139,6 +136,7 @@ class Bench:
     def run(self, case: Case) -> Outcome:
         """Run a command as a new process would, with the objects and the faults of the server as they are."""
         source._OPENED.clear()
+        source._FAILED.clear()
         folder._OPENED.clear()
         hub._repository.cache_clear()
         obstores._copier.cache_clear()
@@ -195,8 +193,7 @@ def do_not_wait(patch: pytest.MonkeyPatch) -> None:
         return options
 
     patch.setattr(obstores, "_client", hurried)
-    for module in (obstores, botocore.endpoint):
-        patch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+    patch.setattr(wire, "_PAUSE", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +210,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
-        for module in (obstores, hub, copies):
+        for module in (obstores, hub, copies, wire):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
         do_not_wait(patch)
         server.redirect = server.url
@@ -223,7 +220,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not wait long for servers that stall."""
-    for module in (obstores, hub, copies):
+    for module in (obstores, hub, copies, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
     monkeypatch.setattr(copies, "_COPY_SECONDS", PATIENCE)
     obstores._bucket.cache_clear()

@@ -22,7 +22,7 @@ from remote.servers import make_certificates
 pytest.importorskip("obstore")
 
 from ckptool.formats.search import pickle_search
-from ckptool.remote import folder, hub, obstores, source
+from ckptool.remote import folder, hub, obstores, s3, source, wire
 
 DATA = (FIXTURES / "bare.pth").read_bytes()
 MIB = 1 << 20
@@ -99,9 +99,10 @@ def impatient(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRETTOKEN")
-    for module in (obstores, hub):
+    for module in (obstores, hub, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()
+    source._FAILED.clear()
     folder._OPENED.clear()
     hub._repository.cache_clear()
 
@@ -281,7 +282,11 @@ def test_a_file_of_an_absurd_size(words: list[str], monkeypatch: pytest.MonkeyPa
 
     with odd(absurd) as server:
         refused(*words, f"{server.url}/a.pth")
-        assert len(server.seen) < 20
+        first_last = [headers["range"].removeprefix("bytes=").partition("-") for _, headers in server.seen]
+        # An HDF5 file may begin at 512 bytes, or 512 doubled any number of times: these places are asked for at once.
+        places = [int(first) for first, _, last in first_last if first and int(last) - int(first) == 7]
+        assert len(server.seen) - len(places) < 20
+        assert len(places) == len({*places}) <= 56 and all(at.bit_count() == 1 for at in places)
     assert sent[0] < 32 * MIB
 
 
@@ -405,7 +410,7 @@ def test_odd_listings(page: Callable[[int], bytes]) -> None:
 
 
 def test_empty_pages_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(listing_seconds=0.5))
+    monkeypatch.setattr(s3, "LIMITS", s3.LIMITS._replace(listing_seconds=0.5))
     said = listed("validate", page=lambda number: listing([], token="more"))
     assert said.code == 3 and has_next_step(said), said.all
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,20 +18,22 @@ from unittest.mock import Mock
 
 import pytest
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from remote.server import MIB, Server
 
-from ckptool.base.errors import ReadBackError
+from ckptool.base.errors import OutputError, ReadBackError
 from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource, Computed, Plan, SliceSource, Span, size_of
 from ckptool.files.write.planned import PlanSource
-from ckptool.remote import obstores, publishing
+from ckptool.remote import obstores, publishing, s3
 from ckptool.remote import source as remote_source
 from ckptool.remote.publishing import cut_into_parts, publish, traffic_of
+from ckptool.remote.s3 import S3
 from ckptool.remote.source import ENDS, open_remote
-from ckptool.remote.store import Account, Failed
+from ckptool.remote.store import Failed, Settings
+from ckptool.remote.wire import Reply
 
 pytest.importorskip("obstore")
 pytest.importorskip("boto3")
@@ -86,7 +92,7 @@ def no_outputs(server: Server) -> None:
 @pytest.fixture
 def without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copies on the server: everything streams, as it does to Google Cloud Storage and Azure."""
-    monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+    monkeypatch.setattr(obstores, "_copier", lambda *of: None)
 
 
 # -- the bytes ------------------------------------------------------------------------------------------------------
@@ -326,7 +332,7 @@ def test_a_streamed_output_has_as_many_parts_as_s3_takes(size: int) -> None:
 def test_a_streamed_output_of_few_parts(
     server: Server, tmp_path: Path, large: Path, without_boto3: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstores, "MOST_PARTS", 2)
+    monkeypatch.setattr(publishing, "MOST_PARTS", 4)
     local = tmp_path / "new.pth"
     assert say("strip-module", large, "-o", local).code == say("strip-module", SOURCE, "-o", TARGET).code == 0
     assert server.get("bucket", "out/new.pth") == local.read_bytes()
@@ -339,7 +345,7 @@ def test_a_streamed_output_of_few_parts(
 @pytest.fixture(params=["copies", "streams", "small"])
 def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if request.param == "streams":
-        monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+        monkeypatch.setattr(obstores, "_copier", lambda *of: None)
     return ["strip-module", "s3://bucket/small.pth" if request.param == "small" else SHORTER]
 
 
@@ -386,7 +392,7 @@ def test_an_output_of_the_same_size_is_not_ours(
     if not copies and count > 1_000_000:
         pytest.skip("streams in several parts take no condition")
     if not copies:
-        monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+        monkeypatch.setattr(obstores, "_copier", lambda *of: None)
     numpy = pytest.importorskip("safetensors.numpy")
     one: Any = pytest.importorskip("numpy").ones(count, "float32")
     # A header of more than 4 KiB has the same bytes at the beginning; the last tensor is the same, too.
@@ -438,7 +444,7 @@ def test_what_reads_back_wrong_is_never_visible(server: Server, monkeypatch: pyt
 
     for copies in (True, False):
         if not copies:
-            monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+            monkeypatch.setattr(obstores, "_copier", lambda *of: None)
         with closing(open_remote(SOURCE)) as source:
             plan = Plan((b"x" * 100, Span(source, 0, source.size)))
             with pytest.raises(ReadBackError):
@@ -453,11 +459,63 @@ def test_an_interrupted_command_leaves_no_upload(server: Server, monkeypatch: py
 
     for copies in (True, False):
         if not copies:
-            monkeypatch.setattr(obstores.ObStore, "copies", lambda self: None)
+            monkeypatch.setattr(obstores, "_copier", lambda *of: None)
         with closing(open_remote(SOURCE)) as source, pytest.raises(KeyboardInterrupt):
             publish(Plan((b"x" * 100, Span(source, 0, source.size))), TARGET, [source], check=interrupt)
         assert "out/new.pth" not in server.buckets["bucket"]
         assert not server.uploads
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_upload_that_the_server_keeps_is_named(
+    copies: bool, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permission to write may come without the one to abort."""
+
+    def refuse(*_: object) -> None:
+        raise Failed("", 403, "AccessDenied")
+
+    def interrupt(source: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(s3.Uploads, "abort", refuse)
+    if not copies:
+        monkeypatch.setattr(obstores, "_copier", lambda *of: None)
+    try:
+        with closing(open_remote(SOURCE)) as source, pytest.raises(OutputError) as caught:
+            publish(Plan((b"x" * 100, Span(source, 0, source.size))), TARGET, [source], check=interrupt)
+        (upload,) = server.uploads
+        assert upload in str(caught.value) and "abort-multipart-upload" in str(caught.value.step)
+        assert "out/new.pth" not in server.buckets["bucket"]
+    finally:
+        server.uploads.clear()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_upload(number: int, copies: bool, server: Server, tmp_path: Path) -> None:
+    """The process of the command, not one function of it."""
+    program = "import sys\n" + ("" if copies else "sys.modules['boto3'] = None\n")
+    program += "from ckptool.__main__ import main\nmain()"
+    words = [sys.executable, "-c", program, "convert", SOURCE, "-o", "s3://bucket/out/new.safetensors", "--key"]
+    before = len(server.log)
+    server.delay = 0.1
+    try:
+        with subprocess.Popen(
+            [*words, "state_dict"], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        ) as process:
+            end = time.monotonic() + 30
+            while not server.uploads and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+            assert server.uploads, process.communicate()
+            process.send_signal(number)
+            said = process.communicate(timeout=30)[1].decode()
+    finally:
+        server.delay = 0.0
+    assert process.returncode not in (0, 1, 70), said
+    assert "Traceback" not in said
+    assert len(server.log) > before and not server.uploads, said
+    assert "out/new.safetensors" not in server.buckets["bucket"]
 
 
 def test_a_damaged_input_makes_no_output(shorter: Path, server: Server) -> None:
@@ -473,7 +531,7 @@ def test_a_damaged_input_makes_no_output(shorter: Path, server: Server) -> None:
 
 def test_leftovers_of_killed_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload of the same key that is older than a day is removed, no other."""
-    copier = obstores._copier("bucket", Account(server.url, "", False, ()))
+    copier = obstores.open_store("s3://bucket/x", Settings(server.url))[0].copies()
     assert copier is not None
     young = copier.begin("out/new.pth")
     for key in ("out/new.pth", "out/new.pth.2", "out/other.pth"):
@@ -590,17 +648,20 @@ def test_traffic_of_a_local_output(large: Path, server: Server) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("answer", ["create_multipart_upload", "upload_part", "upload_part_copy"])
+@pytest.mark.parametrize("answer", ["uploads=", "partNumber=", "copy"])
 def test_an_answer_without_what_it_should_have(answer: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptool.remote.copies import S3Copier  # needs boto3
 
-    ask = S3Copier._ask
+    request = S3.request
 
-    def emptied(self: Any, name: str, **more: Any) -> Any:
-        found = ask(self, name, **more)
-        return {"ResponseMetadata": found["ResponseMetadata"]} if name == answer else found
+    def emptied(self: S3, method: str, key: str, query: str = "", *of: Any, **more: Any) -> Reply:
+        found = request(self, method, key, query, *of, **more)
+        return Reply(200, {}, b"") if query.startswith(answer) else found
 
-    monkeypatch.setattr(S3Copier, "_ask", emptied)
+    monkeypatch.setattr(S3, "request", emptied)
+    if answer == "copy":
+        obstores._copier.cache_clear()
+        monkeypatch.setattr(S3Copier, "_client", Mock(upload_part_copy=lambda **_: {}))
     said = say("strip-module", SOURCE, "-o", "s3://bucket/out/odd.pth")
     assert said.code == 5 and "does not answer as it should" in said.err
     assert server.uploads == {} and "out/odd.pth" not in server.buckets["bucket"]

@@ -21,7 +21,7 @@ pytest.importorskip("huggingface_hub")
 
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.remote import folder as folders
-from ckptool.remote import hub, obstores, source
+from ckptool.remote import hub, obstores, source, wire
 
 #: What nothing may show. SECRET is in passwords, query strings, and in what the server says of its errors.
 SECRETS = ("SECRET", SECRET, KEY, TOKEN, "X-Amz-Signature")
@@ -57,7 +57,7 @@ def server(folder: Path) -> Iterator[Server]:
 def environment(server: Server, alone: None, monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
     for name, value in variables(server, empty_home).items():
         monkeypatch.setenv(name, value)
-    for module in (obstores, hub):
+    for module in (obstores, hub, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=0))
     server.redirect = server.url
     forget(server)
@@ -81,6 +81,7 @@ def variables(server: Server, home: Path) -> dict[str, str]:
 def forget(server: Server, fault: str = "") -> None:
     """Let the next command begin as a new process does, and meet a fault at every request."""
     source._OPENED.clear()
+    source._FAILED.clear()
     folders._OPENED.clear()
     hub._repository.cache_clear()
     server.clear()
@@ -175,7 +176,7 @@ def test_files_that_are_written(words: list[str], kind: str, fault: str, server:
 
 
 #: Bugs where the secrets are: while a store is asked, while its error is understood, and while bytes are read.
-BUGS = ["obstores.ObStore.facts", "obstores.failed_of", "obstores._credentials", "source.RemoteSource.read"]
+BUGS = ["web.Web._answer", "obstores.failed_of", "obstores._credentials", "source.RemoteSource.read"]
 BUGS += ["store.error_of", "source.error_of", "hub._Repository.facts", "source.open_store"]
 
 

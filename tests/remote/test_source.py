@@ -18,9 +18,10 @@ from remote.server import DELAYS, FAULTS, MIB, Server
 pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, UnreadableError
+from ckptool.base.limits import LIMITS
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.formats import read_container
-from ckptool.remote import obstores, source, store
+from ckptool.remote import obstores, source, store, wire
 from ckptool.remote.source import ENDS, Allowance, RemoteSource, open_remote
 from ckptool.remote.store import Facts, Settings
 
@@ -133,7 +134,7 @@ def test_requests_in_flight_are_limited(server: Server) -> None:
         moments = sorted([(each.begun, 1) for each in server.seen] + [(each.ended, -1) for each in server.seen])
         most = max(accumulate(change for _, change in moments))
         assert server.count() == 100
-        assert most <= 32
+        assert most <= LIMITS.requests
         if most > 16:
             return
     raise AssertionError(most)
@@ -315,7 +316,7 @@ def test_one_fault_at_any_request(kind: str, fault: str, server: Server) -> None
 
 
 def test_a_server_that_stalls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0, read_seconds=0.3))
+    monkeypatch.setattr(wire, "LIMITS", wire.LIMITS._replace(retries=0, read_seconds=0.3))
     server.put("plain", "a", DATA)
     server.faults = {1: "stall"}
     with pytest.raises(UnreadableError, match="does not answer"):

@@ -21,6 +21,7 @@ from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ...base.text import join_limited
 from ..archives import refuse_address
+from ..downloads import check_unchanged
 from ..sources import FileSource, FolderPlan, Plan, Source, Span
 from ..threads import Background
 from .copying import Progress, as_output_failure, write_pieces
@@ -265,8 +266,7 @@ def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], ch
     try:
         if hasattr(os, "fchmod"):
             os.fchmod(fd, mode & 0o777)
-        for source in sources:
-            source.check_unchanged()
+        check_unchanged(sources)
         with BackgroundSync(fd, staged.size) as syncing:
             check(staged)
             syncing.finish()
@@ -490,8 +490,7 @@ def write_folder(
                 _fill_folder(files, temporary, mode, fill)
             # Once for all files: with a thousand ranks, each source is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
-            for source in {*sources, *copied}:
-                source.check_unchanged()
+            check_unchanged({*sources, *copied})
             sync_folder(temporary)
             if check is not None:
                 check(temporary)

@@ -120,7 +120,8 @@ def hidden_kind(head: bytes, source: Source) -> str:
     HDF5 may follow a user block of any content (HDF5 File Format Specification: the superblock is at 0, 512 or 512
     doubled any number of times). Extension types of Arrow may hold a pickle (CVE-2023-47248).
     """
-    places = (512 << number for number in range(max(source.size // 512, 1).bit_length()))
+    places = [512 << number for number in range(max(source.size // 512, 1).bit_length())]
+    source.prefetch((place, len(_HDF5)) for place in places)
     if any(source.read(place, len(_HDF5)) == _HDF5 for place in places):
         return "HDF5 behind a user block"
     size = {b"PAR1": 8, b"ARRO": 10}.get(head[:4], 0)  # the footer's size and the magic bytes at the end

@@ -17,6 +17,7 @@ from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.selection import dotted
+from ...files.downloads import check_unchanged
 from ...formats.opening import CheckpointOrPath, opened
 from ..html import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
@@ -201,7 +202,7 @@ def diff_report(
         changed += properties + set_on
         if properties:
             altered.add(place)
-    _check_unchanged(a, b)
+    check_unchanged([*a.sources, *b.sources])
     report: DiffReport = {
         "schema": "ckptool.diff/1",
         "a": a.path,
@@ -248,7 +249,7 @@ def diff_report(
     if before_distances is not None and comparison.wanted and comparison.is_decided:
         before_distances(_judged(_with_values(report, graphs, comparison, altered, "file")))
     comparison.measure_distances()
-    _check_unchanged(a, b)
+    check_unchanged([*a.sources, *b.sources])
     return _judged(_with_values(report, graphs, comparison, altered, sort))
 
 
@@ -260,13 +261,6 @@ def _known_graphs(paired: tuple[tuple[Side, Side], GraphComparison], left: Side,
         if (one.root, one.base, other.root, other.base) == (left.root, left.base, right.root, right.base)
         else None
     )
-
-
-def _check_unchanged(*checkpoints: Checkpoint) -> None:
-    """Raise ChangedError if a file was changed while it was read."""
-    for checkpoint in checkpoints:
-        for source in checkpoint.sources:
-            source.check_unchanged()
 
 
 def _with_values(

@@ -1,0 +1,369 @@
+"""Requests over HTTP/1.1: every answer is bounded in bytes and in time, and no redirect learns where it came from.
+
+Libraries read whole error pages and listings into memory, and put the address of a file, with its signature, into the
+``Referer`` of redirects. So the requests to S3, to web servers and to the hub are sent here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from ..base.limits import LIMITS
+from ..base.records import NamedTuple
+from .store import ARRIVED, Failed, Spend
+
+T = TypeVar("T")
+#: Bytes of the headers of an answer, and of an error page, that are read at most.
+_HEAD: Final = 64 << 10
+_CHUNK: Final = 1 << 18
+_REDIRECTS: Final = 10
+_REDIRECTED: Final = (301, 302, 303, 307, 308)
+#: Seconds before a request is sent again, at most; each further pause is twice as long.
+_PAUSE: Final = 0.1
+#: Variables with certificates that are trusted besides those of the system.
+_CERTIFICATES: Final = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+#: Idle connections by process, scheme, host, port and proxy.
+_IDLE: Final[dict[object, list[_Connection]]] = {}
+
+
+class Reply(NamedTuple):
+    """The answer to a request; the names of its headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def retried(do: Callable[[], T]) -> T:
+    """Return the result of a request, which is sent again after failures that may pass.
+
+    This is the only place that does so, except in obstore for Google Cloud Storage and Azure.
+    """
+    end = time.monotonic() + LIMITS.retry_seconds
+    for attempt in range(LIMITS.retries):
+        try:
+            return do()
+        except Failed as failed:
+            passes = failed.kind in ("timeout", "reset", "body", "length") or failed.status == 429
+            failed.once = attempt == 0
+            if not (passes or failed.status >= 500) or time.monotonic() > end - LIMITS.read_seconds:
+                raise
+        time.sleep((1 + os.urandom(1)[0] / 255) / 2 * _PAUSE * 2**attempt)  # 50 to 100 ms, then twice as long
+    return do()
+
+
+def ask(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    most: int,
+    body: bytes | bytearray = b"",
+    *,
+    follow: bool = True,
+    spend: Spend | None = None,
+    patience: float = 0.0,
+    whatever: bool = False,
+) -> Reply:
+    """Return the answer to a request that is sent once, with at most ``most`` bytes; raises Failed.
+
+    Raises Failed for an error status, too, unless ``whatever`` is set. Redirects are followed with ``follow``; another
+    host gets no authorization. ``spend`` is called with the number of bytes of each chunk of the answer. The answer may
+    take ``patience`` seconds, if that is more than others.
+    """
+    until = time.monotonic() + max(LIMITS.request_seconds, patience)
+    for _ in range(_REDIRECTS):
+        reply = _answer(method, url, headers, most, body, until, spend, patience)
+        if not (follow and reply.status in _REDIRECTED and "location" in reply.headers):
+            break
+        before = urlsplit(url)
+        try:
+            there = urlsplit(urljoin(url, reply.headers["location"]))
+        except ValueError:
+            raise Failed("redirect") from None
+        if there.scheme not in ("http", "https") or there.scheme < before.scheme or not there.hostname:
+            raise Failed("redirect")
+        if there[:2] != before[:2]:
+            headers = {name: value for name, value in headers.items() if name != "authorization"}
+        url = there._replace(fragment="").geturl()
+    else:
+        raise Failed("redirect")
+    if reply.status // 100 != 2 and not whatever:
+        begin, end = reply.body.find(b"<Code>") + 6, reply.body.find(b"</Code>")
+        code = reply.body[begin:end].decode("ascii", "replace") if 6 <= begin < end <= begin + 64 else ""
+        code = "KMS" if code.startswith("KMS.") or b"kms:" in reply.body else reply.headers.get("x-error-code", code)
+        raise Failed("region" if reply.status in _REDIRECTED else "", reply.status, code)
+    return reply
+
+
+def _answer(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    most: int,
+    body: bytes | bytearray,
+    until: float,
+    spend: Spend | None,
+    patience: float,
+) -> Reply:
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        proxy = _proxy(parts.scheme, host, port)
+        target = quote(parts.path or "/", safe="/%:=&?~+!$,;'@()*[]") + (f"?{parts.query}" if parts.query else "")
+        name = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii").decode()
+    except ValueError:
+        raise Failed("server") from None
+    more = {"host": name, "user-agent": "ckptool", "accept-encoding": "identity", **headers}
+    if body or method in ("PUT", "POST"):
+        more["content-length"] = str(len(body))
+    if proxy and parts.scheme == "http":
+        target = f"http://{name}{target}"
+        more |= _authorized(proxy)
+    lines = [f"{method} {quote(target, safe=_PRINTED)} HTTP/1.1", *(f"{key}: {value}" for key, value in more.items())]
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
+    place = os.getpid(), parts.scheme, host, port, proxy, certificates()
+    idle = _IDLE.setdefault(place, [])
+    while True:
+        try:
+            connection, fresh = idle.pop(), False
+        except IndexError:
+            connection, fresh = _Connection(parts.scheme, host, port, proxy, until), True
+        try:
+            connection.until, connection.patience = until, max(LIMITS.read_seconds, patience)
+            reply = connection.ask(method, head, body, most, spend)
+        except Failed as failed:
+            connection.close()
+            if fresh or failed.kind != "reset" or connection.began:
+                raise
+            continue  # the server had closed it meanwhile
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable and len(idle) < LIMITS.requests:
+            idle.append(connection)
+        else:
+            connection.close()
+        return reply
+
+
+#: Characters of an address that are sent as they are.
+_PRINTED: Final = "".join(map(chr, range(33, 127)))
+
+
+class _Connection:
+    """A connection to a server, through a proxy or not. ``began`` tells whether the last answer began to arrive."""
+
+    def __init__(self, scheme: str, host: str, port: int, proxy: str, until: float) -> None:
+        self.until, self.patience = until, LIMITS.read_seconds
+        self.began, self.reusable, self._data = False, False, b""
+        way = urlsplit(proxy)
+        try:
+            there = (way.hostname or "", way.port or 80) if proxy else (host, port)
+            self._socket: Any = socket.create_connection(there, LIMITS.connect_seconds)
+        except socket.gaierror:
+            raise Failed("proxy" if proxy else "name") from None
+        except (OSError, ValueError) as error:
+            timeout = isinstance(error, TimeoutError)
+            raise Failed("proxy" if proxy else "timeout" if timeout else "route") from None
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if scheme == "https":
+            try:
+                if proxy:
+                    self._tunnel(f"{host}:{port}", proxy)
+                self._socket = _trusted(certificates()).wrap_socket(self._socket, server_hostname=host)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise Failed("timeout" if isinstance(error, TimeoutError) else "tls") from None
+            except Failed:
+                self.close()
+                raise Failed("proxy") from None
+
+    def _tunnel(self, place: str, proxy: str) -> None:
+        lines = [f"CONNECT {place} HTTP/1.1", f"host: {place}", *(f"{k}: {v}" for k, v in _authorized(proxy).items())]
+        reply = self.ask("CONNECT", "\r\n".join([*lines, "", ""]).encode(), b"", 0, None)
+        if reply.status != 200:
+            raise Failed("proxy")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(self, method: str, head: bytes, body: bytes | bytearray, most: int, spend: Spend | None) -> Reply:
+        """Send a request and return its answer; of an error, only the beginning of its page."""
+        self.began = self.reusable = False
+        self._send(head)
+        self._send(body)
+        status, headers = self._head()
+        while status // 100 == 1:
+            status, headers = self._head()
+        if status == 200 and b"\r\nrange:" in head:
+            raise Failed("whole")
+        room = most if status // 100 == 2 else _HEAD
+        keep = headers.get("connection", "").lower() != "close"
+        if method in ("HEAD", "CONNECT") or status in (204, 304):
+            self.reusable = keep
+            return Reply(status, headers, b"")
+        found = bytearray()
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            ended = self._chunks(found, room, spend)
+        else:
+            length = headers.get("content-length", "")
+            if length and not (length.isascii() and length.isdecimal() and len(length) < 20):
+                raise Failed("answer")
+            wanted = min(int(length or room + 1), room + 1)
+            self._body(found, wanted, spend, ends=bool(length))
+            ended, keep = len(found) <= room, keep and bool(length)
+        if not ended and status // 100 == 2:
+            raise Failed("length" if b"\r\nrange:" in head else "large")
+        self.reusable = keep and ended
+        return Reply(status, headers, bytes(found))
+
+    def _head(self) -> tuple[int, dict[str, str]]:
+        while (end := self._data.find(b"\r\n\r\n")) < 0:
+            if len(self._data) > _HEAD:
+                raise Failed("answer")
+            data = self._receive()
+            if not data:
+                raise Failed("answer" if self._data else "reset")
+            self._data += data
+            self.began = True
+            if len(self._data) >= 5 and self._data[:5] != b"HTTP/":
+                raise Failed("answer")
+        lines, self._data = self._data[:end].decode("latin-1").split("\r\n"), self._data[end + 4 :]
+        words = lines[0].split(None, 2)
+        if len(words) < 2 or not words[1].isdecimal() or len(words[1]) != 3:
+            raise Failed("answer")
+        pairs = (line.partition(":") for line in lines[1:])
+        return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+    def _body(self, found: bytearray, size: int, spend: Spend | None, *, ends: bool) -> None:
+        """Read up to ``size`` bytes; with ``ends``, fewer are an error."""
+        end = len(found) + size
+        while len(found) < end:
+            data, self._data = self._data or self._receive(), b""
+            if not data:
+                if ends:
+                    raise Failed("body")
+                return
+            room = end - len(found)
+            data, self._data = data[:room], data[room:]
+            found += data
+            ARRIVED.add(len(data))
+            if spend:
+                spend(len(data))
+
+    def _chunks(self, found: bytearray, room: int, spend: Spend | None) -> bool:
+        """Read a body in chunks; return False if it has more than ``room`` bytes."""
+        while size := self._size_of_chunk():
+            self._body(found, min(size, room + 1 - len(found)), spend, ends=True)
+            if len(found) > room:
+                return False
+            self._line()
+        while self._line():  # trailers
+            pass
+        return True
+
+    def _size_of_chunk(self) -> int:
+        try:
+            return int(self._line().split(b";")[0].strip(), 16)
+        except ValueError:
+            raise Failed("body") from None
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._data:
+            data = self._receive()
+            if not data or len(self._data) > _HEAD:
+                raise Failed("body")
+            self._data += data
+        line, _, self._data = self._data.partition(b"\n")
+        return line.rstrip(b"\r")
+
+    def _receive(self) -> bytes:
+        self._wait()
+        try:
+            data: bytes = self._socket.recv(_CHUNK)
+        except TimeoutError:
+            raise Failed("timeout") from None
+        except OSError:
+            raise Failed("body" if self.began else "reset") from None
+        return data
+
+    def _send(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            self._wait()
+            try:
+                view = view[self._socket.send(view[:_CHUNK]) :]
+            except TimeoutError:
+                raise Failed("timeout") from None
+            except OSError:
+                raise Failed("reset") from None
+
+    def _wait(self) -> None:
+        """Let the next call of the socket wait for no longer than the request may take."""
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise Failed("slow")
+        self._socket.settimeout(min(self.patience, left))
+
+
+def _proxy(scheme: str, host: str, port: int) -> str:
+    """Return the address of the proxy for a host, or ""; raises Failed for one that is not supported."""
+    variables = os.environ
+    names = [f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"]
+    proxy = next((variables[name] for name in names if variables.get(name)), "")
+    excluded = (variables.get("no_proxy") or variables.get("NO_PROXY", "")) if proxy else ""
+    for each in excluded.split(","):
+        name = each.strip().lower().removeprefix("*").removeprefix(".")
+        if each.strip() == "*" or (name and (host == name or host.endswith(f".{name}") or name == f"{host}:{port}")):
+            return ""
+        if "/" in name and _in_network(host, name):
+            return ""
+    proxy = proxy if not proxy or "://" in proxy else f"http://{proxy}"
+    if proxy and not proxy.startswith("http://"):
+        raise Failed("proxy")
+    return proxy
+
+
+def _in_network(host: str, network: str) -> bool:
+    from ipaddress import ip_address, ip_network
+
+    try:
+        return ip_address(host) in ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
+def _authorized(proxy: str) -> dict[str, str]:
+    user = urlsplit(proxy).netloc.rpartition("@")[0]
+    return {"proxy-authorization": basic(user)} if user else {}
+
+
+def basic(user: str) -> str:
+    """Return the authorization for a quoted ``USER:PASSWORD``."""
+    from base64 import b64encode
+
+    return f"Basic {b64encode(unquote(user).encode()).decode()}"
+
+
+def certificates() -> tuple[str, ...]:
+    """Return the paths of the files with more certificates."""
+    return tuple(path for name in _CERTIFICATES if os.path.isfile(path := os.environ.get(name, "")))
+
+
+@lru_cache(maxsize=8)
+def _trusted(certificates: tuple[str, ...]) -> Any:
+    """Return what checks certificates: those of the system and of files are trusted, also one that signed itself."""
+    import ssl  # only for https
+
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    for path in certificates:
+        context.load_verify_locations(path)
+    return context

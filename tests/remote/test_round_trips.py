@@ -1,0 +1,59 @@
+"""Files and folders that are read to their end come in few large requests, and no byte of a tensor comes twice."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import say
+from remote.server import Server
+
+pytest.importorskip("obstore")
+torch: Any = pytest.importorskip("torch")
+safetensors: Any = pytest.importorskip("safetensors.torch")
+
+from ckptool.remote import source  # noqa: E402
+
+#: 96 tensors of 200 kB.
+COUNT, NUMBERS = 96, 50_000
+
+
+@pytest.fixture
+def files(server: Server) -> dict[str, bytes]:
+    state = {f"layers.{at:03}.weight": torch.full((NUMBERS,), float(at)) for at in range(COUNT)}
+    zipped, legacy = io.BytesIO(), io.BytesIO()
+    torch.save({"state_dict": state, "epoch": 3}, zipped)
+    torch.save(state, legacy, _use_new_zipfile_serialization=False)
+    found = {"a.pth": zipped.getvalue(), "old.pth": legacy.getvalue(), "a.safetensors": safetensors.save(state)}
+    for name, data in found.items():
+        server.put("bucket", name, data)
+        server.put("bucket", f"other-{name}", data)
+    return found
+
+
+@pytest.mark.parametrize("command", ["validate", "hash", "diff"])
+@pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
+def test_a_large_file_is_read_in_large_ranges(command: str, name: str, files: dict[str, bytes], server: Server) -> None:
+    words = [command, f"s3://bucket/{name}", *([f"s3://bucket/other-{name}"] if command == "diff" else [])]
+    count = 2 if command == "diff" else 1
+    said = server.slowly(lambda: say(*words), 20 * count)
+    assert said.code == 0, said.all
+    assert server.down <= count * (1.02 * len(files[name]) + 2 * source.ENDS)
+    assert server.round_trips <= 20 * count
+
+
+@pytest.mark.parametrize("command", ["inspect", "scan", "validate"])
+@pytest.mark.parametrize(("count", "size"), [(300, 20_000), (400, 100)])
+def test_a_dcp_folder_takes_six_round_trips(
+    command: str, count: int, size: int, server: Server, tmp_path: Path
+) -> None:
+    dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
+    state = {f"layers.{at}.weight": torch.full((size,), float(at)) for at in range(count)}
+    dcp.save({"model": state, "step": 7}, checkpoint_id=tmp_path)
+    for path in tmp_path.iterdir():
+        server.put("bucket", f"dcp/{path.name}", path.read_bytes())
+    said = server.slowly(lambda: say(command, "s3://bucket/dcp/"), 6)
+    assert said.code == 0, said.all
+    assert server.round_trips <= 6
