@@ -178,7 +178,9 @@ def step_option(name: str, multiple: bool = True) -> Callable[[Command], Command
     variable = name.replace("-", "_")
     step = (parameter or Parameter(variable))._replace(name=variable, argument=False)
     if parameter is not None:
-        metavar = parameter.metavar.strip("[].") + ",..." * parameter.commas
+        metavar = parameter.metavar.removesuffix("...")
+        metavar = metavar.strip("[]") if metavar.startswith("[") else metavar
+        metavar += ",..." * parameter.commas
         step = step._replace(metavar=metavar)
     return _added(step, name, step.help or kind.title, multiple=multiple)
 

@@ -23,6 +23,8 @@ from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advic
 
 #: The most bytes of a ``params.json``.
 _LONGEST_JSON: Final = 1 << 20
+#: The number of a shard as huggingface_hub writes it: such files hold different tensors.
+_SHARD: Final = regex(r"-\d{5}-of-\d{5}")
 #: The folder of one Megatron-LM rank.
 _MEGATRON_RANK: Final = regex(r"mp_rank_\d")
 #: An argument of every run of Megatron-LM, which hardly any other file names.
@@ -255,7 +257,7 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
     if parts is not None and parts.kind == RANKS and _is_adapter(checkpoint):
         return None
-    if parts is not None and others and parts.kind != SLICES:
+    if parts is not None and others and parts.kind != SLICES and not _SHARD.search(name):
         parts = _by_content(parts, checkpoint, folder, others[0])
     if parts is None:
         return None

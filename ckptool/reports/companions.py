@@ -12,11 +12,12 @@ from itertools import chain, islice
 from typing import Final
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
-from ..base.findings import CARRIED, CONFIGURATION, Finding
+from ..base.findings import CARRIED, CONFIGURATION, PROGRAM, Finding
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple, TypedDict
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
+from ..checkpoint.programs import program_of
 from ..files.folders import Folder, open_folder
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
@@ -181,6 +182,7 @@ def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion
         with checkpoint_of(folder.open(name)) as opened:
             checkpoint = opened.lenient()
             checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
+            program = program_of(checkpoint)
             unclear = next(iter(checkpoint.survey.unsupported.values()), "")
     except UnreadableError as error:
         return _not_a_checkpoint(source, name, torch, error)
@@ -191,6 +193,9 @@ def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion
         elif note.level == "error" or note.code in _CODE:
             notes.append(_located(name, note)._replace(level="warning"))
     pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
+    if program is not None:
+        notes.append(Finding.of(PROGRAM, "warning", f"{name}: {program.kind}, which holds code", name))
+        pickles += (ExaminedPickle(name, program=f"{program.kind}, read by {program.loader}"),)
     reason = f"{unclear}, which ckptool does not follow" if unclear else ""
     return Companion(name, checkpoint.format, not unclear, reason, tuple(notes), pickles)
 

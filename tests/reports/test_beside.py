@@ -7,13 +7,15 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import examples
+from command_line import say
+from conftest import FIXTURES, examples
 from crafted_files import SYSTEM, TENSOR, dumped, legacy, plain
 from dcp_folders import write_ranks
 from hypothesis import given, settings
@@ -196,3 +198,18 @@ def test_a_scan_of_a_folder_names_what_it_passes_over(
     assert words in capsys.readouterr().out
     assert run(["validate", str(tmp_path), "-q"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["torchscript.pt", "exported.pt2", "package.pt", "script_net.pt"])
+def test_a_program_in_a_folder_of_weights_is_told(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert ckptool.scan(tmp_path)["verdict"] == "weights-only"
+    (tmp_path / "sub").mkdir()
+    shutil.copy(source, tmp_path / "sub")
+    report = ckptool.scan(tmp_path)
+    assert report["verdict"] == "program"
+    assert f"sub/{name}" in str(report["files"])
+    assert say("validate", "--safe", tmp_path).code == 1
+    assert "nothing that is run" not in say("validate", tmp_path).out
