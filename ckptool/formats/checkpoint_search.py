@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from fnmatch import fnmatchcase
 from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -230,6 +229,8 @@ def _matching(pattern: str) -> list[str]:
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
     """Return whether names of folders and a file match the parts of a glob; ``**`` is any number of folders."""
+    from fnmatch import fnmatchcase  # only for remote globs
+
     if not names or not parts:
         return not names and all(part == "**" for part in parts)
     hidden = names[0].startswith(".") and not parts[0].startswith(".")  # as in a shell, hidden files need a dot

@@ -148,7 +148,8 @@ def test_a_string_of_many_values(length: int, tmp_path: Path) -> None:
             container = read(source)
             assert not container.problems
             assert bool(container.audit(())) == (code == CODE)
-        assert (ckptool.scan(path)["verdict"] == "weights-only") == (code != CODE)
+        # Values that may be a pickle of more than 64 MiB are not followed.
+        assert (ckptool.scan(path)["verdict"] == "weights-only") == (code != CODE and length < 64 << 20)
 
 
 def test_a_string_that_begins_in_the_header_of_a_large_file(tmp_path: Path) -> None:

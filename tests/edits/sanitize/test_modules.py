@@ -130,7 +130,7 @@ def test_without_as_state_dict_a_module_is_refused_or_dropped(tmp_path: Path, ou
     assert "as_state_dict" in refusal.value.next
     with pytest.raises(RefusedError, match="it holds a pickled module at m"):
         sanitized(tmp_path / "in.pth", out, drop_unknown=True)
-    result = sanitized(tmp_path / "in.pth", out, drop="m")
+    result = sanitized(tmp_path / "in.pth", out, drop_object="m")
     assert result.loaded == {"x": 1}
     assert result.what("m") == "torch.nn.modules.linear.Linear: dropped"
 

@@ -155,7 +155,7 @@ def test_what_has_no_plain_form(name: str, tmp_path: Path, out: Path) -> None:
     if np.ndim(REFUSED[name]) and name != "masked":
         with pytest.raises(RefusedError, match="hold values of tensors: v"):
             sanitized(path, out, drop_unknown=True)
-        dropping = {"drop": "v"}
+        dropping = {"drop_object": "v"}
     assert sanitized(path, out, **dropping).loaded == {"w": 1}
 
 

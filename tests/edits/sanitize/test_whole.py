@@ -317,7 +317,7 @@ def hostile(path: Path, data: bytes, out: Path) -> None:
     """With any options, the end is an output or an error of ours, in bounded time (see ``calibration.py``)."""
     in_zip(path, data)
     every: dict[str, Any] = {"drop_unknown": True, "as_state_dict": True}
-    for options in ({}, every, {**every, "drop": "*"}):
+    for options in ({}, every, {**every, "drop_object": "*"}):
 
         def work(options: dict[str, Any] = options) -> None:
             with contextlib.suppress(CkptoolError), ckptool.open(path) as checkpoint:
