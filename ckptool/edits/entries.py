@@ -50,9 +50,10 @@ def _only_state_dict(checkpoint: Checkpoint) -> str:
     """Return the path of the only state dict. Raise TargetError without one, or for several."""
     dicts = [item.path or "." for item in checkpoint.state_dicts]
     if len(dicts) != 1:
-        found = f"the state dicts are {join_limited(dicts)}" if dicts else "it holds no state dict"
-        step = command("extract", checkpoint.path, dicts[0], output=suggested_output(checkpoint.path, "weights"))
-        step = step if dicts else command("inspect", checkpoint.path)
+        found, step = "it holds no state dict", command("inspect", checkpoint.path)
+        if dicts:
+            found = f"the state dicts are {join_limited(dicts)}"
+            step = command("extract", checkpoint.path, dicts[0], output=suggested_output(checkpoint.path, "weights"))
         raise TargetError(f"say what to extract: {found}", path=checkpoint.path, next=step)
     return dicts[0]
 

@@ -191,3 +191,10 @@ def test_dotted_paths_are_taken_where_no_key_matches_them(tmp_path: Path) -> Non
     own = tmp_path / "own.pth"
     torch.save({"model": {"model.fc": torch.ones(2), "lm_head.weight": torch.ones(2)}}, own)
     assert [*ckptool.drop(own, "model.*")["model"]] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("value", [{}, [], {"epoch": 1}, [1, 2]])
+def test_extract_without_key_from_a_file_without_state_dict_is_refused(tmp_path, value):
+    torch.save(value, tmp_path / "plain.pth")
+    with pytest.raises(TargetError, match="it holds no state dict"):
+        ckptool.extract(str(tmp_path / "plain.pth"))
