@@ -37,7 +37,9 @@ _CODES: Final = _FP8 | _BYTES | {"int16", "uint16", "int32"}
 _DTYPES: Final = {"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES}
 _STATE: Final = ".quant_state.bitsandbytes__"
 #: Ends of names that no plain tensor has: parts of a quantized weight even where its code is missing.
-_MARKS: Final = tuple(words(".SCB .absmax .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx _scale_inv .W_q"))
+_MARKS: Final = tuple(
+    words(".SCB .absmax .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx _scale_inv .W_q .Qidxs")
+)
 #: Ends of names that are parts of a weight in a quantized model, and may be anything in a plain one.
 _PARTS: Final = tuple(
     words(
@@ -379,7 +381,7 @@ class _Search:
         others = [
             name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
         ]
-        others += [name for name in names if name.endswith(".W_q")]
+        others += [name for name in names if name.endswith((".W_q", ".Qidxs"))]
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
                 used |= self.match(name, names)

@@ -318,7 +318,7 @@ def holds_settings(text: str) -> bool:
 
 # -- files ---------------------------------------------------------------------------------------------------------
 
-_PROSE: Final = (".md", ".rst", ".html", ".htm", ".log", ".gitattributes", ".gitignore")
+_PROSE: Final = (".md", ".rst", ".html", ".htm", ".svg", ".log", ".gitattributes", ".gitignore")
 _TABLES: Final = (".csv", ".tsv", ".txt", ".vocab", ".bpe", ".tiktoken")
 #: The first line of a table: names of at least two columns, which are no statement.
 _COLUMNS: Final = regex(r"""\ufeff?["'\w .\-/]+(?:[,;\t]["'\w .\-/]+)+\r?\n""")
