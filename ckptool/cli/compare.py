@@ -315,10 +315,10 @@ def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) 
         return []
     measured = near or any(not item["reason"] for item in items)
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
-    headers += [*_FIGURES, "p99 |a-b|"] if measured else []
-    rows = [[*_row(item), *((*_figures(item), _digits(item["p99_abs"])) if measured else ())] for item in items[:top]]
-    # A narrow terminal loses columns in this order: percentile, first index, mean, dtype, shape, cosine, count.
-    spare = (9, 3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
+    headers += _FIGURES if measured else []
+    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[:top]]
+    # A narrow terminal loses columns in this order: first index, mean, dtype, shape, cosine, count.
+    spare = (3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
     drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
     return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items) - top)]
 

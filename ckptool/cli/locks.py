@@ -81,7 +81,7 @@ def lock(
     if rows and output is not None:
         raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
     if rows or len(inputs.paths) != 1 or inputs.files_from is not None:
-        working.ordered = working.ordered or not rows
+        working.ordered = not rows
         return run(
             FileCommand("lock", ROWS if rows else WHOLE, partial(_locked, content=content, rows=rows), _not_locked),
             inputs,

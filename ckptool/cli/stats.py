@@ -54,16 +54,6 @@ stand for, sparse and nested tensors by the values that they store. The chart
 goes from min to max in ten equal steps; --format json has its counts and edges,
 and every number in full. A number beyond JSON is a text there: "nan", "inf".
 
-
-JSON also has the quantiles p1, p5, p25, p50 (the median), p75, p95 and p99: the
-number of rank ceil(n * p / 100), as of numpy's method inverted_cdf. Elements of
-16 bits and fewer, up to 4,096 others, and integers up to 256 have exact ones,
-others are right within 0.4 % (quantile_error); the chart of more than 262,144
-such elements counts them as precisely. outlier_ratio is the largest absolute
-value over the 99th percentile of them: tensors beyond 10 are named below the
-table. channels are the indices of the first dimension; dead ones are all zeros,
-rms are root mean squares of up to 64 groups of neighbours.
-
 \b
 On a terminal, four or more tensors of one dtype and shape whose names differ in
 numbers alone are one line, layers.{0..51}.weight x52: the lowest min, the highest
@@ -80,9 +70,9 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 _ALIKE: Final = 4
 _NUMBER: Final = regex(r"(?<![^.\[\]])\d+(?![^.\[\]])")
 #: The columns of a table between the name and the chart.
-_HEADERS: Final = ("dtype", "shape", "min", "max", "median", "mean", "std", "norm", "zeros")
+_HEADERS: Final = ("dtype", "shape", "min", "max", "mean", "std", "norm", "zeros")
 #: Columns that a narrow terminal loses, first to last.
-_SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
+_SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
 
 @click.command(cls=GroupedCommand, epilog=STATS_EPILOG)
@@ -95,9 +85,9 @@ _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mea
 @format_option(ALL_FORMATS)
 @progress_option
 def stats(paths: tuple[str, ...], no_fold: bool, working: Workers, style: str, no_progress: bool, **how: Any) -> int:
-    """Show statistics of every tensor: min, max, median, mean, std, norm, zeros, NaN, Inf, dead channels, outliers.
+    """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf, histogram.
 
-    Bytes are read once, and streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
+    Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
@@ -239,7 +229,6 @@ def _line(alike: Sequence[Mapping[str, Any]], counts: list[str]) -> list[str]:
         shape_text(alike[0]["shape"]),
         _short(min(low, default=None)),
         _short(max(high, default=None)),
-        _median(alike),
         *map(_range, spread),
         *(f"{sum(values):,}" if (values := _known(alike, name)) else "" for name in counts),
     ]
@@ -250,12 +239,6 @@ def _range(values: Sequence[Any]) -> str:
     if values[:1] == values[-1:]:
         return _short(values[0]) if values else ""
     return f"{values[0]:.2g}..{values[-1]:.2g}"
-
-
-def _median(alike: Sequence[Mapping[str, Any]]) -> str:
-    values = sorted(row["quantiles"]["p50"] for row in alike if row["quantiles"] is not None)
-    # The median of such a row is an estimate: print only the digits that are certain.
-    return f"{values[0]:.3g}" if len(values) == 1 and alike[0]["quantile_error"] else _range(values)
 
 
 def _known(alike: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
@@ -305,8 +288,6 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
         ("with_nan", "NaN in"),
         ("with_inf", "Inf in"),
         ("all_zero", "all zero:"),
-        ("with_dead_channels", "dead channels in"),
-        ("with_outliers", "outliers in"),
     ):
         if summary[name]:
             lines.append(clean(f"{what} {_names(summary[name], names)}"))

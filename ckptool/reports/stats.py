@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
@@ -24,6 +24,7 @@ from ..files.zips.reader import Nearby
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
 from ..values.elements import (
+    Filling,
     StorageReader,
     dtype_of,
     elements,
@@ -31,7 +32,6 @@ from ..values.elements import (
     in_storage_order,
     read_for,
     short_elements,
-    storage_axes,
     tensor_size,
 )
 from ..values.interpretation import Reading, interpret
@@ -46,10 +46,10 @@ from ..values.torch.batches import (
     measure_rows,
     read_pair,
 )
-from ..values.torch.blocks import PACKED, ElementRule, Layout, layout_of, row_major, rule_of
+from ..values.torch.blocks import PACKED, ElementRule, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
-from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure
+from ..values.torch.measure import Measured, measure
 from .html import ShownStats
 from .keys import TensorReport, tensor_report
 
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 
 #: Bins of a histogram; the chart in the table has one character per bin.
 _BINS: Final = 10
-_QUANTILES: Final = tuple(f"p{percent}" for percent in PERCENT)
-#: Tensors whose largest absolute value exceeds their 99th percentile by this factor are reported.
-OUTLIERS: Final = 10
 #: The sort orders of rows: as in the file, by name, or by a number, largest first.
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
 
@@ -70,31 +67,6 @@ class Histogram(TypedDict):
 
     counts: list[int]
     edges: list[object]
-
-
-class Quantiles(TypedDict):
-    """Finite elements at the ranks ceil(n * p / 100) in ascending order: numpy's method "inverted_cdf"."""
-
-    p1: float
-    p5: float
-    p25: float
-    p50: float
-    p75: float
-    p95: float
-    p99: float
-
-
-class ChannelStatistics(TypedDict):
-    """Channels, the slices along ``axis``: their count, and how many contain only zeros (``dead``).
-
-    ``rms`` lists root mean squares of the finite elements, each over ceil(count / 64) neighbouring channels; the last
-    group may be smaller. A value is None if the group has no finite elements.
-    """
-
-    axis: int
-    count: int
-    dead: int
-    rms: list[float | None]
 
 
 class _Statistics(TypedDict):
@@ -109,21 +81,12 @@ class _Statistics(TypedDict):
     nans: int | None
     infs: int | None
     histogram: Histogram | None
-    quantiles: Quantiles | None
-    quantile_error: float | None
-    outlier_ratio: float | None
-    channels: ChannelStatistics | None
     reason: str | None
 
 
 class TensorStatistics(TensorReport, _Statistics):
     """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram cover the finite
     elements. None stands for an unknown number.
-
-    The quantiles are correct within a factor of 1 ± ``quantile_error``, which is 0.0 if they are exact. The histogram
-    has the same accuracy, but is exact for up to 262,144 elements. ``outlier_ratio`` is the largest absolute value
-    divided by the 99th percentile of the absolute values, None if that is 0. ``channels`` is None for fewer than two
-    dimensions, and for the values of sparse and nested tensors.
 
     ``of`` names the numbers that were measured; ``reason`` says why there are none. Each view of a storage is measured
     once: ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
@@ -134,12 +97,7 @@ class TensorStatistics(TensorReport, _Statistics):
 
 
 class StatsSummary(TypedDict):
-    """Totals over the rows, each tensor once, and the paths of tensors that need attention.
-
-    ``with_dead_channels`` lists tensors in which some but not all channels are dead. ``with_outliers`` lists tensors
-    with an outlier ratio above 10; for a billion normally distributed numbers it is about 2.4, with exponential tails
-    5.
-    """
+    """Totals over the rows, each tensor once, and the paths of tensors that need attention."""
 
     tensors: int
     distinct: int
@@ -150,8 +108,6 @@ class StatsSummary(TypedDict):
     with_nan: list[str]
     with_inf: list[str]
     all_zero: list[str]
-    with_dead_channels: list[str]
-    with_outliers: list[str]
     without_numbers: list[str]
     missing: list[str]
 
@@ -255,7 +211,7 @@ def _measure_all(
 
     expect_reads(read_for(item.storage, item.tensor) for item in work)
     sizes = [tensor_size(item.tensor) for item in work]
-    results = _in_threads(measured, [kind_of([item.rule], item.layout) for item in work], sizes, progress)
+    results = _in_threads(measured, [kind_of([item.rule], item.tensor.numel) for item in work], sizes, progress)
     for number, item, result in zip(unknown, work, results):
         found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
     return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings.values())]
@@ -315,24 +271,8 @@ def statistics(reading: Reading, measured: Measured) -> _Statistics:
         "nans": measured.nans,
         "infs": measured.infs,
         "histogram": histogram if measured.finite else None,
-        "quantiles": cast("Quantiles", dict(zip(_QUANTILES, measured.quantiles))) if measured.finite else None,
-        "quantile_error": measured.error if measured.finite else None,
-        "outlier_ratio": measured.outlier_ratio,
-        "channels": _channels(reading, measured.channels),
         "reason": None,
     }
-
-
-def _channels(reading: Reading, channels: Channels | None) -> ChannelStatistics | None:
-    shape = reading.tensor.shape
-    if channels is None or len(shape) < 2 or 0 in shape or reading.of == "values":
-        return None
-    count, dead, rms = channels
-    if count < shape[0]:
-        if reading.tensor.stride[0]:
-            return None  # there are too many channels to distinguish
-        count, dead, rms = shape[0], dead * shape[0], rms * groups_of(shape[0])
-    return {"axis": 0, "count": count, "dead": dead, "rms": list(rms)}
 
 
 def _no_statistics(of: str | None, reason: str) -> _Statistics:
@@ -413,7 +353,6 @@ class _Work(NamedTuple):
     tensor: Tensor
     times: int
     rule: ElementRule
-    layout: Layout
 
     def read(self, nearby: Sequence[Nearby]) -> tuple[bytes]:
         """Return the elements; raise MalformedError if bytes are missing."""
@@ -423,21 +362,11 @@ class _Work(NamedTuple):
     def measured(self, advance: Progress) -> Measured:
         """Measure the tensor; raise MalformedError if bytes are missing."""
 
-        def pieces() -> Iterator[bytes]:
-            for data in elements(self.storage, self.tensor):
-                yield data
-                advance(len(data))
+        def read() -> Iterable[bytes] | Filling:
+            fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
+            return elements(self.storage, self.tensor) if fill is None else fill
 
-        fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
-        if fill is None:
-            return measure(pieces(), self.rule, self.layout, _BINS)
-
-        def counted(buffer: memoryview) -> int:
-            size = fill(buffer)
-            advance(size)
-            return size
-
-        return measure(counted, self.rule, self.layout, _BINS)
+        return measure(read, self.rule, _BINS, advance)
 
 
 def _work(reading: Reading) -> _Work:
@@ -446,8 +375,7 @@ def _work(reading: Reading) -> _Work:
     # The scales of channels depend on the order of the elements; everything else can be read in storage order.
     in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
     stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
-    layout = row_major(tensor) if in_order else layout_of(tensor, storage_axes(tensor))
-    return _Work(reading.storage, stored, times, rule_of(reading), layout)
+    return _Work(reading.storage, stored, times, rule_of(reading))
 
 
 def _repeated(measured: Measured, times: int) -> Measured:
@@ -481,10 +409,6 @@ def _summary(rows: list[TensorStatistics], missing: list[str]) -> StatsSummary:
         "with_nan": [row["path"] for row in rows if row["nans"]],
         "with_inf": [row["path"] for row in rows if row["infs"]],
         "all_zero": [row["path"] for row in rows if row["finite"] and row["min"] == 0 == row["max"]],
-        "with_dead_channels": [
-            row["path"] for row in rows if (slices := row["channels"]) and 0 < slices["dead"] < slices["count"]
-        ],
-        "with_outliers": [row["path"] for row in rows if (row["outlier_ratio"] or 0) > OUTLIERS],
         "without_numbers": [row["path"] for row in rows if row["reason"] is not None],
         "missing": missing,
     }

@@ -177,10 +177,6 @@ def test_the_numbers_are_those_of_stats(name: str, pages: Any, opened: Any) -> N
         page.get_by_label("Change", exact=True).select_option("all tensors")
     source = {"training": FIXTURES / "ddp4_training.pth", "bytes": FIXTURES / "sparse.pt"}
     rows = ckptool.stats(source.get(name, pages[name].parent / "a.pt"), all=True)["tensors"]
-    for by in ("p1", "p50", "p99"):
-        cells = shown.column(by)[: len(rows)]
-        known = [row["quantiles"] or {by: None} for row in rows]
-        assert [float(cell) if cell else None for cell in cells] == [values[by] for values in known], by  # type: ignore[literal-required]
     for by in ("min", "max", "mean", "std", "zeros"):
         cells = shown.column(by)[: len(rows)]
         assert [float(cell) if cell else None for cell in cells] == [row[by] for row in rows], by  # type: ignore[literal-required]

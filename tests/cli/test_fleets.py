@@ -46,10 +46,10 @@ def test_every_engine_gives_the_same(command: str, capsys: pytest.CaptureFixture
     words = [command, str(FIXTURES / "real"), *(str(FIXTURES / name) for name in NAMES), "--format", "jsonl"]
     code = run(words)
     one = capsys.readouterr()
-    for how in (["--jobs", "2"], ["--jobs", "2", "--engine", "dask", "--ordered"], ["--jobs", "2", "--engine", "dask"]):
+    for how in (["--jobs", "2"], ["--jobs", "2", "--engine", "dask"]):
         assert run([*words, *how]) == code
         other = capsys.readouterr()
-        if "--ordered" in how or "dask" not in how:
+        if "dask" not in how:
             assert (other.out, other.err) == (one.out, one.err)
         assert sorted(other.out.splitlines()) == sorted(one.out.splitlines())
         assert sorted(other.err.splitlines()) == sorted(one.err.splitlines())
@@ -132,7 +132,7 @@ def test_a_list_may_have_folders_and_comes_after_the_paths(here: Path, capsys: p
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["validate", "scan", "hash", "lock"])
-@pytest.mark.parametrize("engine", [[], ["--engine", "dask", "--jobs", "2", "--ordered"]])
+@pytest.mark.parametrize("engine", [[], ["--engine", "dask", "--jobs", "2"]])
 def test_rows_have_the_same_columns_and_types(
     command: str, engine: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

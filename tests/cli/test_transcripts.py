@@ -53,7 +53,6 @@ CONVERTING = {
     "--metadata",
     "--jobs",
     "--engine",
-    "--ordered",
 }
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 

@@ -139,15 +139,6 @@ def test_any_bits_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp
     assert close(row, figures), (row, figures)
     assert row["differing"] == int(unequal.sum())
     assert row["first"] == [int(place) for place in np.unravel_index(int(unequal.argmax()), shape)]
-    left, right = array(a), array(b)
-    finite = np.isfinite(left) & np.isfinite(right)
-    gaps = np.abs(left[finite] - right[finite])
-    for name, part in (("p50_abs", 0.5), ("p99_abs", 0.99)):
-        if len(gaps):
-            theirs = float(np.quantile(gaps, part, method="inverted_cdf"))
-            assert abs(row[name] - theirs) <= row["quantile_error"] * theirs + 1e-9 * theirs
-        else:
-            assert row[name] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
@@ -161,7 +152,6 @@ def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) 
     [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
     assert close(row, expected(a, b)), (row, expected(a, b))
     assert (row["first"], row["differing"]) == ([size - 3], 3)
-    assert (row["p50_abs"], row["p99_abs"]) == (0.0, 0.0)
     alone = compared(tmp_path, {"x": torch.cat([b[-3:], a[:-3]])}, {"x": torch.cat([a[-3:], a[:-3]])})["values"][0]
     assert alone["differing"] == 3 and alone["max_abs"] == row["max_abs"]
 

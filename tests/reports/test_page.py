@@ -25,7 +25,7 @@ from process_probe import probe
 import ckptool
 from ckptool.base.text import visible
 from ckptool.files.sources import FileSource
-from ckptool.reports.page.columns import FIGURES, NUMBERS, QUANTILES, front_coded
+from ckptool.reports.page.columns import FIGURES, NUMBERS, front_coded
 
 
 def written(folder: Path, *inputs: Path, **how: Any) -> str:
@@ -65,12 +65,6 @@ def test_the_numbers_are_those_of_stats(item: Any, tmp_path: Path) -> None:
     assert data["bytes"] == [row["bytes"] for row in rows]
     for name in NUMBERS:
         assert [str(value) for value in data["stats"][name]] == [str(row.get(name)) for row in rows]
-    for name in QUANTILES:
-        quantiles = [row["quantiles"] or dict.fromkeys(QUANTILES) for row in rows]
-        assert [str(value) for value in data["stats"][name]] == [str(values[name]) for values in quantiles]
-    for name in ("axis", "count", "dead"):
-        channels = [row["channels"] or dict.fromkeys(("axis", "count", "dead")) for row in rows]
-        assert data["stats"][name] == [values[name] for values in channels]
     assert data["stats"]["counts"] == [row["histogram"] and row["histogram"]["counts"] for row in rows]
 
 

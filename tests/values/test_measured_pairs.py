@@ -39,12 +39,6 @@ def test_a_pair_is_both_and_their_difference(dtype: torch.dtype, tmp_path: Path)
             assert figures == {name: rows[number][name] for name in figures}
         row = values[apart[number]["path"]]
         assert (row["max_abs"], row["rel_l2"]) == (compared.distance.max_abs, compared.distance.rel_l2)
-        assert (row["p50_abs"], row["p99_abs"]) == compared.difference.magnitudes
-        assert row["quantile_error"] == compared.difference.error
-        ordered = torch.sort(gap[apart[number]["path"]].abs().flatten())[0]
-        for mine, percent in (("p50_abs", 50), ("p99_abs", 99)):
-            theirs = ordered[-(-len(ordered) * percent // 100) - 1].item()
-            assert abs(row[mine] - theirs) <= row["quantile_error"] * theirs
         width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         unequal = (a[row["path"]].view(width) != b[row["path"]].view(width)).flatten()
         assert compared.bits == (int(unequal.nonzero()[0]), int(unequal.sum()))

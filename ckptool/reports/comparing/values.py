@@ -24,7 +24,6 @@ from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.batches import batches, distance_rows, kind_of_pair, measure_batch, read_pair
 from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread
-from ...values.torch.measure import Measured
 from .graphs import TensorPair
 from .tensors import BitComparison, has_values
 
@@ -56,18 +55,7 @@ class Figures(TypedDict):
 _FIGURES: Final = frozenset(Figures.__annotations__)
 
 
-class Quantiles(TypedDict):
-    """The median and the 99th percentile of |a - b| over the finite pairs: the values at the ranks ceil(n * p / 100).
-
-    They are correct within a factor of 1 ± ``quantile_error``.
-    """
-
-    p50_abs: float | None
-    p99_abs: float | None
-    quantile_error: float | None
-
-
-class ValueDifference(Figures, Quantiles):
+class ValueDifference(Figures):
     """Two tensors whose values differ; ``part`` is the place of an inner tensor in the one at ``path``, or "".
 
     ``dtype`` is the dtype in a, ``other_dtype`` the one in b. ``first`` is the index of the first element that differs.
@@ -214,17 +202,10 @@ def _figures(found: Distance | None) -> Figures:
     return cast("Figures", {name: None if found is None else getattr(found, name) for name in Figures.__annotations__})
 
 
-def _quantiles(difference: Measured | None) -> Quantiles:
-    if difference is None or not difference.finite:
-        return {"p50_abs": None, "p99_abs": None, "quantile_error": None}
-    half, most = difference.magnitudes
-    return {"p50_abs": half, "p99_abs": most, "quantile_error": difference.error}
-
-
 def figures_of(compared: Compared) -> dict[str, Any]:
     """Return the fields that a report has on two tensors whose values differ."""
     differing = compared.distance.differing if compared.bits is None else compared.bits.differing
-    return {"differing": differing, **_figures(compared.distance), **_quantiles(compared.difference)}
+    return {"differing": differing, **_figures(compared.distance)}
 
 
 class _Pair(NamedTuple):
@@ -419,7 +400,7 @@ class ValueComparison:
         for part, job in self.jobs[number]:
             bits, pair, judged = self.bits[job], self.pairs[job], self.judges(job)
             found = self.measured.get(job, "")
-            known, apart = (None, None) if isinstance(found, str) else (found.distance, found.difference)
+            known = None if isinstance(found, str) else found.distance
             if bits.first < 0 or (judged and (known is None or not known.differing)):
                 continue  # equal, equal as numbers (-0.0 and 0.0), or not compared because the dtypes differ
             first = bits.first if pair.same_dtype or known is None else known.first
@@ -433,7 +414,6 @@ class ValueComparison:
                 "first": _index(first, pair.a.shape),
                 "differing": differing if differing >= 0 else None,
                 **_figures(known),
-                **_quantiles(apart),
                 "reason": found if isinstance(found, str) else "",
             }
             within = judged and known is not None and not known.far

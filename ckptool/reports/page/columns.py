@@ -21,11 +21,8 @@ from ..comparing.diff import DiffReport
 from .content import ADDED, Comparison, Content, Tensors
 
 #: The numbers from ``stats`` and from ``diff`` that are columns.
-NUMBERS: Final = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "outlier_ratio")
-FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "p50_abs", "p99_abs", "nonfinite", "differing")
-QUANTILES: Final = ("p1", "p5", "p25", "p50", "p75", "p95", "p99")
-#: Digits kept in the profile of channels, which is only drawn.
-_PROFILE_DIGITS: Final = 3
+NUMBERS: Final = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
+FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "nonfinite", "differing")
 #: The level of compression: a third of the time of the default level for 3 % more bytes.
 _LEVEL: Final = 4
 
@@ -142,14 +139,7 @@ def _firsts(tensors: Tensors, size: int) -> list[int]:
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of numbers; missing values are null."""
     result: dict[str, Any] = {name: _exact([row.get(name) for row in rows]) for name in NUMBERS}
-    quantiles = [row.get("quantiles") or {} for row in rows]
-    result |= {name: _exact([row.get(name) for row in quantiles]) for name in QUANTILES}
-    result["quantile_error"] = [row.get("quantile_error") for row in rows]
     result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
-    channels = [row.get("channels") or {} for row in rows]
-    for name in ("axis", "count", "dead"):
-        result[name] = [row.get(name) for row in channels]
-    result["profile"] = [_rounded(row.get("rms")) for row in channels]
     result["of"] = _numbered(row.get("of") or "" for row in rows)
     result["reason"] = _numbered(row.get("reason") or "" for row in rows)
     return result
@@ -162,12 +152,6 @@ def _exact(values: list[Any]) -> list[Any]:
         if sum(abs(value) for value in values if value is not None) < 1 << 53:
             return values
     return [str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value) for value in values]
-
-
-def _rounded(profile: Sequence[Any] | None) -> list[Any] | None:
-    if profile is None:
-        return None
-    return [float(f"{value:.{_PROFILE_DIGITS}g}") if isinstance(value, float) else value for value in profile]
 
 
 def _added(comparison: Comparison) -> list[int]:

@@ -11,7 +11,7 @@ from ..html import chart, middle, number, text
 from ..inspection import InspectReport
 from ..summary import entry_rows, facts
 from ..validate import ValidateReport
-from .columns import QUANTILES, compared_words
+from .columns import compared_words
 from .content import RENAMED, SAME, Comparison, Content, Tensors
 
 #: Maximum number of tensors shown without the program, and of lines in other lists.
@@ -39,21 +39,14 @@ _MEASURED: Final = tuple(by for by, _, right in _CHANGE if right)
 _NUMBERS: Final = (
     ("chart", "min … max", False),
     *((name, name, True) for name in ("min", "max", "mean", "std")),
-    ("p1", "p1", True),
-    ("p50", "median", True),
-    ("p99", "p99", True),
     ("zeros", "zeros", True),
     ("bad", "NaN, Inf", True),
-    ("dead", "dead", True),
-    ("outlier_ratio", "outlier", True),
 )
 #: The meanings of short headings.
 _HINTS: Final = {
     "rel_l2": "the L2 norm of the difference over that of B",
     "cosine": "the cosine of the angle between A and B",
     "max_abs": "the largest difference of two elements",
-    "dead": "channels that are all zero",
-    "outlier_ratio": "the largest absolute value over the 99th percentile",
     "bad": "elements that are not finite",
 }
 
@@ -255,7 +248,7 @@ def tensors(content: Content) -> str:
     head += _IDENTITY
     if not content.without_numbers:
         rows = content.tensors.rows
-        known = {by for by, _, _ in _NUMBERS if any(_figure_of(by, row) is not None for row in rows)}
+        known = {by for by, _, _ in _NUMBERS if any(row.get(by) is not None for row in rows)}
         head += [item for item in _NUMBERS if item[0] in known or item[0] in ("chart", "bad")]
     cells = "".join(
         f'<th scope=col data-by="{by}"{" class=n" if right else ""}{_hint(by)}>{label}</th>'
@@ -307,7 +300,7 @@ def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place:
     if comparison is not None and by in _MEASURED:
         same = comparison.fate[place] == SAME
         return _figure(by, int(by == "cosine") if same else comparison.figures.get(place, {}).get(by))
-    return number(_figure_of(by, row))
+    return number(row.get(by))
 
 
 def _figure(by: str, value: object) -> str:
@@ -315,13 +308,6 @@ def _figure(by: str, value: object) -> str:
     if by == "cosine" and isinstance(value, float) and 1e-12 < 1 - value < 5e-5:
         return f"1 - {1 - value:.2g}"
     return number(value)
-
-
-def _figure_of(by: str, row: Mapping[str, Any]) -> object:
-    """Return a number from ``stats`` by its name, or None if it is unknown."""
-    if by == "dead":
-        return (row.get("channels") or {}).get("dead")
-    return (row.get("quantiles") or {}).get(by) if by in QUANTILES else row.get(by)
 
 
 def entries(content: Content) -> str:

@@ -8,7 +8,6 @@
   const ROW = 32; // pixels of a row of the table, as in page.css
   const LISTED = 40; // lines of a list beside a picture
   const CHANGED = "*"; // the filter that a comparison begins with
-  const OUTLIER = 10; // a suspicious ratio of the largest value to the 99th percentile, as in stats
 
   // -- text
 
@@ -132,8 +131,6 @@
       if (side.nans[row]) found.add("NaN");
       if (side.infs[row]) found.add("Inf");
       if (side.finite[row] && side.min[row] === 0 && side.max[row] === 0) found.add("all zero");
-      if (side.dead[row] && side.dead[row] < side.count[row]) found.add("dead channels");
-      if (Number(side.outlier_ratio[row]) > OUTLIER) found.add("outliers");
       if (word(side.reason, row)) found.add("no numbers");
     }
     return [...found];
@@ -598,9 +595,8 @@
 
   // -- the details of a tensor
 
-  const COUNTED = [["min", "min"], ["p1", "p1"], ["p5", "p5"], ["p25", "p25"], ["p50", "median"], ["p75", "p75"], ["p95", "p95"],
-    ["p99", "p99"], ["max", "max"], ["mean", "mean"], ["std", "std"], ["norm", "norm"], ["zeros", "zeros"], ["nans", "NaN"],
-    ["infs", "Inf"], ["dead", "dead channels"], ["outlier_ratio", "outliers (largest / p99)"]];
+  const COUNTED = [["min", "min"], ["max", "max"], ["mean", "mean"], ["std", "std"], ["norm", "norm"], ["zeros", "zeros"], ["nans", "NaN"],
+    ["infs", "Inf"]];
   const dialog = element("dialog", { "aria-labelledby": "tensor-name", onclose: () => history.replaceState(null, "", "#"), onclick: (event) => event.target === dialog && dialog.close() });
   document.body.append(dialog);
 
@@ -657,8 +653,8 @@
 
   function difference(row) {
     const parts = [element("h3", {}, "Change")];
-    const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"], ["p50_abs", "median |Δ|"],
-      ["p99_abs", "p99 |Δ|"], ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
+    const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"],
+      ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
     parts.push(pairs([["change", fate(row)], ["in B", visible(diff.partner[row] || "")], ["why no figures", visible(diff.reason[row] || "")],
       ...names.filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row], name)])]));
     if (diff.changes[row]) parts.push(element("ul", {}, ...diff.changes[row].map((text) => element("li", {}, visible(text)))));
@@ -669,14 +665,10 @@
     if (word(stats.reason, row)) return [element("p", {}, "No numbers: " + visible(word(stats.reason, row)))];
     const sides = other && other.min[row] !== null ? [["A", stats], ["B", other]] : [["", stats]];
     const rows = COUNTED.filter(([by]) => sides.some(([, side]) => side[by][row] !== null)).map(([by, text]) => [text, ...sides.map(([, side]) => exact(side[by][row]))]);
-    const of = word(stats.of, row), error = stats.quantile_error[row];
+    const of = word(stats.of, row);
     const parts = [element("h3", {}, "Numbers"), of && of !== "elements" ? element("p", { class: "aside" }, "of " + visible(of)) : ""];
-    for (const [side, from] of sides) {
-      if (from.counts[row]) parts.push(histogram(side, from, row));
-      if (from.profile[row]) parts.push(profile(side, from, row));
-    }
+    for (const [side, from] of sides) if (from.counts[row]) parts.push(histogram(side, from, row));
     parts.push(table("Numbers", ["number", ...sides.map(([side]) => side || "value")], rows));
-    if (error) parts.push(element("p", { class: "aside" }, `Quantiles are right within ${number(100 * error)} %.`));
     return parts;
   }
 
@@ -689,12 +681,6 @@
     const edge = (place) => low * (1 - place / bins) + high * (place / bins);
     const text = `${side ? side + ": " : ""}${number(low)} to ${number(high)} in ${plural(bins, "step")}`;
     return figureOf(text, chart(counts, 600, 90), ["from", "to", "elements"], counts.map((value, place) => [number(edge(place)), number(edge(place + 1)), count(value)]));
-  }
-
-  function profile(side, from, row) {
-    const values = from.profile[row].map((value) => Number(value) || 0), channels = from.count[row], of = Math.ceil(channels / 64);
-    const text = `${side ? side + ": " : ""}root mean square of ${plural(channels, "channel")} along dimension ${from.axis[row]}` + (of > 1 ? `, ${of} to a bar` : "");
-    return figureOf(text, chart(values, 600, 60), ["channels from", "RMS"], values.map((value, place) => [count(place * of), number(value)]));
   }
 
   // -- all together

@@ -10,15 +10,12 @@ from typing import Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.records import NamedTuple
-from ...checkpoint.tensors import Tensor
 from ..elements import Filling
 from ..interpretation import Reading
 from .loads import torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
-#: Maximum number of channels for which figures are kept, one byte each.
-_MAX_CHANNELS: Final = 1 << 24
 #: Dtypes that torch cannot compute with -> a dtype of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
@@ -56,7 +53,8 @@ class ElementRule(NamedTuple):
     """The rule that turns elements into numbers: (element - zero point) * scale, with the sign changed if ``negated``.
 
     ``scales`` and ``zero_points`` are empty for plain elements. Otherwise there is one per channel: ``inner``
-    successive elements belong to one channel, and the channels repeat.
+    successive elements belong to one channel, and the channels repeat. ``numel`` is the number of elements if the last
+    byte may have more.
     """
 
     dtype: str
@@ -64,6 +62,7 @@ class ElementRule(NamedTuple):
     zero_points: Sequence[float] = ()
     inner: int = 1
     negated: bool = False
+    numel: int | None = None
 
     @property
     def width(self) -> int:
@@ -75,111 +74,26 @@ class ElementRule(NamedTuple):
         """Whether the numbers are integers."""
         return not self.scales and not self.dtype.startswith(("float", "bfloat")) and not is_complex(self.dtype)
 
-    @property
-    def coded(self) -> bool:
-        """Whether there are at most 65,536 different elements, each for one number."""
-        return self.width <= 2 and len(self.scales) <= 1 and not is_complex(self.dtype)
-
 
 def rule_of(reading: Reading) -> ElementRule:
     """Return the rule for the elements of a reading."""
     tensor, affine = reading.tensor, reading.affine
     scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
     inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and affine.axis >= 0 else 1
-    return ElementRule(tensor.dtype, scales, zero_points, inner, reading.negated)
+    numel = tensor.numel if tensor.dtype in ("quint4x2", "quint2x4") else None
+    return ElementRule(tensor.dtype, scales, zero_points, inner, reading.negated, numel)
 
 
-class Layout(NamedTuple):
-    """The order of the numbers: ``inner`` numbers for each of ``channels`` channels, all repeated ``outer`` times.
+def raw_blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, size: int, name: str) -> Iterator[Any]:
+    """Yield the elements in torch dtypes, ``size`` at a time; each block is valid until the next one is requested.
 
-    A tensor without channels counts as one channel.
-    """
-
-    outer: int
-    channels: int
-    inner: int
-
-    @property
-    def numel(self) -> int:
-        return self.outer * self.channels * self.inner
-
-
-def layout_of(tensor: Tensor, axes: Sequence[int]) -> Layout:
-    """Return the layout of a tensor that is read along ``axes``; its channels are the indices of axis 0."""
-    shape = tensor.shape
-    # Each element of this dtype is two numbers.
-    pair = 2 if tensor.dtype == "float4_e2m1fn_x2" else 1
-    if len(shape) < 2 or 0 not in axes or shape[0] > _MAX_CHANNELS:
-        return Layout(1, 1, prod(shape[axis] for axis in axes) * pair)
-    place = axes.index(0)
-    outer, inner = (prod(shape[axis] for axis in part) for part in (axes[:place], axes[place + 1 :]))
-    return Layout(outer, shape[0], inner * pair)
-
-
-def row_major(tensor: Tensor) -> Layout:
-    """Return the layout of a tensor that is read in row-major order."""
-    return layout_of(tensor, range(len(tensor.shape)))
-
-
-class Part(NamedTuple):
-    """Numbers of a tensor that are read and measured together.
-
-    It has ``length`` numbers for each of ``channels`` channels, starting at channel ``first``, all repeated ``repeats``
-    times.
-    """
-
-    repeats: int
-    first: int
-    channels: int
-    length: int
-
-    @property
-    def numel(self) -> int:
-        return self.repeats * self.channels * self.length
-
-
-def parts(layout: Layout, group: int) -> Iterator[Part]:
-    """Yield the parts of a tensor in order, each with at most ``STEP`` numbers.
-
-    If the channels follow one another, a part begins with a group of ``group`` channels, or lies within one group.
-    """
-    outer, channels, inner = layout
-    if outer > 1 and channels * inner <= STEP:
-        most = STEP // (channels * inner)
-        yield from (Part(min(most, outer - at), 0, channels, inner) for at in range(0, outer, most))
-        return
-    runs = list(_runs(channels, max(STEP // max(inner, 1), 1), group)) if layout.numel else []
-    for _ in range(outer):
-        for first, count in runs:
-            yield from (Part(1, first, count, min(STEP, inner - at)) for at in range(0, inner, STEP))
-
-
-def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) for about equal stretches of at most ``most`` channels."""
-    if most >= group:
-        number = -(-channels // (most - most % group))
-        step = group * -(-channels // (number * group))
-        yield from ((first, min(step, channels - first)) for first in range(0, channels, step))
-        return
-    for begin in range(0, channels, group):
-        end = min(begin + group, channels)
-        yield from ((first, min(most, end - first)) for first in range(begin, end, most))
-
-
-def raw_blocks(
-    torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, sizes: Iterable[int], name: str
-) -> Iterator[Any]:
-    """Yield the elements in torch dtypes, in blocks of ``sizes``; each block is valid until the next one is requested.
-
-    Packed elements become codes, one byte each. The blocks end with the bytes. ``name`` selects the memory.
+    Packed elements become codes, one byte each. ``name`` selects the memory.
     """
     dtype, width = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
-    block = memoryview(SCRATCH.bytes(name, width))
+    block = memoryview(SCRATCH.bytes(name, width))[: size * width]
     fill = pieces if callable(pieces) else _filling(_unpacked(pieces, rule.dtype))
-    for size in sizes:
-        done = fill(block[: size * width])
-        if done:
-            yield torch.frombuffer(block[:done], dtype=dtype)
+    while done := fill(block):
+        yield torch.frombuffer(block[:done], dtype=dtype)
 
 
 def _filling(pieces: Iterable[bytes]) -> Filling:

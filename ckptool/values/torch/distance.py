@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any, Final
 
 from ...base.records import NamedTuple
 from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
-from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
+from .blocks import PACKED, ElementRule, doubles, rule_of
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, factors_of, root, shift_of
 
@@ -20,8 +21,6 @@ _WIDE: Final = frozenset(("float64", "complex128"))
 _SLICE: Final = 1 << 15
 #: Distances of so many parts are added at a time, because adding fractions one by one takes as long as computing them.
 _TOGETHER: Final = 64
-#: The rule for differences, which are plain float64 numbers.
-DIFFERENCE: Final = ElementRule("float64")
 #: Integer differences below this do not overflow 64 bits.
 _EXACT: Final = float(1 << 62)
 
@@ -99,14 +98,12 @@ def _exact_sum(numbers: Iterable[Fraction | float]) -> Fraction:
 
 
 class Compared(NamedTuple):
-    """How far two tensors with equal shapes are apart, and the statistics of their ``difference`` a - b.
+    """How far two tensors with equal shapes are apart.
 
-    If either tensor is complex, the difference is measured by absolute values. Pairs that are not finite in both count
-    as NaN or Inf in it. ``bits`` is None if the dtypes differ, or if an element is several numbers.
+    ``bits`` is None if the dtypes differ, or if an element is several numbers.
     """
 
     distance: Distance
-    difference: Measured
     bits: BitDifference | None
 
 
@@ -119,24 +116,24 @@ class PairMeasured(NamedTuple):
 
 
 def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
-    """Measure two tensors with equal shapes, and compare them, in one reading of both.
+    """Measure two tensors with equal shapes, and compare them, in one reading of both, and one for histograms.
 
     Raise MalformedError if bytes are missing, UnreadableError if torch is not installed.
     """
     torch = need_torch("comparing values as numbers")
-    layout = row_major(one.tensor)
-    gauges = [Gauge(torch, resolved_rule(reading), layout, bins) for reading in (one, other)]
+    gauges = [Gauge(torch, resolved_rule(reading), bins) for reading in (one, other)]
 
     def add(*pair: Block) -> None:
         for gauge, block in zip(gauges, pair):
-            gauge.add(block._replace(numbers=modulus(torch, block.numbers)))
+            gauge.add(block)
 
     compared = _compare(torch, one, other, (0.0, 0.0), add)
-    return PairMeasured(gauges[0].measured(), gauges[1].measured(), compared)
+    a, b = (gauge.measured(partial(_bytes_of, reading)) for gauge, reading in zip(gauges, (one, other)))
+    return PairMeasured(a, b, compared)
 
 
 def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Compared:
-    """Measure how far two tensors with equal shapes are apart, and their difference.
+    """Measure how far two tensors with equal shapes are apart.
 
     ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly. Raise
     MalformedError if bytes are missing, UnreadableError if torch is not installed.
@@ -148,21 +145,18 @@ def _compare(
     torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float], each: Callable[[Block, Block], None]
 ) -> Compared:
     """Compare two tensors with equal shapes; ``each`` is called with both blocks before the next ones are read."""
-    layout = row_major(one.tensor)
-    gauge = Gauge(torch, DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
     found: list[Distance] = []
     bits, at = BitDifference(), 0
-    for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
+    for pair, part in _blocks(torch, one, other, tolerance):
         each(*pair)
-        gauge.add(Block(Part(1, 0, 1, len(difference)), difference, 0, difference))
         found.append(part)
         if len(found) == _TOGETHER:
             found = [total(found)]
         if alike:
             bits = _bits(torch, *pair, bits, at)
-        at += len(difference)
-    return Compared(total(found), gauge.measured(), bits if alike else None)
+        at += len(pair[0].numbers)
+    return Compared(total(found), bits if alike else None)
 
 
 def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> BitDifference:
@@ -170,8 +164,8 @@ def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> Bit
     left, right = (torch.view_as_real(block.raw) if block.raw.is_complex() else block.raw for block in (a, b))
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     unequal = left.view(same) != right.view(same)
-    if len(unequal) != a.part.numel or unequal.dim() > 1:
-        unequal = unequal.view(a.part.numel, -1).any(1)  # one element is several numbers
+    if len(unequal) != len(a.numbers) or unequal.dim() > 1:
+        unequal = unequal.view(len(a.numbers), -1).any(1)  # one element is several numbers
     differing = int(torch.count_nonzero(unequal))
     if not differing:
         return before
@@ -186,28 +180,27 @@ def resolved_rule(reading: Reading) -> ElementRule:
 
 
 def _blocks(
-    torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
-) -> Iterator[tuple[tuple[Block, Block], Distance, Any]]:
-    """Yield pairs of blocks, with their distance and their difference."""
+    torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float]
+) -> Iterator[tuple[tuple[Block, Block], Distance]]:
+    """Yield pairs of blocks, with their distance."""
     rules = [resolved_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
-    sides = [blocks(torch, _bytes_of(side), rule, layout, name) for name, side, rule in named]
+    sides = [blocks(torch, _bytes_of(side), rule, name) for name, side, rule in named]
     wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
     at, known = 0, False
     for left, right in zip(*sides):
-        difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
+        count = len(left.numbers)
         same = rules[0] == rules[1] and _same_bits(torch, left.raw, right.raw)
-        found = [_no_distance(torch, left, wide, difference)] if same else []
-        for begin in range(0, 0 if same else left.part.numel, _SLICE):
+        found = [_no_distance(torch, left, wide)] if same else []
+        for begin in range(0, 0 if same else count, _SLICE):
             here = slice(begin, begin + _SLICE)
             one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
-            part, gaps, unequal = _distance(torch, one_slice, other_slice, wide, tolerance)
-            difference[here] = modulus(torch, gaps)
+            part, unequal = _distance(torch, one_slice, other_slice, wide, tolerance)
             if part.differing and not known:
                 known, part = True, part._replace(first=at + begin + int(unequal.to(torch.uint8).argmax()))
             found.append(part)
-        yield (left, right), total(found), difference
-        at += left.part.numel
+        yield (left, right), total(found)
+        at += count
 
 
 def _bytes_of(reading: Reading) -> Iterable[bytes] | Filling:
@@ -222,17 +215,14 @@ def _same_bits(torch: Any, a: Any, b: Any) -> bool:
     )
 
 
-def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Distance:
-    """Return the distance of a block's numbers from themselves, and write their difference into ``difference``."""
+def _no_distance(torch: Any, block: Block, wide: bool) -> Distance:
+    """Return the distance of a block's numbers from themselves."""
     found = []
-    difference.zero_()
-    for begin in range(0, block.part.numel, _SLICE):
+    for begin in range(0, len(block.numbers), _SLICE):
         here = block.numbers[begin : begin + _SLICE]
         numbers = here if here.is_complex() else doubles(torch, here, block.bias)
         if not bool(torch.isfinite(numbers.sum())):
-            finite = torch.isfinite(numbers)
-            difference[begin : begin + _SLICE].masked_fill_(~finite, math.nan)
-            numbers = numbers[finite]
+            numbers = numbers[torch.isfinite(numbers)]
         if not len(numbers):
             continue
         count = len(numbers)
@@ -244,8 +234,8 @@ def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Dista
     return total(found)
 
 
-def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any, Any]:
-    """Return the distance of two blocks without ``first``, their difference, and a mask of unequal numbers."""
+def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any]:
+    """Return the distance of two blocks without ``first``, and a mask of unequal numbers."""
     left, right = (
         side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
     )
@@ -265,7 +255,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         left, right, apart = left[finite], right[finite], difference[finite]
     differing = int(torch.count_nonzero(unequal))
     if not len(left):
-        return Distance(0, nonfinite, differing, -1, nonfinite), difference, unequal
+        return Distance(0, nonfinite, differing, -1, nonfinite), unequal
     gaps, size, shift = apart.abs(), right.abs(), 0
     rtol, atol = tolerance
     far = (gaps > size.mul(rtol).add_(atol)) if tolerance != (0.0, 0.0) else None
@@ -297,7 +287,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         _exact(torch.dot(theirs, theirs), 2 * shifts[2]),
         _exact(torch.dot(ours, theirs), shifts[1] + shifts[2]),
     )
-    return found, difference, unequal
+    return found, unequal
 
 
 def _shift(torch: Any, values: Any) -> int:

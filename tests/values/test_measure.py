@@ -1,0 +1,139 @@
+"""Measured numbers are those of Python, in one block or many, and moments of parts add up to those of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.files import threads
+from ckptool.values.torch import measure as measure_module
+from ckptool.values.torch.blocks import STEP, ElementRule
+from ckptool.values.torch.loads import one_thread
+from ckptool.values.torch.measure import Moments, measure
+
+FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")
+NARROW = (*FLOAT8, "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool")
+WIDE = ("float32", "float64", "int32", "int64", "uint32", "uint64")
+
+
+def measured(tensor: torch.Tensor, size: int = 1000) -> Any:
+    """What is measured of a tensor whose bytes come in pieces."""
+    data = bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+
+    def read() -> Iterable[bytes]:
+        return [data[at : at + size * 8] for at in range(0, len(data), size * 8)]
+
+    return measure(read, ElementRule(str(tensor.dtype)[6:]), 10)
+
+
+def finite_numbers(tensor: torch.Tensor) -> list[Any]:
+    wide = tensor.float() if str(tensor.dtype)[6:] in FLOAT8 else tensor
+    return sorted(value for value in wide.flatten().tolist() if math.isfinite(value))
+
+
+@pytest.mark.parametrize("step", [100, STEP])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_narrow_element(dtype: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "STEP", step)
+    torch.manual_seed(0)
+    width = torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    codes = torch.arange(1 << 8 * width).repeat(2) if dtype != "bool" else torch.arange(2).repeat(50)
+    codes = codes[torch.randperm(len(codes))]
+    tensor = codes.to(torch.uint8 if width == 1 else torch.int16).view(getattr(torch, dtype))
+    found, ordered = measured(tensor), finite_numbers(tensor)
+    assert found.finite == len(ordered) and found.finite + found.nans + found.infs == len(codes)
+    assert found.zeros == ordered.count(0) and (found.low, found.high) == (ordered[0], ordered[-1])
+    width_of_bin = (ordered[-1] - ordered[0]) / 10
+    assert found.counts[0] == sum(value < ordered[0] + width_of_bin for value in ordered)
+    wide = torch.tensor(ordered, dtype=torch.float64)
+    bound = float(wide.abs().max())
+    assert math.isclose(found.mean, float((wide / bound).mean()) * bound, rel_tol=1e-12, abs_tol=1e-13 * bound)
+    assert math.isclose(found.std, float((wide / bound).std()) * bound, rel_tol=1e-12)
+    assert math.isclose(found.norm, float((wide / bound).norm()) * bound, rel_tol=1e-12)
+
+
+@settings(max_examples=examples(200))
+@given(st.sampled_from(WIDE), st.lists(st.floats() | st.floats(width=32) | st.integers(-500, 500)), st.integers(1, 9))
+def test_many_blocks_are_one(dtype: str, values: list[float], step: int) -> None:
+    tensor = made(dtype, values)
+    one, ordered = measured(tensor), finite_numbers(tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_module, "STEP", step)
+        many = measured(tensor)
+    exact = ("finite", "nans", "infs", "zeros", "low", "high", "counts", "edges")
+    assert [getattr(one, name) for name in exact] == [getattr(many, name) for name in exact]
+    assert one.finite == len(ordered) == sum(one.counts) and one.zeros == ordered.count(0)
+    assert (one.low, one.high) == ((ordered[0], ordered[-1]) if ordered else (None, None))
+    for name in ("mean", "std", "norm"):
+        mine, other = getattr(one, name), getattr(many, name)
+        bound = max(abs(one.low), abs(one.high)) if ordered else 0
+        assert mine == other or math.isclose(mine, other, rel_tol=1e-11, abs_tol=float(bound) * 1e-12 + 1e-323)
+
+
+def made(dtype: str, values: list[float]) -> torch.Tensor:
+    if "int" not in dtype:
+        return torch.tensor(values, dtype=torch.float64).to(getattr(torch, dtype))
+    bits = int(dtype.strip("uint"))
+    low = 0 if dtype.startswith("u") else -(1 << bits - 1)
+    whole = [int(value) % (1 << bits) if math.isfinite(value) else 0 for value in values]
+    whole = [value - (1 << bits) if low and value >= -low else value for value in whole]
+    return torch.tensor(whole, dtype=getattr(torch, dtype))
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), min_size=1, max_size=5))
+def test_moments_of_parts_are_those_of_the_whole(lists: list[list[float]]) -> None:
+    moments = Moments()
+    for values in lists:
+        moments = moments.plus(moments_of([Fraction(value) for value in values]))
+    exact = [Fraction(value) for values in lists for value in values]
+    if exact:
+        mean = sum(exact) / len(exact)
+        assert (moments.numel, moments.total) == (len(exact), sum(exact))
+        assert moments.deviations == sum((value - mean) ** 2 for value in exact)
+        assert moments.around(Fraction()) == sum(value**2 for value in exact)
+
+
+def moments_of(values: list[Fraction]) -> Moments:
+    center = values[0] if values else Fraction()
+    return Moments(len(values), sum(values, Fraction()), center, sum(((v - center) ** 2 for v in values), Fraction()))
+
+
+def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float16)
+    tensors = {f"{n}": (torch.randn(STEP + n * 100, 3) * 50).to(dtypes[n % 5]) for n in range(10)}
+    torch.save(tensors, tmp_path / "a.pth")
+    monkeypatch.setattr(threads, "_MIN_PARALLEL", 0)
+    before = torch.get_num_threads()
+    reports = []
+    for count, inner in ((1, 1), (4, 2), (4, 1)):
+        monkeypatch.setattr(threads.os, "cpu_count", lambda count=count: count)
+        torch.set_num_threads(inner)
+        reports.append(ckptool.stats(tmp_path / "a.pth"))
+        assert torch.get_num_threads() == inner
+    torch.set_num_threads(before)
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_the_last_to_end_gives_torch_its_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    first, second = one_thread(torch), one_thread(torch)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_num_threads() == 1
+    second.__exit__(None, None, None)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
