@@ -251,7 +251,8 @@ def _histogram(torch: Any, numbers: Any, bias: int, low: Any, high: Any, bins: i
         base, top = float(low), float(high)
         for factor in factors_of(shift_of(max(abs(base), abs(top)))):
             numbers, base, top = numbers * factor, base * factor, top * factor
-        places, width = numbers - base, top - base
+        scratch = SCRATCH.take(torch, "distances", len(numbers), torch.float64)
+        places, width = torch.sub(numbers, base, out=scratch), top - base
     places = places.mul_(bins / width).to(torch.uint8).clamp_(max=bins - 1)
     return torch.bincount(places, minlength=bins)
 
