@@ -1,6 +1,6 @@
 """S3: obstore finds the credentials and signs addresses, and the requests are sent by ``wire``.
 
-The requests are those of the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/API/.
+The requests follow the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/API/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .web import Web, etag_of
 _SLOW: Final = 600.0
 #: Unfinished uploads that are older were left by a killed run.
 _OLD: Final = timedelta(days=1)
-#: Bytes of an answer that is no list and has no content of an object.
+#: Bytes of an answer that neither lists objects nor brings the content of one.
 _SMALL: Final = 1 << 20
 _SIZE: Final = regex(r"[0-9]{1,18}")
 _NAMES: Final = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -66,7 +66,7 @@ class S3(Web):
             return f"{path}?{query}" if query else path
         if not query:
             return self._sign(lambda: self._store, method, key)
-        # obstore signs what stands in the address of its endpoint, and adds a slash: to a parameter without a meaning.
+        # obstore signs the path in the address of its endpoint, and adds a slash: to a parameter without a meaning.
         place = f"{path}?{query}&x-id="
         return self._sign(lambda: self._make(endpoint=place, virtual_hosted_style_request=True), method, "")
 

@@ -1,4 +1,4 @@
-"""Files that are read with plain requests, such as those of a web server."""
+"""Files that are read with plain requests, such as a web server's."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _REDIRECTS: Final = 10
 _REDIRECTED: Final = (301, 302, 303, 307, 308)
 #: Seconds before a request is sent again, at most; each further pause is twice as long.
 _PAUSE: Final = 0.1
-#: Variables with certificates that are trusted besides those of the system.
+#: Variables with certificates that are trusted besides the system's.
 _CERTIFICATES: Final = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 #: Idle connections by process, scheme, host, port and proxy.
 _IDLE: Final[dict[object, list[_Connection]]] = {}
@@ -358,7 +358,7 @@ def certificates() -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _trusted(certificates: tuple[str, ...]) -> Any:
-    """Return what checks certificates: those of the system and of files are trusted, also one that signed itself."""
+    """Return what checks certificates: it trusts the system's and those in files, also one that signed itself."""
     import ssl  # only for https
 
     context = ssl.create_default_context()
