@@ -77,7 +77,7 @@ class Limits(NamedTuple):
     #: how often a request is sent again after a failure that may pass, with growing pauses of a second in total
     retries: int = 3
     #: seconds in which the last of these is sent, less the time to wait for it; and seconds of one request with its
-    #: answer; 4 MiB are the most
+    #: answer of at most 4 MiB
     retry_seconds: float = 60.0
     request_seconds: float = 120.0
     #: bytes of an answer with no content of an object, such as the list of the files in a folder
