@@ -293,7 +293,7 @@ def _no_checkpoint(path: str) -> UnreadableError:
     if isinstance(error, NotACheckpointError):
         return error
     return _foreign_files(folder, path) or UnreadableError(
-        "there is no checkpoint in this folder", path=path, next="name a file"
+        "the folder holds no checkpoint", path=path, next="name a file"
     )
 
 

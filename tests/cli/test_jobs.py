@@ -169,7 +169,7 @@ def test_a_folder_or_glob_without_a_checkpoint(
         out, err = capsys.readouterr()
         told.append(err)
         assert "UNREADABLE" not in out
-    assert "there is no checkpoint in this folder" in told[0] and "no file matches this pattern" in told[1]
+    assert "the folder holds no checkpoint" in told[0] and "no file matches this pattern" in told[1]
     assert told[2] == told[0] + told[1]
 
 

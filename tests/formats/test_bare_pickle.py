@@ -143,7 +143,7 @@ def test_other_pickles_are_not_opened(value: Any, tmp_path: Path) -> None:
 def test_only_a_named_one_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(ARRAYS))
     assert run(["inspect", str(tmp_path)]) == 3
-    assert "there is no checkpoint in this folder" in capsys.readouterr().err
+    assert "the folder holds no checkpoint" in capsys.readouterr().err
 
 
 class _Reduced:
