@@ -290,7 +290,7 @@ def test_names_that_are_not_there(server: Server) -> None:
     server.put("bucket", "texts/readme.txt", b"hello")
     said = say("keys", "s3://bucket/texts/")
     assert said.code == 3
-    assert "no checkpoint in this folder" in said.err
+    assert "the folder holds no checkpoint" in said.err
 
 
 @pytest.fixture
