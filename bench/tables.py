@@ -62,24 +62,12 @@ def plain(document: Figures) -> str:
     return "\n\n".join([*parts, *(["\n".join(left)] if left else [])])
 
 
-def summary(document: Figures) -> str:
-    """Return the rows for readers of the README as one Markdown table."""
-    lines: list[tuple[str, ...]] = []
-    rows = [row for row in _compared(document) if row["reader"]]
-    for heading in dict.fromkeys(_HEADINGS.values()):
-        under = [row for row in rows if _heading(row) == heading]
-        if under:
-            lines.append((f"**{heading}**", "", "", "", ""))
-        lines += [(_code(row["job"]), f"{row['file']}; {_filesystem(row)}", _both(row), *_short(row)) for row in under]
-    return _markdown(lines, ("what", "file", "ckptool", "against", "ratio"))
-
-
-#: The rows of the README: the job, and the beginning of the name of the job it is compared with.
+#: The rows at the head of docs/performance.md: the job, and the beginning of the name of the job it is compared with.
 _HEADLINES: Final = (("keys", "torch.load"), ("strip-module", "torch.load"), ("strip-module --in-place", "cp"))
 
 
 def headline(document: Figures) -> str:
-    """Return the rows of the README for the 2 GB file as one Markdown table."""
+    """Return a few rows for the 2 GB file as one Markdown table."""
     rows = [row for row in _compared(document) if row["reader"] and row["file"].startswith("2 GB")]
     lines = [
         (_code(job), _both(row), *_short(row))

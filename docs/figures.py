@@ -1,4 +1,4 @@
-"""Tables for docs/performance.md and README.md, made from the figures of the last published benchmark run."""
+"""Tables for docs/performance.md, made from the figures of the last published benchmark run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ _DOCUMENT = published()
 
 NOTES = tables.NOTES
 headline = partial(tables.headline, _DOCUMENT)
-summary = partial(tables.summary, _DOCUMENT)
 sections = partial(tables.sections, _DOCUMENT)
 peak = partial(tables.peak, _DOCUMENT)
 machine = partial(tables.machine, _DOCUMENT)
