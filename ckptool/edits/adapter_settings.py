@@ -1,33 +1,77 @@
-"""What the settings of an adapter mean for one module: ranks, scales and shapes.
+"""Open an adapter, and read what its settings mean for one module: ranks, scales, targets.
 
-Names and defaults come from PEFT (``tuners/lora/config.py``, ``tuners/lora/layer.py``, ``utils/other.py``).
+Names, settings and defaults come from PEFT (``tuners/lora/config.py``, ``tuners/lora/layer.py``,
+``utils/save_and_load.py``, ``utils/other.py``) and diffusers (``loaders/peft.py``).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import inf, sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
+from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
+from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, command, suggested_output
-from ..base.text import join_limited, pluralize, quoted, shape_text
+from ..base.steps import AnyStep, Setting, advice, is_folder
+from ..base.text import cut, join_limited, quoted, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
+from ..files.archives import parsed_object, read_object
+from ..files.folders import open_folder
+from ..files.sources import FolderSource
+from ..formats.empty_weights import empty_weights, gather_step
+from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import elements, storage_reader
-from ..values.torch.adapters import AdapterStep, StoredTensor
+from ..values.torch.adapters import StoredTensor
+from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules
+from .storages import refuse_bits
 
 CONFIG: Final = "adapter_config.json"
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
-HEADER_ALPHA: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
-HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
+_HEADER_ALPHA: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
+_HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
+#: Where diffusers keeps the settings of PEFT in the header, and trainers the name of the base.
+_HEADER_SETTINGS: Final = "lora_adapter_metadata"
+_HEADER_BASES: Final = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
+
+#: Types that are merged here, that PEFT can merge, and that add inputs or layers instead of changing weights.
+_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "BOFT", "OFT", "VERA", "TRAINABLE_TOKENS")
+_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING RANDLORA SHIRA VBLORA"))
+_NO_WEIGHTS: Final = frozenset(
+    words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
+)
+#: Settings that do not change the result, or that are read here.
+_KNOWN: Final = frozenset(
+    words(
+        "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules"
+        " exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights"
+        " layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices"
+        " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
+        " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
+        " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
+        " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
+        " oft_block_size block_share eps coft use_cayley_neumann num_cayley_neumann_terms"
+        " vera_dropout d_initial projection_prng_key save_projection"
+        " use_effective_conv2d decompose_both decompose_factor rank_dropout_scale"
+    )
+)
+#: Settings with which PEFT does not merge, or computes something else.
+_REFUSED: Final = {
+    "layer_replication": "it repeats layers of the base, which share their weights, and PEFT cannot save the merge",
+    "alora_invocation_tokens": "an activated LoRA (aLoRA) acts only after its invocation tokens, so it has no merge",
+}
+#: Initializations that PEFT repeats when it loads the adapter, and that change the base; and others.
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_INITIAL: Final = ("gaussian", "orthogonal", "eva")
 #: Limits of rank_pattern and alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with
 #: all modules.
 _LONGEST_PATTERN: Final = 300
@@ -40,14 +84,14 @@ _LARGEST: Final = 1e30
 class Adapter(NamedTuple):
     """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
 
-    ``changes`` finds the weights of a base that it changes, as ``weight_changes`` does for PEFT. ``scales`` has the
-    factors of modules whose settings do not give them. ``alpha`` is used where the adapter records none.
+    ``of_pipeline``: it has the names of kohya or diffusers. ``scales`` has the factors of modules whose settings do not
+    give them. ``alpha`` is used where the adapter records none.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    changes: Callable[[Adapter, Mapping[str, Tensor], str, float], AdapterChanges]
+    of_pipeline: bool = False
     scales: Mapping[str, float] = MappingProxyType({})
     alpha: float | None = None
 
@@ -56,28 +100,177 @@ class Adapter(NamedTuple):
         """The path of the adapter."""
         return self.checkpoint.path
 
+    @property
+    def base_name(self) -> str:
+        """The name of the base that the settings give, or ""."""
+        name = self.config.get("base_model_name_or_path")
+        return name if isinstance(name, str) else ""
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it also changes parameters that are no modules, such as the experts of a layer in one tensor."""
+        return bool(self.config.get("target_parameters"))
+
     def refusal(self, message: str, step: AnyStep = "") -> RefusedError:
         """Return an error about the adapter."""
         return RefusedError(message, path=self.path, next=step)
 
+    def is_set(self, name: str) -> bool:
+        """Return whether a setting is true."""
+        return self.config.get(name) is True
 
-class WeightChange(NamedTuple):
-    """A change of one weight: its key in the base, and the step. ``added`` is true if the base lacks the key."""
+    def number(self, value: object, name: str) -> float:
+        """Return the value of a setting; raise RefusedError if it is not a number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
+            raise self.refusal(f"its {name} {json.dumps(value)[:80]} is not a number")
+        return value
 
-    key: str
-    step: AdapterStep
-    added: bool = False
+    def stored(self, key: str) -> StoredTensor:
+        """Return a tensor as plain data."""
+        tensor = self.tensors[key]
+        return StoredTensor(key, storage_reader(self.checkpoint, tensor.storage), vector(tensor))
+
+    def modules(self) -> list[Modules]:
+        """Return the modules that it changes, for each model of a pipeline; raise RefusedError if a key is unknown."""
+        peft_type = None if self.of_pipeline else self.config.get("peft_type", "")
+        try:
+            return modules(
+                self.tensors.keys(),
+                peft_type,
+                lambda one, other: has_values_of(self.stored(one), self.stored(other)),
+            )
+        except RefusedError as error:
+            raise self.refusal(error.what, error.step or ("" if self.of_pipeline else BY_PEFT)) from error
 
 
-class AdapterChanges(NamedTuple):
-    """The changes by an adapter, and the number of tensors for each other model that the base does not hold."""
-
-    changes: list[WeightChange]
-    unused: Mapping[str, int]
+def vector(tensor: Tensor) -> Tensor:
+    """Return a tensor without dimensions as one with a single element, and others unchanged."""
+    return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
 
 
-def header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
-    """Return the number that the header of a safetensors file has under the first of these names, or None."""
+def has_values_of(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same shape and bytes."""
+    if one.view.shape != other.view.shape or one.view.dtype != other.view.dtype:
+        return False
+    first, second = (b"".join(elements(part.storage, part.view)) for part in (one, other))
+    return first == second
+
+
+# -- opening
+
+
+def open_adapter(source: CheckpointOrPath, alpha: float | None = None) -> Adapter:
+    """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none.
+
+    ``alpha`` is used if neither settings, tensors nor the header of the file give one.
+    """
+    checkpoint = as_checkpoint(source)
+    found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
+    if is_of_pipeline(found.keys()):
+        config = {"base_model_name_or_path": base_in_header(checkpoint)}
+        adapter = Adapter(checkpoint, config, found, of_pipeline=True, alpha=alpha)
+        _check_tensors(adapter)
+        return adapter
+    tensors = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in found.items()}
+    given = adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
+    adapter = Adapter(checkpoint, given or {}, tensors)
+    if given is None:
+        raise _without_config(adapter)
+    _check_type(adapter)
+    _check_tensors(adapter)
+    check_settings(adapter)
+    return adapter
+
+
+def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the settings beside the tensors of an adapter, or None if there is no such file."""
+    whole = isinstance(checkpoint.source, FolderSource) or is_folder(checkpoint.path)
+    folder = checkpoint.path if whole else os.path.dirname(checkpoint.path)
+    if open_folder(folder).size(CONFIG) is None:
+        return None
+    path = os.path.join(folder, CONFIG)
+    config = read_object(path)
+    if config is None:
+        raise RefusedError("it is not a JSON object", path=path)
+    return config
+
+
+def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: float | None) -> Mapping[str, Any] | None:
+    """Return the settings of a LoRA with PEFT's names, by the header of its file or by ``alpha``; None without both."""
+    stated = _header_number(checkpoint, _HEADER_ALPHA)
+    alpha = alpha if stated is None else stated
+    if alpha is None or not any(".lora_A." in key for key in keys) or is_of_other_library(keys):
+        return None
+    rank = _header_number(checkpoint, _HEADER_RANK)
+    config = {"peft_type": "LORA", "lora_alpha": alpha, "base_model_name_or_path": None}
+    config |= {"use_dora": True} if any("lora_magnitude_vector" in key for key in keys) else {}
+    return config if rank is None else {**config, "r": int(rank)}
+
+
+def _without_config(adapter: Adapter) -> RefusedError:
+    keys = adapter.tensors.keys()
+    if is_of_other_library(keys):
+        message = "it has names as of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
+        return adapter.refusal(message, "merge it with the library that trained it")
+    if not adapter_keys(keys):
+        return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
+    message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
+    way = f"put the {CONFIG} that was saved with it into the same folder, or give "
+    return adapter.refusal(message, advice(way, Setting("alpha", None), ", its lora_alpha"))
+
+
+def _check_type(adapter: Adapter) -> None:
+    kind = adapter.config.get("peft_type")
+    if kind in _TAKEN:
+        return
+    if isinstance(kind, str) and kind in _NO_WEIGHTS:
+        message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
+        raise adapter.refusal(message, "load it with PEFT")
+    if isinstance(kind, str) and kind in _MERGEABLE:
+        raise adapter.refusal(f"adapters of the type {kind} are not supported", BY_PEFT)
+    raise adapter.refusal(f"its peft_type {json.dumps(kind)[:80]} is not known")
+
+
+def _check_tensors(adapter: Adapter) -> None:
+    """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
+    checkpoint = adapter.checkpoint
+    if empty := empty_weights(checkpoint):
+        raise adapter.refusal(empty, gather_step(checkpoint))
+    if len(adapter.tensors) < len(checkpoint.survey.tensors):
+        raise adapter.refusal("two of its tensors have the same name")
+    for entry in checkpoint.survey.tensors:
+        refuse_bits(checkpoint, entry.ref, entry.key)
+    for key, tensor in adapter.tensors.items():
+        dtype = BY_NAME.get(tensor.dtype)
+        if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):
+            raise adapter.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
+        if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
+            raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
+
+
+def check_settings(adapter: Adapter) -> None:
+    """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
+    config = adapter.config
+    for name, reason in _REFUSED.items():
+        if config.get(name):
+            raise adapter.refusal(reason)
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
+        step = "save it again with model.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        raise adapter.refusal(message, step)
+    if isinstance(start, str) and start.lower() not in _INITIAL:
+        raise adapter.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
+    unknown = sorted(name for name, value in config.items() if value and name not in _KNOWN)
+    if unknown:
+        raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
+
+
+# -- the header of a safetensors file
+
+
+def _header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
+    """Return the number that the header has under the first of these names, or None."""
     metadata = checkpoint.container.metadata
     for name in names:
         with suppress(ValueError, KeyError):
@@ -85,17 +278,44 @@ def header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
     return None
 
 
-def number_setting(adapter: Adapter, name: str, default: float) -> float:
-    """Return a number of the settings; raise RefusedError if it is something else."""
-    value = adapter.config.get(name, default)
-    if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise adapter.refusal(f"its {name} {json.dumps(value)[:80]} is not a number")
-    return float(value)
+def base_in_header(checkpoint: Checkpoint) -> str:
+    """Return the name of the base in the header, or ""."""
+    metadata = checkpoint.container.metadata
+    return next((metadata[key] for key in _HEADER_BASES if metadata.get(key, "None") != "None"), "")
 
 
-def is_set(adapter: Adapter, name: str) -> bool:
-    """Return whether a setting is true."""
-    return adapter.config.get(name) is True
+def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, Any]:
+    """Return the settings of PEFT that diffusers stored for a model, empty without any.
+
+    Their names begin with the label of the model if the names of its tensors do. Raise RefusedError if they are not a
+    JSON object.
+    """
+    text = checkpoint.container.metadata.get(_HEADER_SETTINGS, "{}")
+    found = parsed_object(text)
+    if found is None:
+        message = f"its metadata {_HEADER_SETTINGS!r} is not a JSON object: {quoted(cut(text))}"
+        raise RefusedError(message, path=checkpoint.path, next=WITH_DIFFUSERS)
+    start = f"{model.label}."
+    own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+    bare = {name: value for name, value in found.items() if "." not in name}
+    return own or (bare if model.layout == "bare" else own)
+
+
+def scale_without_alpha(adapter: Adapter, rank: int) -> float:
+    """Return 1, which all readers take without alpha; raise RefusedError if the header states an alpha other than the
+    rank.
+    """
+    if adapter.alpha is not None and rank:
+        return adapter.alpha / rank
+    stated = _header_number(adapter.checkpoint, _HEADER_ALPHA)
+    if stated is None or stated in (rank, _header_number(adapter.checkpoint, _HEADER_RANK)):
+        return 1.0
+    message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
+    way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
+    raise adapter.refusal(message, advice("give ", Setting("alpha", f"{stated:g}"), f" ({way})"))
+
+
+# -- the settings of one module
 
 
 def check_rank(adapter: Adapter, key: str, rank: int) -> None:
@@ -113,10 +333,10 @@ def scale(adapter: Adapter, module: str, rank: int, name: str = "lora_alpha") ->
     """Return the factor of a product; raise RefusedError if the settings do not give one. ``name`` is the setting."""
     if module in adapter.scales:
         return adapter.scales[module]
-    alpha = by_pattern(adapter, module, "alpha_pattern", adapter.config.get(name, 8))
-    if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
-        raise adapter.refusal(f"its {name} {json.dumps(alpha)[:80]} is not a number")
-    return float(alpha / sqrt(rank) if is_set(adapter, "use_rslora") else alpha / rank)
+    if rank < 1:
+        raise adapter.refusal(f"{quoted(module)} has the rank {rank}")
+    alpha = adapter.number(by_pattern(adapter, module, "alpha_pattern", adapter.config.get(name, 8)), name)
+    return float(alpha / sqrt(rank) if adapter.is_set("use_rslora") else alpha / rank)
 
 
 def by_pattern(adapter: Adapter, module: str, name: str, default: Any) -> Any:
@@ -146,11 +366,16 @@ def targets(adapter: Adapter, module: str) -> bool:
         wanted = indices if isinstance(indices, list) else [indices]
         if inside or not numbers or int(numbers[-1]) not in wanted:
             return False
-    saved = config.get("modules_to_save") or ()
-    kept = isinstance(saved, list) and not {*saved}.isdisjoint(module.split("."))
-    return (
-        not kept and _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
-    )
+    saved = is_saved(adapter, module)
+    named = _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
+    return named and not saved
+
+
+def is_saved(adapter: Adapter, module: str) -> bool:
+    """Return whether the settings say that a module was trained as a whole, such as a new classifier."""
+    saved = adapter.config.get("modules_to_save") or ()
+    names = module.split(".")
+    return isinstance(saved, list) and any(isinstance(name, str) and name in names for name in saved)
 
 
 def _names(given: object, module: str) -> bool:
@@ -178,36 +403,3 @@ def _steps(pattern: str, length: int) -> float:
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return the expression by which PEFT compares a pattern with the names of modules."""
     return re.compile(rf"(.*\.)?({pattern})$")
-
-
-def stored(adapter: Adapter, key: str) -> StoredTensor:
-    """Return a tensor of an adapter as plain data."""
-    tensor = adapter.tensors[key]
-    return StoredTensor(key, storage_reader(adapter.checkpoint, tensor.storage), vector(tensor))
-
-
-def has_values_of(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two tensors have the same shape and bytes."""
-    if one.view.shape != other.view.shape or one.view.dtype != other.view.dtype:
-        return False
-    first, second = (b"".join(elements(part.storage, part.view)) for part in (one, other))
-    return first == second
-
-
-def vector(tensor: Tensor) -> Tensor:
-    """Return a tensor without dimensions as one with a single element, and others unchanged."""
-    return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
-
-
-def fit(adapter: Adapter, key: str, shape: Sequence[int], target: str, wanted: Tensor | None, path: str) -> None:
-    """Raise RefusedError if a change has another shape than the weight of the base."""
-    if wanted is None or tuple(shape) == wanted.shape:
-        return
-    rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
-    if rows and re.search(r"embed|wte|lm_head|token", target):
-        message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
-        resized = command("resize", path, vocab=str(shape[0]), output=suggested_output(path, "resized"))
-        raise adapter.refusal(message, "resize the base first: " + resized)
-    here, there = shape_text(shape), shape_text(wanted.shape)
-    message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
-    raise adapter.refusal(message)

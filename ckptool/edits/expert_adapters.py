@@ -15,8 +15,8 @@ from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, shape_text
 from ..checkpoint.tensors import Tensor
 from ..values.torch.adapters import AdapterStep, StoredTensor
-from .adapter_settings import BY_PEFT, Adapter, AdapterChanges, WeightChange, check_rank, scale, stored
-from .adapters import weight_changes
+from .adapter_changes import WeightChange
+from .adapter_settings import BY_PEFT, Adapter, check_rank, scale
 from .weight_places import Weight, own_weights, renamed_weights, rows_of
 
 #: A key: the module, how deep the wrapper of the parameter lies in others, and which of the matrices it is.
@@ -37,15 +37,7 @@ class _Pair(NamedTuple):
     b: str
 
 
-def changes_with_parameters(adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float) -> AdapterChanges:
-    """Return the changes by an adapter that has ``target_parameters``, as ``weight_changes`` does for others."""
-    found, used = _parameter_changes(adapter, base, path, weight)
-    rest = adapter._replace(tensors={key: tensor for key, tensor in adapter.tensors.items() if key not in used})
-    others = weight_changes(rest, base, path, weight).changes if rest.tensors else []
-    return AdapterChanges([*others, *found], {})
-
-
-def _parameter_changes(
+def parameter_changes(
     adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], set[str]]:
     """Return the changes of parameters, and the keys of the adapter that they use.
@@ -126,7 +118,7 @@ def _expert_changes(
     adapter: Adapter, pair: _Pair, name: str, weight: Weight, order: str, factor: float
 ) -> Iterator[WeightChange]:
     """Yield the change of each tensor in the base that holds rows of an expert."""
-    a, b = stored(adapter, pair.a), stored(adapter, pair.b)
+    a, b = adapter.stored(pair.a), adapter.stored(pair.b)
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
     if experts > _MOST_EXPERTS:
         raise adapter.refusal(f"{quoted(name)} has {experts:,} experts, and {_MOST_EXPERTS:,} are the most")

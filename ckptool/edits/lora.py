@@ -21,16 +21,16 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.folders import folder_at
 from ..files.sources import Computed
-from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
+from ..formats.opening import CheckpointOrPath, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
-from .adapter_settings import BY_PEFT, Adapter, WeightChange, has_values_of, vector
-from .adapters import base_name, description, module_of, open_adapter
-from .diffusion_adapters import folders, has_pipeline_names, open_pipeline_adapter, pipeline_description
-from .expert_adapters import changes_with_parameters
+from .adapter_changes import WeightChange
+from .adapter_names import folders, is_of_pipeline
+from .adapter_settings import BY_PEFT, Adapter, has_values_of, open_adapter, vector
+from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
 from .storages import refuse_bits
@@ -65,7 +65,7 @@ def merge_lora(
     'adapter: merged 1, replaced 0, unused 0'
     """
     factors = _factors(adapters, weights)
-    found = [_opened(adapter, alpha) for adapter in adapters]
+    found = [open_adapter(adapter, alpha) for adapter in adapters]
     need_torch("merging an adapter", base.path)
     return _merged(base, found, factors, key)
 
@@ -80,11 +80,11 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
 
     Also say what the adapter is and what it changes. Return "" for an adapter of PEFT that does not fit.
     """
-    of_pipeline = _is_of_pipeline(adapter)
-    what = f"the file is {adapter_description(adapter)}"
+    of_pipeline = is_of_pipeline([entry.key for entry in adapter.survey.tensors])
+    what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:
-            merged = _merged(checkpoint, [_opened(adapter)], [1.0], None)
+            merged = _merged(checkpoint, [open_adapter(adapter)], [1.0], None)
             output = suggested_output(checkpoint.path, "merged")
             step = command("merge-lora", checkpoint.path, adapter.path, output=output)
     except CkptoolError as error:
@@ -97,33 +97,13 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
 def step_with_base(adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
     with suppress(CkptoolError):
-        name = base_name(_opened(adapter).config)
+        name = open_adapter(adapter).base_name
         folder = adapter.path if is_folder(adapter.path) else os.path.dirname(adapter.path)
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):
             return merge_step(here, adapter)
         return as_step("merge-lora merges it into its base, once that is on this disk")
     return NextStep()
-
-
-def adapter_description(checkpoint: Checkpoint) -> str:
-    """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
-    if _is_of_pipeline(checkpoint):
-        return pipeline_description(checkpoint)
-    return description(checkpoint)
-
-
-def _opened(source: CheckpointOrPath, alpha: float | None = None) -> Adapter:
-    """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none."""
-    checkpoint = as_checkpoint(source)
-    if _is_of_pipeline(checkpoint):
-        return open_pipeline_adapter(checkpoint)._replace(alpha=alpha)
-    adapter = open_adapter(checkpoint, alpha)
-    return adapter._replace(changes=changes_with_parameters) if adapter.config.get("target_parameters") else adapter
-
-
-def _is_of_pipeline(checkpoint: Checkpoint) -> bool:
-    return has_pipeline_names([entry.key for entry in checkpoint.survey.tensors])
 
 
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
@@ -146,7 +126,7 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
 def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
     """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
     try:
-        found = [_opened(path, how.get("alpha")).checkpoint for path in adapters]
+        found = [open_adapter(path, how.get("alpha")).checkpoint for path in adapters]
     except RefusedError as error:
         step = merge_step(adapters[0], checkpoint) if len(adapters) == 1 else NextStep()
         if not step:
@@ -189,7 +169,7 @@ class _Merge:
         heads = {} if any(map(HEAD.search, base)) else self._heads(adapter)
         for head in heads:
             base[head] = self.tensors[self._embedding]
-        changes, unused = adapter.changes(adapter, base, self.path, factor)
+        changes, unused = weight_changes(adapter, base, self.path, factor)
         changes = self._without_equal_head(changes, heads)
         self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
         for change in changes:
@@ -211,8 +191,10 @@ class _Merge:
 
     def _heads(self, adapter: Adapter) -> set[str]:
         """Return the key of the head that an adapter changes and the base has only as its embedding."""
-        modules = {module_of(name) for name in adapter.tensors}
-        return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)} if self._headless else set()
+        if adapter.of_pipeline or not self._headless:
+            return set()
+        modules = {name for model in adapter.modules() for name in model.parts}
+        return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
 
     def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
         """Leave out changes of a tied head that gets the same rows as the embedding: it stays tied."""
@@ -363,7 +345,7 @@ def _report(
     summary += f"added {added:,}, " if added else ""
     summary += f"unused {sum(unused.values()):,}"
     notes = [_unused_note(adapter, label, number, base) for label, number in unused.items()]
-    name = base_name(adapter.config)
+    name = adapter.base_name
     if not name:
         notes.append("the adapter does not say which base it was trained on")
     elif os.path.basename(name.rstrip("/")) not in os.path.realpath(base.path).split(os.sep)[-2:]:

@@ -16,7 +16,7 @@ from ..checkpoint.tensors import Tensor
 from ..formats.recipes.evaluation import Block, Output, View, apply, fits
 from ..formats.recipes.recipe import built_in, built_in_names
 from ..values.torch.adapters import StoredTensor
-from .adapter_settings import WeightChange
+from .adapter_changes import WeightChange
 
 
 class Place(NamedTuple):

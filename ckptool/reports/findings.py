@@ -360,9 +360,10 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
     known = os.path.basename(checkpoint.path).startswith("adapter_model.") or adapter_keys(names)
     if not known and not any(path.endswith(os.sep + "adapter_config.json") for path in beside):
         return
-    from ..edits.lora import adapter_description, step_with_base  # only for adapters
+    from ..edits.adapters import description
+    from ..edits.lora import step_with_base  # only for adapters
 
-    if message := adapter_description(checkpoint):
+    if message := description(checkpoint):
         yield Finding.of(ADAPTER, "note", message, next=step_with_base(checkpoint))
 
 

@@ -518,7 +518,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "another rank in B": (
         {f"{NAME}.lora_A.weight": torch.ones(2, 8), f"{NAME}.lora_B.weight": torch.ones(150, 3)},
         {},
-        "2 rows and .* 3 columns",
+        "do not fit together: .*lora_B.weight' is 150x3",
     ),
     "NaN": (_nan(GOOD), {}, "NaN or infinity"),
     "no tensors": ({}, {}, "empty"),

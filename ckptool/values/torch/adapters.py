@@ -66,9 +66,9 @@ class AdapterStep(NamedTuple):
     with a core before each pair; ``kronecker`` adds the Kronecker product of two
     factors; the first ``rank`` tensors give the first factor.
 
-    ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (factors x
-    blocks x size x size) and a number for each row. ``rotation`` rotates by one factor (blocks x upper triangle), by a
-    series of ``rank`` terms or, with 0, exactly.
+    ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (1 x blocks x
+    size x size) and a number for each row. ``rotation`` rotates by the upper triangles of the blocks, by a series of
+    ``rank`` terms or, with 0, exactly.
     """
 
     kind: str
@@ -145,7 +145,7 @@ def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int,
         if step.by_rows:
             tensors = tuple(_checked(torch, part, _elements(torch, part, *inside)) for part in step.tensors)
         part = values[begin - first : end - first]
-        part.copy_(_STEPS[step.kind](torch, part, tensors, step, *inside, scratch))
+        part.copy_(_STEPS[step.kind](_Rows(torch, part, *inside, scratch), tensors, step))
 
 
 def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
@@ -207,7 +207,18 @@ def _refuse_not_finite(torch: Any, weight: StoredTensor, first: int, last: int) 
     raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=step)
 
 
-def _product(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
+class _Rows(NamedTuple):
+    """The rows of a weight that a step changes: their values, and the numbers of the first and the last in the step."""
+
+    torch: Any
+    values: Any
+    first: int
+    last: int
+    scratch: _Scratch
+
+
+def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
+    torch, values, first, last, scratch = rows
     b, a = tensors[0].flatten(1), tensors[1].flatten(1)
     if step.transposed:
         delta = (b @ a[:, first:last].contiguous()).T * step.factor
@@ -228,19 +239,20 @@ def _product(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: in
     return (magnitude / norm).view(-1, *(1,) * (values.dim() - 1)) * total
 
 
-def _adalora(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
+def _adalora(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     b, a = tensors[0], tensors[1] * tensors[2].view(-1, 1)
-    delta = (b @ a[:, first:last].contiguous()).T if step.transposed else b[first:last] @ a
-    return values + delta * step.factor / (torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
+    own = slice(rows.first, rows.last)
+    delta = (b @ a[:, own].contiguous()).T if step.transposed else b[own] @ a
+    return rows.values + delta * step.factor / (rows.torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
 
 
-def _hadamard(
-    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
-) -> Any:
+def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
+    own = slice(rows.first, rows.last)
     if len(tensors) == 1:
-        return values + (tensors[0][first:last] * step.factor).view(values.shape)
-    delta = (tensors[0][first:last] @ tensors[1]) * (tensors[2][first:last] @ tensors[3])
-    return values + (delta * step.factor).view(values.shape)
+        delta = tensors[0][own]
+    else:
+        delta = (tensors[0][own] @ tensors[1]) * (tensors[2][own] @ tensors[3])
+    return rows.values + (delta * step.factor).view(rows.values.shape)
 
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
@@ -259,11 +271,10 @@ def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
         return one, two.flatten(1)
     if step.kind == "butterfly":
         blocks = tensors[0].flatten(0, 1)
-        rotations = _cayley(torch, 0.5 * (blocks - blocks.transpose(1, 2))).view(tensors[0].shape)
-        return rotations, *tensors[1:]
+        return _cayley(torch, 0.5 * (blocks - blocks.transpose(1, 2))), *tensors[1:]
     if step.kind == "rotation":
         rotations = _from_triangles(torch, tensors[0], step.rank)
-        return (rotations.expand(1, columns // rotations.shape[1], -1, -1),)
+        return (rotations.expand(columns // rotations.shape[1], -1, -1),)
     return tensors
 
 
@@ -299,74 +310,54 @@ def _from_triangles(torch: Any, triangles: Any, terms: int) -> Any:
     return total
 
 
-def _matrices(torch: Any, rotations: Any) -> Iterator[Any]:
-    """Yield the square matrices along the diagonal that rotate all columns: products of all butterfly factors.
+def _rotation(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
+    """Rotate the columns, some blocks at a time.
 
     PEFT multiplies one matrix for all columns. With more than 768 columns its last bits depend on how many columns the
-    CPU adds at once. Only a GPU merges several factors, with bits of its own.
+    CPU adds at once.
     """
-    factors, blocks, size = rotations.shape[:3]
-    mixed = size << (factors - 1)
-    least = lcm(mixed, 768) if factors == 1 else 128
-    width = min(least, max(_MOST_COLUMNS, mixed)) // mixed * mixed or mixed
-    for first in range(0, blocks, width // size):
-        product = None
-        for level in range(factors):
-            matrix = torch.block_diag(*rotations[level, first : first + width // size])
-            if level:  # halves of blocks with even numbers come before those with odd numbers
-                order = torch.arange(len(matrix)).view(-1, 1 << level, 2, size // 2).transpose(1, 2).flatten()
-                matrix = matrix[order][:, order]
-            product = matrix if product is None else matrix @ product
-        yield product
-
-
-def _rotation(
-    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
-) -> Any:
-    rotations = tensors[0]
-    rows = values.flatten(1).to(rotations.dtype)
-    rotated = scratch.empty("rotated", rows.dtype, tuple(rows.shape))
-    begin = 0
-    for matrix in _matrices(torch, rotations):
-        end = begin + len(matrix)
-        rotated[:, begin:end] = (matrix @ rows[:, begin:end].T).T
-        begin = end
+    torch, rotations = rows.torch, tensors[0]
+    values = rows.values.flatten(1).to(rotations.dtype)
+    rotated = rows.scratch.empty("rotated", values.dtype, tuple(values.shape))
+    size = rotations.shape[1]
+    width = min(lcm(size, 768), max(_MOST_COLUMNS, size)) // size
+    for first in range(0, len(rotations), width):
+        matrix = torch.block_diag(*rotations[first : first + width])
+        own = slice(first * size, first * size + len(matrix))
+        rotated[:, own] = (matrix @ values[:, own].T).T
     for scales in tensors[1:]:
-        rotated.mul_(scales.view(-1, 1)[first:last])
-    return rotated.view(values.shape)
+        rotated.mul_(scales.view(-1, 1)[rows.first : rows.last])
+    return rotated.view(rows.values.shape)
 
 
-def _kronecker(
-    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
-) -> Any:
+def _kronecker(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     one, two = tensors
-    rows = torch.arange(first, last)
-    delta = one[rows // len(two)].unsqueeze(2) * two[rows % len(two)].unsqueeze(1)
-    return values + delta.mul_(step.factor).view(values.shape)
+    numbers = rows.torch.arange(rows.first, rows.last)
+    delta = one[numbers // len(two)].unsqueeze(2) * two[numbers % len(two)].unsqueeze(1)
+    return rows.values + delta.mul_(step.factor).view(rows.values.shape)
 
 
-def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
-    return values + tensors[0].to(torch.promote_types(values.dtype, torch.float32)) * step.factor
+def _sum(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
+    wide = rows.torch.promote_types(rows.values.dtype, rows.torch.float32)
+    return rows.values + tensors[0].to(wide) * step.factor
 
 
-def _copy(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
+def _copy(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     return tensors[0]
 
 
-def _replace_rows(
-    torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch
-) -> Any:
+def _replace_rows(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     for number, row in enumerate(step.rows):
-        if first <= row < last:
-            values[row - first] = tensors[0][number]
-    return values
+        if rows.first <= row < rows.last:
+            rows.values[row - rows.first] = tensors[0][number]
+    return rows.values
 
 
-def _scale(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int, scratch: _Scratch) -> Any:
+def _scale(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     factor = tensors[0].T if step.transposed else tensors[0]
-    if values.dim() == 1:
+    if rows.values.dim() == 1:
         factor = factor.flatten()
-    return values * (factor[first:last] if factor.shape[0] > 1 else factor)
+    return rows.values * (factor[rows.first : rows.last] if factor.shape[0] > 1 else factor)
 
 
 _STEPS: Final = {

@@ -1,0 +1,389 @@
+"""What the tensors of an adapter change: for each kind, the shapes that fit together, and the step that computes it.
+
+Sources: PEFT (``tuners/lora``, ``adalora``, ``loha``, ``lokr``, ``boft``, ``oft``, ``vera``, ``ia3``,
+``trainable_tokens``). The arithmetic is in ``values/torch/adapters.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isqrt, prod
+from typing import Any, Final, TypeAlias
+
+from ..base.errors import RefusedError
+from ..base.records import NamedTuple
+from ..base.steps import command, suggested_output
+from ..base.text import pluralize, quoted, shape_text
+from ..checkpoint.tensors import Tensor
+from ..values.torch.adapters import AdapterStep
+from .adapter_names import PROJECTIONS
+from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, has_values_of, is_saved, scale
+
+#: The keys of the tensors of one kind, by their parts without ".weight".
+Keys: TypeAlias = Mapping[str, str]
+Shape: TypeAlias = "tuple[int, ...]"
+
+#: The order in which the steps of an adapter apply, and those that replace or multiply.
+ORDER: Final = (
+    *("copy", "product", "adalora", "vera", "hadamard", "kronecker", "butterfly", "rotation", "scale"),
+    *("sum", "rows"),
+)
+NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
+#: The shapes of the tensors of each kind: a letter for the size of each dimension, and a letter with "*" for the sizes
+#: of all that are left. A letter means the same size wherever it stands.
+_LORA: Final = {"lora_B": "o r 1*", "lora_A": "r i k*"}
+_EMBEDDING: Final = {"lora_embedding_B": "o r", "lora_embedding_A": "r i"}
+_THIRD: Final = {"lora_E": "r 1*", "lora_magnitude_vector": "m*"}
+_LOHA: Final = {"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o r", "hada_w2_b": "r i"}
+_LOHA_WITH_CORE: Final = {
+    **{"hada_t1": "r r k*", "hada_w1_a": "r o", "hada_w1_b": "r i"},
+    **{"hada_t2": "r r k*", "hada_w2_a": "r o", "hada_w2_b": "r i"},
+}
+_LOKR_FIRST: Final = ({"lokr_w1": "a b"}, {"lokr_w1_a": "a r", "lokr_w1_b": "r b"})
+_LOKR_SECOND: Final = (
+    {"lokr_w2": "c d k*"},
+    {"lokr_t2": "r r k*", "lokr_w2_a": "r c", "lokr_w2_b": "r d"},
+    {"lokr_w2_a": "c r", "lokr_w2_b": "r d"},
+)
+_VERA: Final = {"vera_B": "m r", "vera_A": "r w", "vera_lambda_b": "o", "vera_lambda_d": "r"}
+_BOFT: Final = {"boft_R": "f n s s", "boft_s": "x y"}
+#: The most terms of a series, and the PEFT release 0.N that changed the series of OFT.
+_MOST_TERMS: Final = 100
+_SERIES_CHANGED: Final = 18
+
+
+class WeightChange(NamedTuple):
+    """A change of one weight: its key in the base, and the step. ``added`` is true if the base lacks the key."""
+
+    key: str
+    step: AdapterStep
+    added: bool = False
+
+
+class Module(NamedTuple):
+    """A module that an adapter changes, by its name in ``base``, a state dict of the file at ``path``.
+
+    ``weight`` multiplies the scale.
+    """
+
+    adapter: Adapter
+    name: str
+    base: Mapping[str, Tensor]
+    path: str
+    weight: float
+
+    @property
+    def key(self) -> str:
+        """The key of its weight."""
+        return f"{self.name}.weight"
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """Its weight in the base, or None if that lacks it: the caller refuses that."""
+        return self.base.get(self.key)
+
+    def shape(self, key: str) -> Shape:
+        """Return the shape of a tensor of the adapter."""
+        return self.adapter.tensors[key].shape
+
+    def sizes(self, keys: Keys, forms: Mapping[str, str]) -> dict[str, Any]:
+        """Return the size for each letter of the forms, a tuple for a letter with "*".
+
+        Raise RefusedError if a tensor is missing or has no form, or if the shapes do not fit together.
+        """
+        first = next(iter(keys.values()))
+        if lacking := next((part for part in forms if part not in keys), ""):
+            raise self.adapter.refusal(f"{quoted(first)} has no partner {lacking}: the file is incomplete")
+        if other := next((key for part, key in keys.items() if part not in forms), ""):
+            raise self.unknown(other)
+        found: dict[str, Any] = {"1": 1}
+        for part, form in forms.items():
+            letters, shape = form.split(), self.shape(keys[part])
+            values: list[Any] = [*shape]
+            if letters[-1].endswith("*"):
+                rest = shape[len(letters) - 1 :]
+                values[len(letters) - 1 :] = [prod(rest) if letters[-1] == "1*" else rest]
+            names = [letter.removesuffix("*") for letter in letters]
+            if len(values) != len(names) or any(found.setdefault(*pair) != pair[1] for pair in zip(names, values)):
+                shapes = [f"{quoted(keys[part])} is {shape_text(self.shape(keys[part]))}" for part in forms]
+                raise self.adapter.refusal(f"shapes that do not fit together: {', '.join(shapes)}", BY_PEFT)
+        return found
+
+    def unknown(self, key: str) -> RefusedError:
+        """Return the error about a tensor whose meaning is not known."""
+        return self.adapter.refusal(f"its tensor {quoted(key)} is not known, and would not be used", BY_PEFT)
+
+    def fit(self, key: str, shape: Shape, target: str = "") -> None:
+        """Raise RefusedError if a change has another shape than the weight of the base, or than ``target`` there."""
+        target = target or self.key
+        wanted = self.base.get(target)
+        if wanted is None or shape == wanted.shape:
+            return
+        adapter, path = self.adapter, self.path
+        rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
+        if rows and re.search(r"embed|wte|lm_head|token", target):
+            message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
+            resized = command("resize", path, vocab=str(shape[0]), output=suggested_output(path, "resized"))
+            raise adapter.refusal(message, "resize the base first: " + resized)
+        here, there = shape_text(shape), shape_text(wanted.shape)
+        message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
+        raise adapter.refusal(message)
+
+    def change(self, kind: str, keys: Iterable[str], factor: float = 1.0, **how: Any) -> WeightChange:
+        """Return a change of the weight by these tensors."""
+        return WeightChange(self.key, AdapterStep(kind, tuple(map(self.adapter.stored, keys)), factor, **how))
+
+    def scale(self, rank: int, name: str = "lora_alpha") -> float:
+        """Return the factor of a product, times the weight of the adapter; ``name`` is the setting with alpha."""
+        return scale(self.adapter, self.name, rank, name) * self.weight
+
+
+def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange]:
+    """Yield the changes of one module, given the key of each part, such as "lora_A.weight".
+
+    Their keys may be missing in the base, which the caller refuses. Raise RefusedError unless every tensor is used and
+    fits.
+    """
+    kinds: dict[str, dict[str, str]] = {}
+    for part, key in parts.items():
+        kind = next((kind for kind in _KINDS if part.startswith(kind)), "")
+        if not kind:
+            raise module.unknown(key)
+        kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
+    for kind, keys in kinds.items():
+        yield from _KINDS[kind](module, keys)
+
+
+def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the replacements of tensors that were trained as a whole."""
+    adapter, base = module.adapter, module.base
+    for part, key in keys.items():
+        # The part of a weight is "copy", because the end ".weight" is removed.
+        target = f"{module.name}.{part.partition('.')[2] or 'weight'}".removeprefix(".")
+        if target not in base and target.endswith(".bias") and _is_tied_bias(module, key):
+            continue
+        module.fit(key, module.shape(key), target)
+        added = target not in base and is_saved(adapter, module.name)
+        yield WeightChange(target, AdapterStep("copy", (adapter.stored(key),)), added)
+
+
+def _is_tied_bias(module: Module, key: str) -> bool:
+    """Return whether a bias that the base lacks has the values of one that it holds, to which the model ties it."""
+    adapter = module.adapter
+    others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in module.base)
+    return any(has_values_of(adapter.stored(key), adapter.stored(name)) for name in others)
+
+
+def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change by a product of two matrices, perhaps with DoRA's magnitudes or AdaLoRA's singular values."""
+    adapter = module.adapter
+    matrices = {part: key for part, key in keys.items() if part != "lora_B.bias"}
+    embedding = any("embedding" in part for part in keys)
+    adaptive, transposed = adapter.config.get("peft_type") == "ADALORA", embedding or adapter.is_set("fan_in_fan_out")
+    third = {part: form for part, form in _THIRD.items() if part in keys}
+    forms = {**(_EMBEDDING if embedding else _LORA), **third}
+    rank = 0
+    if matrices:
+        if adaptive is not ("lora_E" in third):
+            raise adapter.refusal(f"{quoted(module.name)} needs lora_E with AdaLoRA, and cannot have it otherwise")
+        size = module.sizes(matrices, forms)
+        rank, shape = size["r"], (size["o"], size["i"], *size.get("k", ()))
+        second, first, *more = (keys[part] for part in forms)
+        transposed = transposed and len(shape) == 2
+        if module.name not in adapter.scales and not adaptive:
+            check_rank(adapter, first, rank)
+        module.fit(first, shape[::-1] if transposed else shape)
+        if prod(size.get("m", (size["o"],))) != size["o"]:
+            raise adapter.refusal(f"{quoted(more[0])} has {prod(size['m']):,} elements where {size['o']:,} are needed")
+        if adapter.is_set("use_dora") and not more:
+            raise adapter.refusal(f"use_dora is set, and {quoted(module.name)} has no lora_magnitude_vector")
+        if adaptive:
+            initial = adapter.number(adapter.config.get("init_r", 12), "init_r")
+            alpha = adapter.number(adapter.config.get("lora_alpha", 8), "lora_alpha")
+            factor = (alpha if alpha > 0 else initial) * module.weight
+            how: dict[str, Any] = {"transposed": transposed, "rank": int(initial)}
+            yield module.change("adalora", (second, first, *more), factor, **how)
+        else:
+            how = {"transposed": transposed, "round_first": embedding}
+            yield module.change("product", (second, first, *more), module.scale(rank), **how)
+    if bias := keys.get("lora_B.bias"):
+        target = f"{module.name}.bias"
+        if module.wanted is not None and target not in module.base:
+            raise adapter.refusal(f"it changes the bias of {quoted(module.name)}, which has none in the base")
+        module.fit(bias, module.shape(bias), target)
+        yield module.change("sum", (bias,), module.scale(rank))._replace(key=target)
+
+
+def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of LoHa: the product, element by element, of two products of matrices.
+
+    A convolution is a matrix with a row for each output, or each product has a core for the kernel (t1, t2).
+    """
+    with_core = "hada_t1" in keys or "hada_t2" in keys
+    forms = _LOHA_WITH_CORE if with_core else _LOHA
+    size = module.sizes(keys, forms)
+    check_rank(module.adapter, keys["hada_w1_b"], size["r"])
+    shape: Shape = (size["o"], size["i"], *size.get("k", ()))
+    if (wanted := module.wanted) is not None and wanted.shape:
+        # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
+        own = wanted.shape
+        shape = own if shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own) else shape
+    module.fit(keys["hada_w1_a"], shape)
+    yield module.change("hadamard", (keys[part] for part in forms), module.scale(size["r"], "alpha"))
+
+
+def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
+    adapter = module.adapter
+    first, second = (
+        next((forms for forms in choices if forms.keys() <= keys.keys()), {}) for choices in (_LOKR_FIRST, _LOKR_SECOND)
+    )
+    if not (first and second) or adapter.config.get("peft_type") != "LOKR":
+        raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
+    size = module.sizes(keys, {**first, **second})
+    rank = by_pattern(adapter, module.name, "rank_pattern", adapter.config.get("r", 8))
+    if type(rank) is not int or size.get("r", rank) != rank:
+        key = keys[next(iter(second))]
+        raise adapter.refusal(f"{quoted(key)} has the rank {size.get('r')}, and {CONFIG} says {str(rank)[:80]}")
+    rows, columns, inner = size["a"] * size["c"], size["b"] * size["d"], size.get("k", ())
+    shape = (rows, columns, *inner)
+    if (wanted := module.wanted) is not None and len(wanted.shape) > 1:
+        own, kernel = wanted.shape, wanted.shape[2:]
+        fits = own[0] == rows and prod(own[1:]) == columns * prod(inner) and own[1] % max(size["b"], 1) == 0
+        shape = own if fits and size.get("k", kernel) in (kernel, (*kernel, 1)) else shape
+        if len(kernel) == 1 and "lokr_w2" in keys:
+            raise adapter.refusal(f"{quoted(keys['lokr_w2'])} changes a Conv1d, which is not supported", BY_PEFT)
+    module.fit(keys[next(iter(first))], shape)
+    tensors = (keys[part] for part in (*first, *second))
+    yield module.change("kronecker", tensors, module.scale(rank, "alpha"), rank=len(first))
+
+
+def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of VeRA: the product of parts of two shared matrices, whose rows are scaled."""
+    adapter = module.adapter
+    if not adapter.is_set("save_projection") or not adapter.tensors.keys() >= set(PROJECTIONS):
+        message = "it lacks the random matrices that its modules share (save_projection is false)"
+        raise adapter.refusal(message, BY_PEFT)
+    every = {**keys, "vera_A": PROJECTIONS[0], "vera_B": PROJECTIONS[1]}
+    size = module.sizes(every, _VERA)
+    rank, out, inner = size["r"], size["o"], size["w"]
+    if size["m"] < out:
+        raise adapter.refusal(f"{quoted(keys['vera_lambda_b'])} does not fit the shared matrices")
+    check_rank(adapter, PROJECTIONS[0], rank)
+    transposed = adapter.is_set("fan_in_fan_out")
+    if (wanted := module.wanted) is not None and len(wanted.shape) == 2:
+        inner = min(inner, wanted.shape[0 if transposed else 1])
+    module.fit(keys["vera_lambda_b"], (inner, out) if transposed else (out, inner))
+    b, a, *vectors = (adapter.stored(every[part]) for part in _VERA)
+    a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
+    yield WeightChange(module.key, AdapterStep("vera", (b, a, *vectors), module.weight, transposed))
+
+
+def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of BOFT: a block-diagonal rotation, and a scale for each row.
+
+    PEFT merges a product of several rotations only on a GPU, with bits of its own.
+    """
+    adapter, config = module.adapter, module.adapter.config
+    size = module.sizes(keys, _BOFT)
+    rotations, scales = (keys[part] for part in _BOFT)
+    factors, blocks, side = size["f"], size["n"], size["s"]
+    says = config.get("boft_block_size", 4), config.get("boft_block_num", 0)
+    if config.get("peft_type") != "BOFT" or says not in ((side, 0), (0, blocks)):
+        message = f"{quoted(rotations)} has {pluralize(blocks, 'block')} of size {side:,}"
+        raise adapter.refusal(f"{message}, and {CONFIG} gives boft_block_size {says[0]} and boft_block_num {says[1]}")
+    if factors != 1:
+        raise adapter.refusal(f"{quoted(rotations)} has {factors:,} butterfly factors: only 1 is supported", BY_PEFT)
+    if (weight := module.wanted) is not None:
+        _fit_columns(module, rotations, blocks * side, weight)
+        rows = (weight.shape[0], 1) if len(weight.shape) == 2 else (1, weight.shape[0])
+        if module.shape(scales) != rows:
+            found = shape_text(module.shape(scales))
+            raise adapter.refusal(f"{quoted(scales)} is {found}, and the weight needs {shape_text(rows)}")
+    yield module.change("butterfly", (rotations, scales))
+
+
+def _oft(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of OFT: one block-diagonal rotation, stored as the upper triangle of each block."""
+    adapter, config = module.adapter, module.adapter.config
+    size = module.sizes(keys, {"oft_R": "n t"})
+    (key,), blocks, shared = keys.values(), size["n"], adapter.is_set("block_share")
+    side = (1 + isqrt(1 + 8 * size["t"])) // 2
+    if config.get("peft_type") != "OFT" or side * (side - 1) != 2 * size["t"] or (blocks > 1 and shared):
+        message = f"{quoted(key)} is {shape_text(module.shape(key))}, which is not the shape of OFT rotations"
+        raise adapter.refusal(message)
+    series, terms = config.get("use_cayley_neumann"), config.get("num_cayley_neumann_terms", 5)
+    if type(series) is not bool or type(terms) is not int or not 1 <= terms <= _MOST_TERMS:
+        raise adapter.refusal(f"{CONFIG} does not say how the rotation is computed (use_cayley_neumann)", BY_PEFT)
+    version = re.match(r"0\.(\d{1,4})\.|[1-9]", str(config.get("peft_version")))
+    if series and (version is None or int(version[1] or _SERIES_CHANGED) < _SERIES_CHANGED):
+        message = f"it was trained with another Cayley-Neumann series than that of PEFT 0.{_SERIES_CHANGED} and later"
+        raise adapter.refusal(message, "merge it with the PEFT that trained it")
+    if config.get("coft"):
+        raise adapter.refusal("a constrained OFT (coft) is not supported", BY_PEFT)
+    if (weight := module.wanted) is not None:
+        columns = prod(weight.shape[1:]) // max(side, 1) * side if shared else blocks * side
+        _fit_columns(module, key, columns, weight)
+    yield module.change("rotation", (key,), rank=terms if series else 0)
+
+
+def _fit_columns(module: Module, key: str, columns: int, weight: Tensor) -> None:
+    """Raise RefusedError if a weight has another number of columns, or is of a layer that PEFT does not rotate."""
+    shape = weight.shape
+    if len(shape) not in (2, 4) or shape[2:3] != shape[3:]:
+        message = f"{quoted(module.key)} of {module.path} is {shape_text(shape)}: PEFT rotates only "
+        raise module.adapter.refusal(message + "linear layers and convolutions with square kernels")
+    if prod(shape[1:]) != columns:
+        module.fit(key, (shape[0], columns))
+
+
+def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the changes by a factor of IA3: of the weight, and of the bias unless the factor is for the input."""
+    module.sizes(keys, {"ia3_l": "x y"})
+    ((key,), adapter) = keys.values(), module.adapter
+    shape, bias = module.shape(key), f"{module.name}.bias"
+    if 1 not in shape:
+        raise adapter.refusal(f"{quoted(key)} is {shape_text(shape)}: only IA3 of linear layers can be merged", BY_PEFT)
+    forward, transposed = shape[0] == 1, adapter.is_set("fan_in_fan_out")
+    if (wanted := module.wanted) is not None:
+        sizes = wanted.shape[::-1] if transposed else wanted.shape
+        if len(sizes) != 2 or sizes[forward] != shape[forward]:
+            module.fit(key, shape[::-1] if transposed else shape)
+    change = module.change("scale", (key,), transposed=transposed)
+    yield change
+    if not forward and bias in module.base:
+        module.fit(key, shape[:1], bias)
+        yield WeightChange(bias, change.step._replace(transposed=False))
+
+
+def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
+    """Yield the change of an embedding by trained rows."""
+    size = module.sizes(keys, {"trainable_tokens_delta": "n d"})
+    (key,), adapter, wanted = keys.values(), module.adapter, module.wanted
+    given = adapter.config.get("trainable_token_indices") or adapter.config.get("token_indices")
+    if isinstance(given, dict):
+        given = next((rows for name, rows in given.items() if f".{module.name}".endswith(f".{name}")), None)
+    rows = given if isinstance(given, list) and all(type(row) is int for row in given) else []
+    if len(rows) != size["n"]:
+        listed = f"{CONFIG} lists {pluralize(len(rows), 'token')} for it"
+        raise adapter.refusal(f"{quoted(key)} is {shape_text(module.shape(key))}, and {listed}")
+    if wanted is not None:
+        module.fit(key, (*wanted.shape[:1], size["d"]))
+        if outside := [row for row in rows if not 0 <= row < wanted.shape[0]]:
+            message = f"it was trained for token {max(outside):,}, and the base has {wanted.shape[0]:,}"
+            raise adapter.refusal(message, "resize the vocabulary of the base first")
+    yield module.change("rows", (key,), rows=tuple(rows))
+
+
+_KINDS: Final[Mapping[str, Callable[[Module, Keys], Iterator[WeightChange]]]] = {
+    "copy": _copies,
+    "lora_": _lora,
+    "hada_": _loha,
+    "lokr_": _lokr,
+    "vera_": _vera,
+    "boft_": _boft,
+    "oft_R": _oft,
+    "ia3_l": _ia3,
+    "trainable_tokens_delta": _token_rows,
+}
