@@ -9,12 +9,11 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote
 
-from ..base.addresses import Address
+from ..base.addresses import Address, parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..files.archives import parsed_object
-from .obstores import check_server
-from .store import Facts, Failed, Settings, Spend, Store
+from .store import Facts, Failed, Settings, Spend, Store, check_server
 from .web import Web
 from .wire import Reply, ask, retried
 
@@ -40,9 +39,10 @@ def page_shows(parts: Address) -> str:
     return f"hf://{page[1]}{revision}{page[3] or ''}"
 
 
-def open_store(path: str, settings: Settings) -> tuple[Store, str]:
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the repository of an address on the hub, and the path of the file in it; raises Failed."""
-    found = _PATH.fullmatch(path)
+    parts = parse(address)
+    found = _PATH.fullmatch(f"{parts.host}/{parts.path}")
     if not found:
         raise Failed("names")
     try:

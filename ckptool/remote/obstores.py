@@ -1,23 +1,22 @@
-"""Google Cloud Storage and Azure through obstore, and the credentials and settings of S3 and of web servers.
+"""Google Cloud Storage and Azure through obstore.
 
-obstore starts fast, but its errors are pages with the whole address, retries take minutes, and profiles of AWS are
-unknown to it. This module sets limits, finds credentials where people have them, and turns errors into ``Failed``.
+obstore starts fast and finds credentials, but its errors are pages with the whole address, and its retries take
+minutes. This module sets limits, and turns errors into ``Failed``. obstore has no limit for the bytes of an error page
+or of one page of a listing.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, TypeVar
 
-from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import ARRIVED, Account, Answer, Facts, Failed, Settings, Spend, Store, at_once
-from .wire import ask, certificates
+from .store import ARRIVED, Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server
+from .wire import certificates
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
@@ -29,35 +28,20 @@ _PARTS_AT_ONCE: Final = 3
 _CHUNK: Final = 1 << 18
 #: Seconds to find out whether the machine has credentials of its own.
 _METADATA_SECONDS: Final = 1
-#: Variables with the endpoint of S3: the first one counts, unless the setting turns all endpoints off.
-_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_IGNORED: Final = "ignore_configured_endpoint_urls"
-#: Where a machine in a cloud asks for its credentials, by scheme.
-_METADATA: Final = {"s3": "http://169.254.169.254", "gs": "http://metadata.google.internal"}
-_METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
-#: Files with credentials, and variables from which obstore takes them, by scheme.
-_FILES: Final = {
-    "s3": (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")),
-    "gs": (("GOOGLE_APPLICATION_CREDENTIALS", "~/.config/gcloud/application_default_credentials.json"),),
-}
-_VARIABLES: Final = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_CONTAINER_", "AWS_WEB_IDENTITY_TOKEN_FILE"),
-    "gs": ("GOOGLE_",),
-}
-_SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
-_BUCKET: Final = regex(r"[\w.@$~-]+")
+#: The beginnings of variables that a store depends on.
+_DEPENDS: Final = ("GOOGLE_", "AZURE_", "SSL_", "HOME")
+_METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal)")
+#: The file with credentials that gcloud saves.
+_GOOGLE: Final = "~/.config/gcloud/application_default_credentials.json"
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
 #: Parts of an error's text that quote the server or the address; removed before ``_WORDS`` are looked for.
 _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"\\])*"')
 #: The kinds of failures by words in the text of an error, in the order in which they are looked for.
 _WORDS: Final = (
-    ("region", regex("BareRedirect")),
     ("whole", regex("NotPartial|RangeNotSupported|ParseContentRange")),
     ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment|Expected string path")),
-    ("keys", regex("Missing(AccessKeyId|SecretAccessKey)")),
     ("account", regex("MissingAccount|[Aa]ccount must be specified")),
-    ("expired", regex("PyErr")),  # the profile of boto3 gives no credentials any more
     ("redirect", regex("kind: Redirect|BadScheme")),
     ("answer", regex("ContentRange|UnexpectedRange|MissingContentLength|InvalidListResponse")),
     ("name", regex("dns error")),
@@ -72,33 +56,9 @@ _WORDS: Final = (
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
-    parts = parse(address)
-    if parts.scheme in ("http", "https"):
-        check_server(f"{parts.scheme}://{parts.host}")
-        from .web import Web
-        from .wire import basic
-
-        headers = {"authorization": basic(parts.user)} if parts.user else {}
-        # Azure knows no suffix ranges. Its signatures are two of the parameters.
-        azure = parts.host.endswith(".core.windows.net") or ("sig=" in parts.query and "sv=" in parts.query)
-        url = str(parts._replace(user=""))
-        return Web(lambda key: url, headers, has_tail=not azure), ""
-    if parts.query:
-        raise Failed("query")
-    if not _BUCKET.fullmatch(parts.host):
-        raise Failed("bucket")
-    if parts.path.startswith("/"):
-        raise Failed("key")  # obstore would drop the slash, and botocore would not
-    names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_", "HOME")
-    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
+    parts = check_bucket(address)
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_DEPENDS)))
     return asked(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
-
-
-def check_server(url: str) -> None:
-    """Raise Failed unless a URL, or "", has the form that obstore takes: it panics at many others."""
-    found = _SERVER.fullmatch(url)
-    if url and (not found or int(found[1] or 0) > 65_535):
-        raise Failed("server")
 
 
 def _library() -> Any:
@@ -112,122 +72,37 @@ def _library() -> Any:
 
 @lru_cache(maxsize=8)  # connections and credentials are shared by all files of a bucket
 def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple[str, str], ...]) -> Store:
-    variables = dict(environment)
-    signed = not settings.anonymous
-    more = _credentials(scheme, variables, settings.profile) if signed else {"skip_signature": True}
-    endpoint = settings.endpoint_url or (_configured(settings.profile, variables) if scheme == "s3" else "")
-    check_server(endpoint)
-    if scheme == "s3":
-        from .s3 import S3
-
-        reached = Account(endpoint, settings.profile, settings.anonymous, environment)
-
-        def in_region(**changed: Any) -> S3:
-            options = more | changed
-            near = [options.get("region"), variables.get("AWS_REGION"), variables.get("AWS_DEFAULT_REGION")]
-            region = next(filter(None, near), "us-east-1")
-            # obstore would read the variables with the endpoint, even if they are to be ignored.
-            options["endpoint"] = endpoint or f"https://s3.{region}.amazonaws.com"
-
-            def make(**given: Any) -> Any:
-                return _library().S3Store(host, **options | given, **_client(endpoint))
-
-            base = f"{options['endpoint'].rstrip('/')}/{host}"
-            elsewhere = None if changed else lambda: in_region(region=_region(host, endpoint))
-            return S3(host, make, _sign, base, reached, lambda: _copier(host, reached), elsewhere)
-
-        return in_region()
+    check_server(settings.endpoint_url)
+    more: dict[str, Any] = _client(settings.endpoint_url)
+    if settings.anonymous:
+        more["skip_signature"] = True
+    else:
+        _check_credentials(scheme, dict(environment))
     if scheme == "gs":
-        more |= {"base_url": endpoint} if endpoint else {}
-        return ObStore(_library().GCSStore(host, **more, **_client(endpoint)), by_etag=False)
+        more |= {"base_url": settings.endpoint_url} if settings.endpoint_url else {}
+        return ObStore(_library().GCSStore(host, **more), by_etag=False)
     container, _, account = host.partition("@")
     more |= {"account_name": account.partition(".")[0]} if account else {}
-    more |= {"endpoint": endpoint} if endpoint else {}
-    return ObStore(_library().AzureStore(container, **more, **_client(endpoint)), has_tail=False)
+    more |= {"endpoint": settings.endpoint_url} if settings.endpoint_url else {}
+    return ObStore(_library().AzureStore(container, **more), has_tail=False)
 
 
-def _region(bucket: str, endpoint: str) -> str:
-    """Return the region of a bucket, which S3 tells everybody in a header that obstore hides; raises Failed."""
-    url = f"{endpoint.rstrip('/') or 'https://s3.amazonaws.com'}/{bucket}"
-    with suppress(Failed):
-        if region := ask("HEAD", url, {}, 0, follow=False, whatever=True).headers.get("x-amz-bucket-region"):
-            return region
-    raise Failed("region")
-
-
-def _configured(profile: str, variables: dict[str, str]) -> str:
-    """Return the endpoint of S3 that boto3 would use, "" for Amazon's; raises Failed.
-
-    Variables go first. Only botocore reads the files; it is not imported for files that have no endpoint.
-    """
-    given = next(filter(None, map(variables.get, _ENDPOINTS)), "")
-    text = ""
-    for path in _paths("s3", variables):
-        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            text += file.read()
-    ignored = variables.get(f"AWS_{_IGNORED.upper()}", "").lower() == "true"
-    if ignored or (_IGNORED if given else "endpoint_url") not in text:
-        return "" if ignored else given
-    try:
-        from botocore import exceptions
-        from botocore.session import Session
-    except ImportError:
-        raise Failed("botocore") from None
-    found = Session(profile=profile or None)
-    try:
-        if found.get_config_variable(_IGNORED):
-            return ""
-        own, services = found.get_scoped_config(), found.full_config.get("services", {})
-    except exceptions.ProfileNotFound:
-        raise Failed("profile") from None
-    except exceptions.BotoCoreError:
-        raise Failed("config") from None
-    service = services.get(own["services"]) if "services" in own else {}
-    if service is None:
-        raise Failed("config")
-    s3 = service.get("s3", {})
-    return str(given or (isinstance(s3, dict) and s3.get("endpoint_url")) or own.get("endpoint_url") or "")
-
-
-def _paths(scheme: str, variables: dict[str, str]) -> list[str]:
-    """Return the paths of the files with credentials."""
-    return [os.path.expanduser(variables.get(name, path)) for name, path in _FILES.get(scheme, ())]
-
-
-@lru_cache(maxsize=8)
-def _copier(bucket: str, account: Account) -> Any:
-    """Return what copies within S3, or None without the extra ckptool[s3]."""
-    try:
-        from .copies import S3Copier
-    except ImportError:
-        return None
-    return S3Copier(bucket, account)
-
-
-def _credentials(scheme: str, variables: dict[str, str], profile: str) -> dict[str, Any]:
-    """Return the options of obstore with credentials; raises Failed if there are none.
-
-    obstore asks variables, files of Google and the metadata of a machine, botocore the profiles of AWS.
-    """
-    found = any(map(os.path.exists, _paths(scheme, variables)))
-    given = any(name.startswith(_VARIABLES.get(scheme, ("AZURE_",))) for name in variables)
-    if scheme == "s3" and (profile or (not given and (found or "AWS_PROFILE" in variables))):
-        return _session(profile, variables)
-    if given or found:
-        return {}
-    metadata = variables.get("AWS_METADATA_ENDPOINT", _METADATA.get(scheme, _METADATA["s3"]))
-    disabled = scheme == "s3" and variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+def _check_credentials(scheme: str, variables: dict[str, str]) -> None:
+    """Raise Failed if neither variables nor files nor the metadata of the machine have credentials."""
+    google = scheme == "gs"
+    path = os.path.expanduser(variables.get("GOOGLE_APPLICATION_CREDENTIALS", _GOOGLE))
+    known = any(name.startswith("GOOGLE_" if google else "AZURE_") for name in variables)
+    if known or (google and os.path.exists(path)):
+        return
+    metadata = "http://metadata.google.internal" if google else "http://169.254.169.254"
     options: Any = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
     try:
-        if not disabled:
-            _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
+        _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
     except Failed:
         raise
     except Exception as error:
-        disabled = failed_of(error).status in (0, 407, 502, 503)  # no server answered, at most a proxy
-    if disabled:
-        raise Failed("none")
-    return {}
+        if failed_of(error).status in (0, 407, 502, 503):  # no server answered, at most a proxy
+            raise Failed("none") from None
 
 
 def _client(endpoint: str) -> dict[str, Any]:
@@ -248,43 +123,6 @@ def _client(endpoint: str) -> dict[str, Any]:
         "backoff": backoff,
     }
     return {"client_options": options, "retry_config": retries}
-
-
-def _session(profile: str, variables: dict[str, str]) -> dict[str, Any]:
-    """Return credentials and region of a profile, as boto3 finds them; raises Failed."""
-    try:
-        from json import JSONDecodeError
-
-        from botocore import exceptions
-        from botocore.session import Session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        raise Failed("botocore") from None
-    found = Session(profile=profile or None)
-    try:
-        provider = Boto3CredentialProvider(found, ttl=timedelta(minutes=15))
-        provider()  # an expired sign-in fails here already, with an error that says so
-        region = found.get_config_variable("region")
-    except exceptions.ProfileNotFound:
-        raise Failed("profile") from None
-    except (exceptions.SSOError, exceptions.TokenRetrievalError):
-        raise Failed("expired") from None
-    except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # also from the program in credential_process
-        raise Failed("gives") from None
-    except exceptions.ClientError as error:  # the role of the profile was refused
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        raise Failed("expired" if code.startswith("Expired") else "gives") from None
-    except ValueError:
-        raise Failed("none") from None
-    more: dict[str, Any] = {"region": region} if region and "AWS_REGION" not in variables else {}
-    return {"credential_provider": provider, **more}
-
-
-def _sign(make: Callable[[], Any], method: str, key: str) -> str:
-    """Return the signed address of a request to S3, which is valid for half an hour; raises Failed."""
-    from obstore import sign
-
-    return asked(lambda: str(sign(make(), method, key, timedelta(minutes=30))))
 
 
 def failed_of(error: BaseException) -> Failed:

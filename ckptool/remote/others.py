@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.limits import LIMITS
-from .store import ARRIVED, Answer, Facts, Failed, Spend, Store
+from .store import ARRIVED, Answer, Facts, Failed, Settings, Spend, Store
 
 T = TypeVar("T")
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
@@ -28,7 +28,7 @@ _EXCEPTIONS: Final[tuple[tuple[type[Exception], str, int], ...]] = (
 )
 
 
-def open_store(address: str) -> tuple[Store, str]:
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the path of the file; raises Failed."""
     parts = parse(address)
     try:

@@ -19,7 +19,6 @@ from ..base.addresses import conceal, parse, reveal, split_member
 from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import as_step
 from ..base.text import human_bytes
 from ..files.downloads import check_unchanged, missing_of, prefetch, spans_of
 from ..files.sources import Piece, Plan, Source, Span, merge_pieces, origins, size_of
@@ -233,7 +232,7 @@ def _is_copied(piece: Span, copier: Copier | None, plan: Plan) -> bool:
     """Return whether the server can copy a piece, and no checksum of its bytes must be verified."""
     source, begin, size = piece
     origin = source.origin() if isinstance(source, RemoteSource) else None
-    if copier is None or origin is None or origin.copier.account != copier.account:
+    if copier is None or origin is None or not copier.copies_from(origin.copier):
         return False
     read = [expected.span for expected in plan.expected_checksums if expected.span.source is source]
     return not any(span.offset < begin + size and span.offset + span.size > begin for span in read)
@@ -259,12 +258,7 @@ class _Writing(NamedTuple):
         """Write the object and return what it took. ``copier`` copies parts on the server, if any."""
         cut = cut_into_parts(self.plan, copier)
         traffic = cut.traffic(self.sources)
-        try:
-            self.expect(cut.streamed)
-        except RefusedError as error:
-            if self.copier is not None and not self.copier.can_copy:
-                error.step = as_step("with boto3 the server copies them: pip install 'ckptool[s3]'")
-            raise
+        self.expect(cut.streamed)
         etag = self.former.etag if self.former else ""
         try:
             if self.copier is None:
@@ -315,7 +309,7 @@ class _Writing(NamedTuple):
             buffer.extend(data)
             while left and len(buffer) >= left[0][1]:
                 number, size = left.popleft()
-                send = partial(copier.send, self.target.key, upload, number, buffer[:size])
+                send = partial(copier.part, self.target.key, upload, number, buffer[:size])
                 etags[number] = pool.submit(self._counted, send, size)
                 sending.append(etags[number])
                 del buffer[:size]

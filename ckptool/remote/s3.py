@@ -1,26 +1,23 @@
-"""S3: obstore finds the credentials and signs addresses, and the requests are sent by ``wire``.
-
-The requests follow the S3 API, https://docs.aws.amazon.com/AmazonS3/latest/API/.
-"""
+"""Buckets of S3, whose requests follow https://docs.aws.amazon.com/AmazonS3/latest/API/ and are sent by ``wire``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from functools import partial
+from functools import lru_cache, partial
 from io import BytesIO
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote
 from xml.sax.saxutils import escape, unescape
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from . import wire
-from .store import Account, Copier, Facts, Failed, Origin, Range, at_once, kind_of
+from . import aws, wire
+from .store import Copier, Facts, Failed, Origin, Range, Settings, Spend, Store, at_once, check_bucket
 from .web import Web, etag_of
 
-#: Seconds to wait for the answer that makes an upload visible.
+#: Seconds to wait for the answer that makes an upload visible, or that copies a part of up to 5 GiB.
 _SLOW: Final = 600.0
 #: Unfinished uploads that are older were left by a killed run.
 _OLD: Final = timedelta(days=1)
@@ -30,88 +27,67 @@ _SIZE: Final = regex(r"[0-9]{1,18}")
 _NAMES: Final = "http://s3.amazonaws.com/doc/2006-03-01/"
 
 
-class Copying(Protocol):
-    """What lets the server copy a part; see ``Copier.copy``."""
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
+    """Return the bucket of an address, and the key of its object; raises Failed, for example without credentials."""
+    parts = check_bucket(address)
+    account = aws.account(settings.endpoint_url, settings.anonymous, settings.profile, aws.variables())
+    return _bucket(parts.host, account), parts.path
 
-    def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str: ...
+
+@lru_cache(maxsize=8)  # a bucket remembers its region
+def _bucket(name: str, account: aws.Account) -> Store:
+    return S3(name, account)
 
 
 class S3(Web):
-    """A bucket at the address ``base``. ``make`` returns a store of obstore for it, with changed options, and ``sign``
-    the address of a request that such a store signed.
+    """A bucket. It is also the ``Copier`` of its objects, which copies from all buckets of the same account."""
 
-    ``copier`` returns what copies on the server, or None; ``elsewhere`` the same bucket in the region where it is.
-    """
-
-    def __init__(
-        self,
-        bucket: str,
-        make: Callable[..., Any],
-        sign: Callable[[Callable[[], Any], str, str], str],
-        base: str,
-        account: Account,
-        copier: Callable[[], Copying | None],
-        elsewhere: Callable[[], S3] | None = None,
-    ) -> None:
-        self.bucket, self._sign = bucket, sign
-        self._make, self._base, self.account, self._copier, self._elsewhere = make, base, account, copier, elsewhere
-        self._store = make()
-        self._there: S3 | None = None
+    def __init__(self, bucket: str, account: aws.Account) -> None:
+        self.bucket, self.account, self._region = bucket, account, account.region
         self.has_tail = True
-
-    def _signed(self, method: str, key: str, query: str) -> str:
-        """Return the signed address of a request; raises Failed without credentials."""
-        path = f"{self._base}/{quote(key)}" if key else self._base
-        if self.account.anonymous:
-            return f"{path}?{query}" if query else path
-        if not query:
-            return self._sign(lambda: self._store, method, key)
-        # obstore signs the path in the address of its endpoint, and adds a slash: to a parameter without a meaning.
-        place = f"{path}?{query}&x-id="
-        return self._sign(lambda: self._make(endpoint=place, virtual_hosted_style_request=True), method, "")
 
     def request(
         self,
         method: str,
         key: str,
-        query: str = "",
-        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] = {},
+        headers: Mapping[str, str] = {},
         body: bytes | bytearray = b"",
         most: int = _SMALL,
         **options: Any,
     ) -> wire.Reply:
-        """Send a request once, to the region where the bucket is; raises Failed."""
-        if self._there is not None:
-            return self._there.request(method, key, query, headers, body, most, **options)
-        url = self._signed(method, key, query)
-        try:
-            reply = wire.ask(method, url, headers or {}, most, body, follow=False, **options)
-        except Failed as failed:
-            # An answer to HEAD has no code.
-            elsewhere = kind_of(failed) == "region" or (failed.status, failed.code) == (400, "")
-            if not (elsewhere and self._elsewhere):
-                raise
-            self._there = self._elsewhere()
-            return self._there.request(method, key, query, headers, body, most, **options)
-        if method == "POST" and b"<Error>" in reply.body[:1000]:
-            raise Failed("", 500)
-        return reply
+        """Send a request once, and again if the answer tells that the bucket is in another region; raises Failed."""
+        while True:
+            region = self._region
+            account = self.account._replace(region=region)
+            server = account.endpoint.rstrip("/") or f"https://s3.{region}.amazonaws.com"
+            text = "&".join(f"{name}={_quoted(query[name])}" for name in sorted(query))
+            url = f"{server}/{self.bucket}{'/' if key else ''}{quote(key)}{'?' if text else ''}{text}"
+            try:
+                given = account.signed(method, url, headers, body)
+                reply = wire.ask(method, url, given, most, body, follow=False, **options)
+            except Failed as failed:
+                if failed.region in ("", region) or region != self.account.region:
+                    raise
+                self._region = failed.region
+                continue
+            if "patience" in options and b"<Error>" in reply.body[:1000]:  # it failed after its answer had begun
+                raise Failed("", 500)
+            return reply
 
     def send(self, method: str, key: str, headers: Mapping[str, str], most: int) -> wire.Reply:
-        return self.request(method, key, "", headers, b"", most)
+        return self.request(method, key, {}, headers, b"", most)
 
     def head(self, key: str) -> Facts:
         return self._head(key)
 
-    def list(self, prefix: str, spend: Callable[[int], None] | None = None) -> Sequence[Facts]:
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
         return at_once([prefix], lambda one: self._list(one.strip("/"), spend), LIMITS.listing_seconds)[0]
 
-    def _list(self, prefix: str, spend: Callable[[int], None] | None) -> Sequence[Facts]:
+    def _list(self, prefix: str, spend: Spend | None) -> Sequence[Facts]:
         found: list[Facts] = []
-        token, left = "", LIMITS.answer_bytes
+        query, left = {"list-type": "2", "prefix": f"{prefix}/" if prefix else ""}, LIMITS.answer_bytes
         while True:
-            query = f"list-type=2&prefix={_quoted(f'{prefix}/' if prefix else '')}"
-            query += f"&continuation-token={_quoted(token)}" if token else ""
             reply = wire.retried(partial(self.request, "GET", "", query, most=left, spend=spend))
             left -= len(reply.body)
             if b"ListBucketResult" not in reply.body[:1000]:
@@ -127,16 +103,16 @@ class S3(Web):
             after = after if _field(reply.body, "IsTruncated", "") == "true" else ""
             if not after:
                 return found
-            if after == token:
+            if after == query.get("continuation-token"):
                 raise Failed("endless")
-            token = after
+            query = {**query, "continuation-token": after}
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write a small object in one request."""
         data = b"".join(chunks)
 
         def put(condition: Mapping[str, str]) -> None:
-            wire.retried(lambda: self.request("PUT", key, "", condition, data))
+            wire.retried(lambda: self.request("PUT", key, {}, condition, data))
 
         try:
             put({"if-match": former} if former else {"if-none-match": "*"})
@@ -145,16 +121,13 @@ class S3(Web):
                 raise
             put({"if-match": former.strip('"')})  # it is the same: Ceph 16 compares with the ETag without its quotes
 
+    # -- uploads in parts -----------------------------------------------------------------------------------------
+
     def copies(self) -> Copier | None:
-        return Uploads(self, self._copier())
+        return self
 
-
-class Uploads:
-    """The uploads to one bucket, in parts; see ``Copier``. ``copier`` copies parts on the server, if any."""
-
-    def __init__(self, store: S3, copier: Copying | None) -> None:
-        self._store, self._copier = store, copier
-        self.bucket, self.account, self.can_copy = store.bucket, store.account, copier is not None
+    def copies_from(self, other: Copier) -> bool:
+        return isinstance(other, S3) and self.account == other.account
 
     def begin(self, key: str) -> str:
         known = self._unfinished(key)
@@ -167,7 +140,7 @@ class Uploads:
         def create() -> str:
             nonlocal sent
             sent += 1
-            return _field(self._store.request("POST", key, "uploads=").body, "UploadId")
+            return _field(self.request("POST", key, {"uploads": ""}).body, "UploadId")
 
         try:
             upload = wire.retried(create)
@@ -180,9 +153,9 @@ class Uploads:
 
     def _unfinished(self, key: str) -> Mapping[str, datetime]:
         """Return when each unfinished upload of a key began, by its id; {} if unknown."""
+        query = {"prefix": key, "uploads": ""}
         try:
-            query = f"prefix={_quoted(key)}&uploads="
-            reply = wire.retried(lambda: self._store.request("GET", "", query, most=LIMITS.answer_bytes))
+            reply = wire.retried(lambda: self.request("GET", "", query, most=LIMITS.answer_bytes))
         except Failed as failed:
             if failed.status not in (403, 404, 405, 501):
                 raise
@@ -190,16 +163,21 @@ class Uploads:
         rows = (row for row in _rows(reply.body, "Upload") if row.get("Key") == key)
         return {row["UploadId"]: _time(row.get("Initiated", "")) for row in rows if "UploadId" in row}
 
-    def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
-        query = f"partNumber={number}&uploadId={_quoted(upload)}"
-        reply = wire.retried(lambda: self._store.request("PUT", key, query, body=data))
+    def part(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
+        query = {"partNumber": str(number), "uploadId": upload}
+        reply = wire.retried(lambda: self.request("PUT", key, query, body=data))
         if "etag" not in reply.headers:
             raise Failed("answer")
         return reply.headers["etag"]
 
     def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
-        assert self._copier is not None, "can_copy says so"
-        return self._copier.copy(key, upload, number, origin, span)
+        query = {"partNumber": str(number), "uploadId": upload}
+        headers = {"x-amz-copy-source": f"/{quote(f'{origin.copier.bucket}/{origin.key}')}"}
+        headers["x-amz-copy-source-range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
+        if not origin.etag.startswith("W/"):
+            headers["x-amz-copy-source-if-match"] = origin.etag
+        reply = wire.retried(lambda: self.request("PUT", key, query, headers, patience=_SLOW))
+        return _field(reply.body, "ETag")
 
     def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
         parts = (
@@ -208,13 +186,11 @@ class Uploads:
         )
         body = f'<CompleteMultipartUpload xmlns="{_NAMES}">{"".join(parts)}</CompleteMultipartUpload>'.encode()
         condition = {"if-match": former} if former else {"if-none-match": "*"}
-        query = f"uploadId={_quoted(upload)}"
-        wire.retried(lambda: self._store.request("POST", key, query, condition, body, patience=_SLOW))
+        wire.retried(lambda: self.request("POST", key, {"uploadId": upload}, condition, body, patience=_SLOW))
 
     def abort(self, key: str, upload: str) -> None:
-        query = f"uploadId={_quoted(upload)}"
         try:
-            wire.retried(lambda: self._store.request("DELETE", key, query))
+            wire.retried(lambda: self.request("DELETE", key, {"uploadId": upload}))
         except Failed as failed:
             if failed.status != 404:  # it is gone
                 raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
+from ..base import lazy
 from ..base.addresses import conceal, parse, reveal
 from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
 from ..base.limits import ANNOUNCED, LIMITS
@@ -44,6 +45,10 @@ _LARGE: Final = 1 << 20
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
+#: The modules of stores by the schemes of addresses; every other scheme is left to fsspec.
+_STORES: Final = {"s3": "s3", "http": "web", "https": "web", "hf": "hub"} | dict.fromkeys(
+    ("gs", "az", "abfs", "abfss"), "obstores"
+)
 _OPENED: Final[Recent[RemoteSource]] = Recent(1, seconds=30)
 #: What ``is_file`` could not open: its error is raised when it is opened.
 _FAILED: Final[Recent[UnreadableError]] = Recent(1, seconds=2)
@@ -121,17 +126,9 @@ def open_store(address: str, settings: Settings, *, writing: bool = False) -> tu
         error = OutputError if writing else UnreadableError
         raise error("the address names no bucket or host", path=conceal(address))
     try:
-        if parts.scheme not in ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf"):
-            from . import others
-
-            return others.open_store(address)
-        from . import obstores
-
-        if parts.scheme == "hf":
-            from . import hub
-
-            return hub.open_store(f"{parts.host}/{parts.path}", settings)
-        return obstores.open_store(address, settings)
+        module = lazy.module(f"remote.{_STORES.get(parts.scheme, 'others')}")
+        found: tuple[Store, str] = module.open_store(address, settings)
+        return found
     except Failed as failed:
         raise error_of(failed, address, writing=writing) from None
 
@@ -259,7 +256,7 @@ class RemoteSource(Source):
     def origin(self) -> Origin | None:
         """Return where the server finds the bytes to copy them, or None if it cannot copy."""
         copier = self._store.copies()
-        return Origin(copier, self._key, self._etag) if copier and copier.can_copy else None
+        return Origin(copier, self._key, self._etag) if copier else None
 
     def received(self) -> tuple[int, int]:
         """Return how many answers had bytes of the object, and how many bytes."""

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from ..base.addresses import conceal, parse
+from ..base.addresses import Address, conceal, parse
 from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
+from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Line, Setting, advice
@@ -51,15 +52,6 @@ def current() -> Settings:
     )
     limit = parse_bytes(most) if most else LIMITS.download_bytes
     return Settings(endpoint_url, bool(anonymous), profile, limit, bool(unversioned))
-
-
-class Account(NamedTuple):
-    """How S3 is reached: its endpoint, "" for Amazon's; a profile, or without signatures; the variables with keys."""
-
-    endpoint: str
-    profile: str
-    anonymous: bool
-    environment: tuple[tuple[str, str], ...]
 
 
 class Facts(NamedTuple):
@@ -119,19 +111,22 @@ class Store:
 
 
 class Copier(Protocol):
-    """Uploads in parts of 5 MiB to 5 GiB; the last one may be smaller. Raises ``Failed``, from any thread."""
+    """A bucket that takes uploads in parts of 5 MiB to 5 GiB; the last one may be smaller.
+
+    Its server copies parts from other objects. Every method may be called from several threads, and raises ``Failed``.
+    """
 
     bucket: str
-    #: Whether ``copy`` works.
-    can_copy: bool
-    #: Two copiers of one account can copy from each other's buckets.
-    account: Account
+
+    def copies_from(self, other: Copier) -> bool:
+        """Return whether parts can be copied from another bucket: it belongs to the same account."""
+        ...
 
     def begin(self, key: str) -> str:
         """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
         ...
 
-    def send(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
+    def part(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
         """Send a part and return its ETag. The first part has the number 1."""
         ...
 
@@ -149,7 +144,7 @@ class Copier(Protocol):
 
 
 class Origin(NamedTuple):
-    """An object whose bytes are copied: who copies from its bucket, its key and ETag."""
+    """An object whose bytes the server can copy: its bucket, its key and ETag."""
 
     copier: Copier
     key: str
@@ -159,13 +154,38 @@ class Origin(NamedTuple):
 class Failed(Exception):
     """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
 
-    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "". ``once`` tells that the
-    request was sent once only: no earlier answer was lost.
+    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "". ``region`` is where the
+    bucket is, if the server says so. ``once`` tells that the request was sent once only: no earlier answer was lost.
     """
 
-    def __init__(self, kind: str = "", status: int = 0, code: str = "", *, once: bool = False) -> None:
+    def __init__(self, kind: str = "", status: int = 0, code: str = "", region: str = "") -> None:
         super().__init__(kind, status, code)
-        self.kind, self.status, self.code, self.once = kind, status, code, once
+        self.kind, self.status, self.code, self.region, self.once = kind, status, code, region, False
+
+
+_SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
+_BUCKET: Final = regex(r"[\w.@$~-]+")
+#: An empty part of a key, except at its end, a dot or two as a part, and control characters.
+_ODD_KEY: Final = regex(r"(\A|/)\.{0,2}/|(\A|/)\.{1,2}\Z|[\x00-\x1f\x7f]")
+
+
+def check_server(url: str) -> None:
+    """Raise Failed unless a URL, or "", names a server."""
+    found = _SERVER.fullmatch(url)
+    if url and (not found or int(found[1] or 0) > 65_535):
+        raise Failed("server")
+
+
+def check_bucket(address: str) -> Address:
+    """Return the parts of an address in a bucket; raises Failed if there can be no such bucket or key."""
+    parts = parse(address)
+    if parts.query:
+        raise Failed("query")
+    if not _BUCKET.fullmatch(parts.host):
+        raise Failed("bucket")
+    if _ODD_KEY.search(parts.path):
+        raise Failed("key")
+    return parts
 
 
 _ANONYMOUS: Final = Setting("anonymous")
@@ -223,8 +243,11 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "both": ("it is a file and a folder at once", "rename one of them, or name single files"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
-    "obstore": ("obstore is not installed, which reads remote files", Line("pip install 'ckptool[remote]'")),
-    "botocore": ("boto3 is not installed, which reads profiles", Line("pip install 'ckptool[s3]'")),
+    "obstore": ("obstore is not installed, which reads {scheme}://", Line("pip install 'ckptool[remote]'")),
+    "botocore": (
+        "boto3 is not installed, which reads profiles and finds the credentials of a machine",
+        advice("pip install 'ckptool[s3]', or read a public bucket with ", _ANONYMOUS),
+    ),
     "fork": ("a forked process cannot read what its parent opened", "start processes with spawn or forkserver"),
     "repository": (
         "there is no such repository, or it is private",

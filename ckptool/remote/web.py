@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ..base.addresses import parse
 from ..base.lazy import regex
 from . import wire
-from .store import Answer, Facts, Failed, Spend, Store
+from .store import Answer, Facts, Failed, Settings, Spend, Store, check_server
 
 _RANGE: Final = regex(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+
+
+def open_store(address: str, settings: Settings) -> tuple[Store, str]:
+    """Return the store whose only file is the one at an address; raises Failed."""
+    parts = parse(address)
+    check_server(f"{parts.scheme}://{parts.host}")
+    headers = {"authorization": wire.basic(parts.user)} if parts.user else {}
+    # Azure knows no suffix ranges. Its signatures are two of the parameters.
+    azure = parts.host.endswith(".core.windows.net") or ("sig=" in parts.query and "sv=" in parts.query)
+    url = str(parts._replace(user=""))
+    return Web(lambda key: url, headers, has_tail=not azure), ""
 
 
 def etag_of(etag: str, changed: str) -> str:

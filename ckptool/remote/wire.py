@@ -68,12 +68,11 @@ def ask(
     follow: bool = True,
     spend: Spend | None = None,
     patience: float = 0.0,
-    whatever: bool = False,
 ) -> Reply:
     """Return the answer to a request that is sent once, with at most ``most`` bytes; raises Failed.
 
-    Raises Failed for an error status, too, unless ``whatever`` is set. Redirects are followed with ``follow``; another
-    host gets no authorization. ``spend`` is called with the number of bytes of each chunk of the answer. The answer may
+    Raises Failed for an error status, too. Redirects are followed with ``follow``; another host gets no authorization.
+    ``spend`` is called with the number of bytes of each chunk of the answer. The answer may
     take ``patience`` seconds, if that is more than others.
     """
     until = time.monotonic() + max(LIMITS.request_seconds, patience)
@@ -93,11 +92,12 @@ def ask(
         url = there._replace(fragment="").geturl()
     else:
         raise Failed("redirect")
-    if reply.status // 100 != 2 and not whatever:
+    if reply.status // 100 != 2:
         begin, end = reply.body.find(b"<Code>") + 6, reply.body.find(b"</Code>")
         code = reply.body[begin:end].decode("ascii", "replace") if 6 <= begin < end <= begin + 64 else ""
         code = "KMS" if code.startswith("KMS.") or b"kms:" in reply.body else reply.headers.get("x-error-code", code)
-        raise Failed("region" if reply.status in _REDIRECTED else "", reply.status, code)
+        kind, region = "region" if reply.status in _REDIRECTED else "", reply.headers.get("x-amz-bucket-region", "")
+        raise Failed(kind, reply.status, code, region)
     return reply
 
 

@@ -24,9 +24,8 @@ from remote.server import KEY, KILLS, LOST, REPLACED, SECRET, TOKEN, Server
 
 pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
-pytest.importorskip("botocore")
 
-from ckptool.remote import copies, folder, hub, obstores, source, wire
+from ckptool.remote import folder, hub, obstores, s3, source, wire
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -139,7 +138,6 @@ class Bench:
         source._FAILED.clear()
         folder._OPENED.clear()
         hub._repository.cache_clear()
-        obstores._copier.cache_clear()
         self.out.unlink(missing_ok=True)
         url = self.server.url
         web = url.replace("//", "//user:PASSWORD@")
@@ -184,7 +182,7 @@ class Bench:
 
 
 def do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Send failed requests again at once, by obstore, by botocore and by us."""
+    """Send failed requests again at once, by obstore and by us."""
     client, at_once = obstores._client, timedelta(milliseconds=1)
 
     def hurried(*of: Any) -> dict[str, Any]:
@@ -210,7 +208,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
-        for module in (obstores, hub, copies, wire):
+        for module in (obstores, hub, wire):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
         do_not_wait(patch)
         server.redirect = server.url
@@ -220,9 +218,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not wait long for servers that stall."""
-    for module in (obstores, hub, copies, wire):
+    for module in (obstores, hub, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
-    monkeypatch.setattr(copies, "_COPY_SECONDS", PATIENCE)
+    monkeypatch.setattr(s3, "_SLOW", PATIENCE)
     obstores._bucket.cache_clear()
     yield
     obstores._bucket.cache_clear()

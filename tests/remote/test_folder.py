@@ -19,7 +19,7 @@ pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, RefusedError, UnreadableError
 from ckptool.remote import folder as folder_module
-from ckptool.remote import obstores, s3
+from ckptool.remote import s3, source
 from ckptool.remote.folder import RemoteFolder, open_folder
 from ckptool.remote.source import ENDS
 from ckptool.remote.store import Failed, Settings
@@ -202,8 +202,8 @@ def test_a_file_that_is_replaced_after_the_listing(server: Server) -> None:
 def test_files_share_the_allowance(server: Server) -> None:
     found = folder(server, max_download=4 * MIB)
     one, two = (found.open(f"model-0000{number}-of-00008.safetensors") for number in (1, 2))
-    for source in (one, two):
-        assert source.read(0, MIB) == source.read(0, MIB)
+    for each in (one, two):
+        assert each.read(0, MIB) == each.read(0, MIB)
     with pytest.raises(RefusedError, match="it would download"):
         for number in range(3, 9):
             found.open(f"model-0000{number}-of-00008.safetensors").read(0, MIB)
@@ -215,7 +215,7 @@ def test_files_share_the_allowance(server: Server) -> None:
 @pytest.mark.parametrize("size", [0, 1000, 8 * MIB, 17 * MIB])
 def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> None:
     data = random.Random(size).randbytes(size)
-    store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
+    store, key = source.open_store("s3://bucket/new", Settings(server.url))
     chunks = [data[at : at + 3_000_000] for at in range(0, size, 3_000_000)]
     store.put(key, iter(chunks), size, "")
     assert server.get("bucket", "new") == data
@@ -230,7 +230,7 @@ def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> N
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_server_that_compares_etags_without_quotes(replaced: bool, server: Server) -> None:
-    store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
+    store, key = source.open_store("s3://bucket/new", Settings(server.url))
     former = server.put("bucket", "new", b"one").etag
     server.unquoted = True
     if replaced:
@@ -244,7 +244,7 @@ def test_a_server_that_compares_etags_without_quotes(replaced: bool, server: Ser
 
 
 def test_an_upload_that_fails_leaves_nothing(server: Server) -> None:
-    store, key = obstores.open_store("s3://bucket/new", Settings(server.url))
+    store, key = source.open_store("s3://bucket/new", Settings(server.url))
 
     def chunks() -> Iterator[bytes]:
         yield bytes(20 * MIB)

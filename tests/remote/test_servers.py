@@ -25,8 +25,7 @@ pytest.importorskip("obstore")
 
 from ckptool.base.addresses import shown
 from ckptool.base.errors import ChangedError
-from ckptool.remote import obstores
-from ckptool.remote.source import ENDS, open_remote
+from ckptool.remote.source import ENDS, open_remote, open_store
 from ckptool.remote.store import Failed, Store, at_once, current
 
 ALL = os.environ.get("CKPTOOL_SERVERS") == "all"
@@ -87,7 +86,7 @@ def plain(said: Said, root: str) -> tuple[int, str, str]:
 
 
 def store_of(address: str) -> tuple[Store, str]:
-    return obstores.open_store(address, current())
+    return open_store(address, current())
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
