@@ -243,7 +243,10 @@ MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
     "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
     "both": ("it is a file and a folder at once", "rename one of them, or name single files"),
     "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
-    "obstore": ("obstore is not installed, which reads {scheme}://", Line("pip install 'ckptool[remote]'")),
+    "obstore": (
+        "obstore is not installed, which reaches Google Cloud Storage and Azure",
+        Line("pip install 'ckptool[remote]'"),
+    ),
     "botocore": (
         "boto3 is not installed, which reads profiles and finds the credentials of a machine",
         advice("pip install 'ckptool[s3]', or read a public bucket with ", _ANONYMOUS),
