@@ -79,11 +79,12 @@ def headline(document: Figures) -> str:
 
 
 def sections(document: Figures) -> str:
-    """Return everything as Markdown: a section per heading, the peaks, and the groups left out."""
+    """Return the rows for readers, and every row with a target, as Markdown: a section per heading."""
     columns = ("ckptool", "s", "MB", "against", "s", "MB", "ratio", "new on disk", "target")
     parts = []
     for heading in dict.fromkeys(_HEADINGS.values()):
         rows = [row for row in _compared(document) if _heading(row) == heading]
+        rows = [row for row in rows if row["reader"] or row["target"]]
         if rows:
             parts.append(f"### {heading}")
         for file, place in dict.fromkeys((row["file"], _place(row)) for row in rows):
@@ -95,9 +96,6 @@ def sections(document: Figures) -> str:
             kept = [number for number in range(len(columns)) if any(line[number] for line in lines)]
             cells = [tuple(line[number] for number in kept) for line in lines]
             parts.append(f"{file}; {place}:\n\n{_markdown(cells, tuple(columns[number] for number in kept))}")
-    peaks = _peaks(document)
-    if peaks:
-        parts.append(f"### Peak memory of every command\n\nOn one file: {_file_of(document)}.\n\n{peaks}")
     left = [f"- {gone['what']}: {gone['why']}" for gone in document["left_out"]]
     return "\n\n".join([*parts, *(["Left out in this run:\n\n" + "\n".join(left)] if left else [])])
 
