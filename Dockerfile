@@ -7,7 +7,6 @@ FROM python:3.13-slim AS build
 WORKDIR /source
 COPY setup.py setup.cfg pyproject.toml README.md LICENSE MANIFEST.in ./
 COPY ckptool ckptool
-COPY docs/man docs/man
 # ckptool depends on torch, which --no-deps leaves out; the others by name.
 RUN python -m venv /opt/ckptool \
     && /opt/ckptool/bin/pip install --no-cache-dir 'click>=8.0' 'tabulate>=0.9' \

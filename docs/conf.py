@@ -15,14 +15,14 @@ sys.path.insert(0, str(FOLDER.parent))
 
 import ckptool  # noqa: E402
 from ckptool.cli import main  # noqa: E402
-from docs import manual, schemas  # noqa: E402
+from docs import help_text, schemas  # noqa: E402
 
 project = "ckptool"
 version = release = ckptool.__version__
 html_title = f"ckptool {version}"
 project_copyright = "ckptool developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
-exclude_patterns = ["notebook.ipynb", "schemas", "man"]
+exclude_patterns = ["notebook.ipynb"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -106,7 +106,7 @@ def _description(_app: Any, _ctx: click.Context, lines: list[str]) -> None:
 def _options(_app: Any, ctx: click.Context, lines: list[str]) -> None:
     """Replace the options of a command by the same options as its help prints them."""
     lines.clear()
-    for names, text in manual.options(ctx):
+    for names, text in help_text.options(ctx):
         if not names.endswith("--help"):
             lines += [f".. option:: {names}", "", f"   {_escaped(text)}", ""]
 
@@ -117,7 +117,7 @@ def _arguments(_app: Any, _ctx: click.Context, lines: list[str]) -> None:
 
 def _epilog(_app: Any, ctx: click.Context, lines: list[str]) -> None:
     """Show the examples of a command as a code block, and the rest of its epilog as text."""
-    examples, rest = manual.epilog(ctx.command)
+    examples, rest = help_text.epilog(ctx.command)
     lines[:] = [".. rubric:: Examples", "", *_block("shell", "\n".join(examples))]
     for part in rest:
         lines += _block("text", part.text) if part.literal else [_escaped(part.text), ""]

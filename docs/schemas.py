@@ -1,6 +1,6 @@
-"""Source of docs/schemas/: a JSON Schema for the output of each command and for each file, made from their types.
+"""A JSON Schema for the output of each command and for each file, made from their types.
 
-``python -m docs.schemas`` writes the files; with ``--check`` it only reports whether they are up to date.
+``python -m docs.schemas FOLDER`` writes the files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
-
-FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
 #: Commands without their own JSON: completion prints a script, report writes a page.
 WITHOUT: Final = frozenset(("completion", "report"))
@@ -189,19 +187,14 @@ def files() -> dict[str, str]:
     return {f"{name}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
 
 
-def stored() -> dict[str, str]:
-    """Map file names to the schemas now in the folder."""
-    return {path.name: path.read_text("utf-8") for path in FOLDER.iterdir()}
-
-
 def table() -> str:
     """Return the table of schemas. Commands with the same reports share a row."""
     rows: dict[str, list[str]] = {}
     for command in sorted(COMMANDS.keys() - WITHOUT):
         reports = REPORTS.get(command, (EditReport, FailureReport)) if command != "get" else ()
         names = ", ".join(f"`{report.__name__}`" for report in reports) or "the value itself"
-        rows.setdefault(names, []).append(f"[{command}](schemas/{command}.json)")
-    lines = [f"| {', '.join(links)} | {names} |" for names, links in rows.items()]
+        rows.setdefault(names, []).append(f"`{command}`")
+    lines = [f"| {', '.join(commands)} | {names} |" for names, commands in rows.items()]
     return "\n".join(["| command | reports |", "| --- | --- |", *lines])
 
 
@@ -242,10 +235,7 @@ def _words(kind: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit("docs/schemas is not up to date: make docs" if stored() != files() else 0)
-    FOLDER.mkdir(exist_ok=True)
-    for name in stored().keys() - files().keys():
-        (FOLDER / name).unlink()
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files().items():
-        (FOLDER / name).write_text(text, "utf-8")
+        (folder / name).write_text(text, "utf-8")
