@@ -11,11 +11,11 @@ import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import Line, NextStep, Setting
+from ..base.steps import Line, NextStep
 from ..base.text import cut, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
 from ..edits.matching.match import Match, match_checkpoint
-from ..edits.matching.report import Differences, Fix, MatchAnswer, MatchReport, mismatch
+from ..edits.matching.report import Differences, MatchAnswer, MatchReport, mismatch
 from ..edits.matching.targets import MatchTarget, match_target, target_in_error
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
@@ -233,19 +233,12 @@ def _words(report: MatchReport) -> list[str]:
         # The next step includes this fix, and one command for a file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
         after = f"{_share(fix['loads'], report)} load after {'this command:' if command else 'an edit'}"
-        lines += ["", after, *command, *_remarks(fix["notes"]), *_rules(fix)]
+        lines += ["", after, *command, *_remarks(fix["notes"])]
         if not fix["complete"]:
             lines += ["", "what remains then:", *(f"  {line}" for line in _differences(fix))]
         elif fix["dtype_differences"]:
             lines += [f"  {line}" for line in _dtypes(fix)]
     return [*lines, *_onward(report)]
-
-
-def _rules(fix: Fix) -> list[str]:
-    """Return the rules of an inferred recipe, which a file can hold as well."""
-    texts = [str(step["value"]) for step in fix["steps"] if step["option"] == "recipe"]
-    rules = [clean(line) for text in texts for line in text.splitlines() if line]
-    return _section([f"by these rules, as a file for {Setting('recipe').option} has them:", *rules]) if rules else []
 
 
 def _section(lines: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from ..formats.opening import CheckpointOrPath, takes_path
 from .table import EDITS, MODIFIERS, STEPS, Parameter, function
 
 if TYPE_CHECKING:
-    from .matching.search import FixStep
+    from .matching.steps import FixStep
     from .matching.targets import MatchTarget
 
 #: An option of ``ckptool edit`` without its dashes, and its text (True for a flag).
@@ -159,20 +159,15 @@ def apply_fix(
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
-    ``target`` has the names for "rename-like" and "by-order"; it may be a model, which no option can name. Raise the
+    ``target`` has the names for "rename-like"; it may be a model, which no option can name. Raise the
     errors of the edits.
     """
-    from ..formats.recipes.recipe import parsed_recipe
-    from .matching.search import FROM_TARGET, WHOLE
+    from .matching.steps import FROM_TARGET, WHOLE
     from .matching.targets import rename_like
-    from .recipes import apply_recipe
 
     for step in steps:
-        if step.option == "recipe":
-            checkpoint = apply_recipe(checkpoint, parsed_recipe(step.value), key=key)
-            continue
         if step.option in FROM_TARGET:
-            checkpoint = rename_like(checkpoint, target, by_order=step.option == "by-order", key=key)
+            checkpoint = rename_like(checkpoint, target, key=key)
             continue
         if step.option in MODIFIERS:
             continue  # its edit reads it

@@ -1,17 +1,70 @@
-"""Why keys of one model do not load into another form of it: the reasons that names and shapes show."""
+"""Why keys of one model do not load into another form of it: adapters, fused projections, tied weights, sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Final
 
+from ...base.lazy import regex
+from ...base.prefixes import adapter_keys
+from ...base.records import NamedTuple
 from ...base.steps import AnyStep
+from ...base.text import join_limited, pluralize, quoted, shape_text
 from ...checkpoint.checkpoint import Checkpoint
-from .adapters import adapter_causes
-from .fused import Side, fused_causes
-from .names import Cause, Comparison
-from .sizes import size_causes
+from .names import Comparison, Shape, Spec, agrees, family_of, is_new_weight_norm, numbers_in, suffixes
+from .sizes import Cause, size_causes
 from .state_dict_errors import Mismatch
 from .targets import MatchTarget
+from .values import TELLING, Values
+
+#: The token embedding, which many language models also use as the output layer.
+EMBEDDINGS: Final = (
+    "shared.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight",
+    "embed_in.weight", "token_embedding.weight", "backbone.embeddings.weight", "emb.weight",
+)  # fmt: skip
+#: Output layers, and the embeddings of an encoder and a decoder that share one.
+HEADS: Final = (
+    "lm_head.weight", "embed_out.weight", "output.weight", "lm_head.decoder.weight", "predictions.decoder.weight",
+    "vocab_projector.weight", "output_projection.weight", "proj_out.weight", *EMBEDDINGS[:2],
+)  # fmt: skip
+#: Names that may be tied, with the names that may have their values.
+_TIES: Final = (
+    (HEADS, EMBEDDINGS),
+    (("predictions.decoder.bias", "lm_head.decoder.bias"), ("predictions.bias", "lm_head.bias")),
+)
+#: The two matrices of LoRA, after the name of the module that they change: the rows of the first are the rank.
+_LORA: Final = regex(r"(?:\.processor)?[._]lora[_.](?:embedding_)?(?:(?P<first>A|a|down)|B|b|up)\b")
+#: What PEFT puts before each name.
+_PEFT: Final = "base_model.model."
+#: What PEFT puts behind the name of a module that was trained as a whole beside the adapter.
+_TRAINED_TOO: Final = ".modules_to_save."
+#: Names that do not say which projections they hold.
+_UNNAMED: Final = {"c_attn": "qkv", "in_proj": "qkv", "w_pack": "qkv"}
+#: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
+_JOINED: Final = regex(r"(.+)_(weight|bias)\Z")
+#: The most tensors that one may hold, such as q, k, v and a gate, and the most kinds that a message names.
+_MOST: Final = 4
+
+
+class Side(NamedTuple):
+    """The tensors of one side by their names for the comparison; ``names`` maps these to the names in ``values``."""
+
+    specs: Mapping[str, Spec]
+    values: Values | None
+    names: Mapping[str, str]
+
+    def shape(self, name: str) -> Shape:
+        return self.specs[name].shape
+
+    def label(self, name: str) -> str:
+        """Return the name in the file."""
+        return self.names.get(name, name)
+
+    def line(self, name: str, axis: int) -> list[bytes]:
+        """Return the elements of a tensor along an axis; an empty list if they are not known."""
+        lines = self.values.lines(self.label(name)) if self.values is not None else []
+        return lines[axis] if axis < len(lines) else []
 
 
 def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
@@ -24,10 +77,11 @@ def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
         and (want := target.shape(item.key)) is not None
     ]
     shapes = {name: spec.shape for name, spec in own.specs.items()}
+    adapters = _adapter_causes(own, target.specs, rest)
     return [
-        *adapter_causes(own, target.specs, rest),
+        *adapters,
         *(size_causes(sizes, shapes) if sizes else []),
-        *fused_causes(own, target, rest),
+        *(_fused_causes(own, target, rest) if not adapters else []),
     ]
 
 
@@ -43,11 +97,326 @@ def with_own_step(
         from ..lora import merge_verdict  # only for adapters
 
         step, verdict = merge_verdict(target.source, checkpoint)
-        return [
-            cause._replace(message=verdict) if verdict and cause.kind == "adapter" else cause for cause in causes
-        ], step
+        changed = (cause._replace(message=verdict) if cause.kind == "adapter" else cause for cause in causes)
+        return [*(changed if verdict else causes)], step
     if kinds == ["vocabulary"] and now is not None and not (now.missing or now.unexpected):
         from ..resize import resize_step  # only for vocabularies
 
         return [*causes], resize_step(checkpoint, {item.key: target.shapes[item.key] for item in now.sizes})
     return [*causes], ""
+
+
+def weight_norm_causes(pairs: Iterable[tuple[str, str]]) -> list[Cause]:
+    """Return the reason why tensors of weight_norm get their old names; ``pairs`` are old and new names of tensors."""
+    renamed = tuple(new for name, new in pairs if is_new_weight_norm(name) and not is_new_weight_norm(new))
+    message = (
+        "the file has the names of weight_norm since torch 2.0 (parametrizations.weight.original0 and original1), and"
+        " the model those before (weight_g and weight_v)"
+    )
+    return [Cause("weight_norm", message, renamed)] if renamed else []
+
+
+# -- adapters
+
+
+def _adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> list[Cause]:
+    """Return what becomes of an adapter that only one side has."""
+    ours, theirs = adapter_keys(rest.unexpected), adapter_keys(rest.missing)
+    if ours and not adapter_keys(wanted):
+        others = len(own.specs) - len(ours)
+        alone = others * 2 <= len(wanted) and others <= len(ours)
+        message = _alone(own, ours, wanted) if alone else _with_base(own, ours)
+        return [Cause("adapter", message, (), tuple(ours))]
+    if not theirs or adapter_keys(own.specs):
+        return []
+    number = f"{pluralize(len(theirs), 'key')} such as {quoted(theirs[0])}"
+    message = f"the model has an adapter, and the file is its base: {number} keep their initial values; load the file"
+    message += " before get_peft_model(), or with strict=False"
+    if len(theirs) == len(wanted):
+        message = "the target is an adapter, not a model: name the adapter first, and its base as the target"
+    return [Cause("adapter", message, tuple(theirs))]
+
+
+class _Delta(NamedTuple):
+    """The shapes of the two matrices of LoRA for one module; () for one that is missing."""
+
+    first: tuple[int, ...] = ()
+    second: tuple[int, ...] = ()
+
+    def fits(self, weight: Shape) -> bool:
+        """Return whether the product has the sizes of a weight, whichever of its first two axes is the input."""
+        sizes = (*self.first[1:2], *self.second[:1])
+        return not weight or len(sizes) < 2 or sorted(sizes) == sorted(weight[:2])
+
+
+def _deltas(own: Side, keys: Iterable[str]) -> dict[str, _Delta]:
+    """Return the matrices of LoRA by the module that they change."""
+    deltas: dict[str, _Delta] = {}
+    for key in keys:
+        if match := _LORA.search(key):
+            module = key[: match.start()].removeprefix(_PEFT)
+            field = "first" if match["first"] else "second"
+            deltas[module] = deltas.get(module, _Delta())._replace(**{field: own.shape(key) or ()})
+    return deltas
+
+
+def _targets(deltas: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(module.rpartition(".")[2] for module in deltas))
+
+
+def _alone(own: Side, keys: Sequence[str], wanted: Mapping[str, Spec]) -> str:
+    """Say which modules of the base an adapter changes, and whether they fit."""
+    deltas = _deltas(own, keys)
+    ranks = sorted({delta.first[0] for delta in deltas.values() if delta.first})
+    rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
+    what = f"LoRA{rank} on {join_limited(_targets(deltas))}" if deltas else f"keys such as {quoted(own.label(keys[0]))}"
+    what = f"the file is an adapter ({what}), not a model"
+    load = (
+        "load the target first, then the adapter with PeftModel.from_pretrained(model, FOLDER), or load_lora_weights()"
+        " of diffusers; merge-lora makes one model of both"
+    )
+    ends = {end: name for name in wanted for end in suffixes(name)}
+    fits = [
+        module
+        for module, delta in deltas.items()
+        for name in [next((ends[end] for end in suffixes(f"{module}.weight")[:0:-1] if end in ends), "")]
+        if name and numbers_in(name) == numbers_in(module) and delta.fits(wanted[name].shape)
+    ]
+    if len(fits) == len(deltas):
+        every = f"all {len(fits):,} weights that it changes are" if len(fits) > 1 else "the weight that it changes is"
+        return f"{what}, and {every} in the target with a fitting shape: {load}" if deltas else f"{what}: {load}"
+    return (
+        f"{what}, and was trained for another base: {len(fits):,} of the {pluralize(len(deltas), 'weight')} that it"
+        f" changes fit the target, and {next(module for module in deltas if module not in fits)} does not;"
+        " adapter_config.json names its base (base_model_name_or_path)"
+    )
+
+
+def _with_base(own: Side, keys: Sequence[str]) -> str:
+    """Say that a file has an adapter beside the base: without it, what was trained is lost."""
+    deltas = _deltas(own, keys)
+    ranks = {delta.first[0] for delta in deltas.values() if delta.first}
+    settings = [f"r={next(iter(ranks))}"] if len(ranks) == 1 else []
+    settings += ["lora_alpha=...", f"target_modules={_targets(deltas)}"]
+    heads = (key.partition(_TRAINED_TOO) for key in own.specs)
+    trained_too = list(dict.fromkeys(head.rpartition(".")[2] for head, end, _ in heads if end))
+    settings += [f"modules_to_save={trained_too}"] if trained_too else []
+    settings += ["use_dora=True"] if any("lora_magnitude_vector" in key for key in own.specs) else []
+    how = f"build the model with get_peft_model(model, LoraConfig({', '.join(settings)}))"
+    return (
+        f"the file is a model with an adapter: {pluralize(len(keys), 'key')} such as {quoted(own.label(keys[0]))} have"
+        f" no place in the target, and {'the LoRA that' if deltas else 'what'} was trained would be ignored;"
+        f" {how if deltas else 'build the PEFT model that was saved'}, load the file into it, and save"
+        " model.merge_and_unload()"
+    )
+
+
+# -- fused projections
+
+
+class _Fusion(NamedTuple):
+    """A tensor of one side that holds several of the other side, one after the other along ``axis``."""
+
+    whole: str
+    parts: tuple[str, ...]
+    axis: int
+
+
+def _fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
+    """Return what is in one tensor in the file and in several in the model, and the other way round."""
+    causes = []
+    for kind, wholes, parts, whole_names, part_names in (
+        ("fused", own, target, rest.unexpected, rest.missing),
+        ("split", target, own, rest.missing, rest.unexpected),
+    ):
+        fusions = list(_fusions(wholes, parts, whole_names, part_names))
+        if fusions:
+            joined = tuple(fusion.whole for fusion in fusions)
+            single = tuple(part for fusion in fusions for part in fusion.parts)
+            message = _fused(kind, fusions, wholes, parts)
+            causes.append(Cause(kind, message, *((single, joined) if kind == "fused" else (joined, single))))
+    return causes
+
+
+def _fusions(wholes: Side, parts: Side, whole_names: Iterable[str], part_names: Iterable[str]) -> Iterator[_Fusion]:
+    """Yield which tensors hold several neighbours in one module of the other side, by their names and shapes.
+
+    The module has the same name, or else the same layer number. Where the shapes of the parts are not known, their
+    first letters must be in the name of the whole, as those of q, k and v are in ``qkv``.
+    """
+    modules: dict[tuple[str, str], list[str]] = {}
+    layers: dict[tuple[tuple[str, ...], str], list[list[str]]] = {}
+    for name in part_names:
+        module, _, end = _place(name)
+        if (module, end) not in modules:
+            layers.setdefault((numbers_in(module), end), []).append(modules.setdefault((module, end), []))
+        modules[module, end].append(name)
+    used: set[str] = set()
+    for whole in whole_names:
+        module, projection, end = _place(whole)
+        same = modules.get((module, end))
+        near = [same] if same else layers.get((numbers_in(module), end), [])[: _MOST**2]
+        found = [
+            _Fusion(whole, names, axis)
+            for group in near
+            for count in range(2, _MOST + 1)
+            for names in zip(*(group[at:] for at in range(count)))
+            if (axis := _axis(wholes.shape(whole), [parts.shape(name) for name in names])) is not None
+            and used.isdisjoint(names)
+        ]
+        named = [fusion for fusion in found if _names_parts(projection, fusion.parts)]
+        unknown = None in (wholes.shape(whole), *(parts.shape(name) for fusion in found for name in fusion.parts))
+        chosen = named if unknown or len(found) > 1 else found
+        if len(chosen) == 1 or (unknown and chosen):
+            used.update(chosen[-1].parts)
+            yield chosen[-1]
+
+
+def _place(name: str) -> tuple[str, str, str]:
+    """Return a name as the module around a projection, the projection, and its parameter."""
+    module, _, last = name.rpartition(".")
+    match = _JOINED.match(last)
+    if match:
+        return module, match[1], match[2]
+    module, _, projection = module.rpartition(".")
+    return module, projection, last
+
+
+def _names_parts(projection: str, parts: Iterable[str]) -> bool:
+    words = (_place(name)[1].lower().removeprefix("to_") for name in parts)
+    letters = _UNNAMED.get(projection.lower(), projection.lower())
+    return all(word[:1] in letters for word in words)
+
+
+def _axis(whole: Shape, parts: Sequence[Shape]) -> int | None:
+    """Return the axis along which the parts make up the whole, 0 if a shape is not known; None if none does."""
+    known = [shape for shape in parts if shape is not None]
+    if whole is None or len(known) < len(parts):
+        return 0
+    for axis in range(min(len(whole), 2)):
+        others = {(*shape[:axis], *shape[axis + 1 :]) for shape in known if len(shape) == len(whole)}
+        same = others == {(*whole[:axis], *whole[axis + 1 :])} and all(len(shape) == len(whole) for shape in known)
+        if same and sum(shape[axis] for shape in known) == whole[axis]:
+            return axis
+    return None
+
+
+def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> str:
+    """Say what is fused, one example of each kind, and what is known of the order of rows."""
+    examples: dict[str, _Fusion] = {}
+    for fusion in sorted(fusions, key=lambda fusion: -len(wholes.shape(fusion.whole) or ())):
+        examples.setdefault(".".join(_place(family_of(fusion.whole))[:2]), fusion)  # a matrix shows more than a bias
+    shown = [_ordered(fusion, wholes, parts, kind) for fusion in list(examples.values())[:_MOST]]
+    words = []
+    for fusion, order in shown:
+        labels = [_place(parts.label(name))[1] + _size(parts.shape(name)) for name in fusion.parts]
+        whole = wholes.label(fusion.whole) + _size(wholes.shape(fusion.whole))
+        words.append(f"{whole} is {join_limited(labels)}{order}")
+    one, several = ("the file", "the model") if kind == "fused" else ("the model", "the file")
+    holds = "holds" if len(fusions) == 1 else "hold"
+    text = f"{pluralize(len(fusions), 'tensor')} of {one} {holds} what {several} has in several: {'; '.join(words)}"
+    if all(order for _, order in shown):
+        return text
+    first = shown[0][0]
+    along = f", dim={first.axis}" if first.axis else ""
+    call = f"state[key].chunk({len(first.parts)}{along})" if kind == "fused" else f"torch.cat((...){along})"
+    return (
+        f"{text}; the names can be paired by shape, but the order of rows is not known: the parts may follow each"
+        f" other, as {call} takes them, or alternate head by head"
+    )
+
+
+def _size(shape: Shape) -> str:
+    return "" if shape is None else f" ({shape_text(shape)})"
+
+
+def _ordered(fusion: _Fusion, wholes: Side, parts: Side, kind: str) -> tuple[_Fusion, str]:
+    """Return a fusion with its parts in their order, and words for it; "" if values are not known or differ.
+
+    One line of values from both sides shows the order.
+    """
+    whole = wholes.line(fusion.whole, fusion.axis)
+    lines = {name: parts.line(name, fusion.axis) for name in fusion.parts}
+    every = [element for line in lines.values() for element in line]
+    if len({*whole}) < TELLING or not all(lines.values()) or sorted(every) != sorted(whole):
+        return fusion, ""
+    for names in permutations(fusion.parts):
+        if [element for name in names for element in lines[name]] == whole:
+            along = f", dim={fusion.axis}" if fusion.axis else ""
+            sizes = [len(lines[name]) for name in names]
+            call = f"state[key].split({sizes}{along})" if kind == "fused" else f"torch.cat((...){along})"
+            return fusion._replace(parts=names), f" in this order, as the values show: {call}"
+    first, second, *_ = lines.values()
+    step = whole.index(second[0])
+    regular = 0 < step < len(first) and whole[:step] == first[:step]
+    how = f"that alternate every {step:,} rows" if regular else "in another order"
+    return fusion, f" with rows {how}, as the values show"
+
+
+# -- tied weights
+
+
+class Tie(NamedTuple):
+    """A name that the file lacks, and our name for its values; ``sure`` if the target shows that both are one."""
+
+    name: str
+    source: str
+    sure: bool
+
+
+def find_ties(own: Side, target: Side, tied: Mapping[str, str], missing: Iterable[str]) -> list[Tie]:
+    """Return the missing names whose values the file has; ``tied`` maps second names in the target to the first."""
+    groups: dict[str, list[str]] = {}
+    for second, first in tied.items():
+        groups.setdefault(first, [first]).append(second)
+    found = (next(_possible_ties(name, groups.get(tied.get(name, name), ()), own, target), None) for name in missing)
+    return [tie for tie in found if tie is not None]
+
+
+def _possible_ties(name: str, partners: Iterable[str], own: Side, target: Side) -> Iterator[Tie]:
+    """Yield the ties of a name: with its ``partners`` in the target, then those that names and shapes suggest."""
+
+    def fits(source: str) -> bool:
+        spec = own.specs.get(source)
+        return spec is not None and spec.shape is not None and not spec.part and agrees(spec.shape, target.shape(name))
+
+    yield from (Tie(name, other, True) for other in partners if other != name and fits(other))
+    for heads, sources in _TIES:
+        if not _ends(name, heads):
+            continue
+        theirs = [other for other in target.specs if _ends(other, sources)]
+        for source in (each for each in own.specs if _ends(each, sources) and fits(each)):
+            # Under other names, only values show a tie.
+            equal = _are_equal(target, name, source if source in target.specs or not theirs else theirs[0])
+            if equal or (equal is None and (source in target.specs or not theirs)):
+                yield Tie(name, source, bool(equal))
+
+
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _are_equal(target: Side, name: str, other: str) -> bool | None:
+    """Return whether the target has the same values under both names; None if it does not say."""
+    if target.values is None or other not in target.specs:
+        return None
+    samples = [target.values.sample(each) for each in (name, other)]
+    if samples[0] is None or samples[1] is None:
+        return None
+    equal = samples[0].equals(samples[1])
+    return None if equal and not samples[0].is_telling else equal
+
+
+def tied_causes(ties: Sequence[Tie], own: Side) -> list[Cause]:
+    """Return the reason for the missing names, with what helps; empty without any."""
+    if not ties:
+        return []
+    names = join_limited([tie.name for tie in ties])
+    sources = join_limited(list(dict.fromkeys(own.label(tie.source) for tie in ties)))
+    are, them, each = ("is", "it", "it") if len(ties) == 1 else ("are", "them", "each")
+    ties_them = "the model ties" if all(tie.sure for tie in ties) else "the model probably ties"
+    message = (
+        f"{names} {are} missing, because {ties_them} {them} to {sources}, which the file has: transformers ties {them}"
+        f" itself when it loads, and load_state_dict needs {each} as a copy"
+    )
+    return [Cause("tied", message, tuple(tie.name for tie in ties))]

@@ -1,20 +1,30 @@
-"""A complete match: the intended state dict, the keys that fit unchanged, and the fix. Schema ``ckptool.match/1``."""
+"""A complete match: the intended state dict, the keys that fit unchanged, and the fix. Schema ``ckptool.match/1``.
+
+The names, shapes and values of both sides are compared. Candidates for an edit come from a short list: wrappers and
+prefixes, the names of the target, and the built-in tables of names. The values decide: what they contradict is not
+offered, and where they do not tell, this is said.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from ...base.errors import CkptoolError
+from ...base.errors import CkptoolError, RefusedError, TargetError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.paths import spell_key
+from ...checkpoint.objects import mapping
+from ...checkpoint.paths import parse_path, spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import sharding_summary
+from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
@@ -23,23 +33,12 @@ from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
-from ..averages import is_average
+from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
-from .attempts import Attempt, Steps, attempt, likely_dicts, shared_shapes, string_keys
-from .causes import causes_of, with_own_step
-from .drops import drop_steps
-from .fused import Side
-from .inferred import inferred_recipe
-from .names import (
-    Cause,
-    Comparison,
-    as_torch_accepts,
-    averaged_without_dots,
-    compare,
-    family_of,
-    renamed_module,
-    renamed_weight_norm,
-)
+from .candidates import NOT_IN_GLOBS, Candidate, Space, best_renaming
+from .causes import Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
+from .names import Comparison, Spec, agrees, as_torch_accepts, compare, family_of, fillable
+from .pairing import Agreement, Pairing, pair_in_order
 from .report import (
     Fix,
     MatchReport,
@@ -51,16 +50,10 @@ from .report import (
     not_strict,
     other_number,
 )
-from .search import (
-    FROM_TARGET,
-    LAYOUT,
-    FixStep,
-    edit_command,
-    edit_options,
-)
-from .targets import MatchTarget, comparable, match_target, specs_of, target_in_error
-from .ties import find_ties, tied_causes
-from .values import Agreement, Pairing, Values
+from .sizes import Cause
+from .steps import FROM_TARGET, LAYOUT, FixStep, Steps, drop_steps, edit_command, edit_options
+from .targets import MatchTarget, candidate_dicts, comparable, match_target, specs_of, target_in_error
+from .values import Values
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +66,8 @@ _PROFILED: Final = ("total_ops", "total_params")
 _OTHER_MODELS: Final = frozenset(("configuration", "flat"))
 #: Causes that an edit of names or a copy of a tensor removes.
 _SOLVED: Final = frozenset(("tied", "weight_norm"))
+#: The most state dicts of a file for which a fix is searched: those that share most shapes with the target.
+_TRIED: Final = 4
 
 
 class Match(NamedTuple):
@@ -87,6 +82,106 @@ class Match(NamedTuple):
     key: str | None
 
 
+class _Attempt(NamedTuple):
+    """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
+
+    ``start`` has its own names, ``best`` those that may be offered. ``likely`` are the names for which reasons are
+    sought. ``doubts`` counts keys that would fit in order alone. ``ties`` maps missing names to the names in the file
+    that have their values.
+    """
+
+    state_dict: StateDict
+    specs: dict[str, Spec]
+    values: Values
+    pairing: Pairing
+    filled: frozenset[str]
+    before: Steps
+    after: Steps
+    start: Candidate
+    best: Candidate
+    likely: list[str]
+    doubts: int
+    ties: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def path(self) -> str:
+        return self.state_dict.path
+
+    @property
+    def misplaced(self) -> tuple[str, ...]:
+        """The names of the target that would get its values in another order, or the values of another name."""
+        return self.best.agreement.contradicted
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """The quality of the fit, larger is better; among equal fits, weights before averages, then fewer steps."""
+        moves = len(self.before) + len(self.after)
+        asked = not moves or not is_average(self.path)
+        return self.best.fit.complete and not self.misplaced, *self.best.rank[:-1], asked, self.best.rank[-1] - moves
+
+    @property
+    def renamed(self) -> dict[str, Spec]:
+        """Our values under the names that the best steps give them, and under second names."""
+        second = {name: self.specs[source] for name, source in self.ties.items()}
+        return dict(zip(self.best.names, self.specs.values())) | second
+
+
+class _Case(NamedTuple):
+    """A checkpoint, its target, the attempts with its state dicts and the best of them, and what was asked."""
+
+    checkpoint: Checkpoint
+    target: MatchTarget
+    attempts: Sequence[_Attempt]
+    best: _Attempt
+    key: str | None
+    anywhere: bool
+    strict: bool
+
+    def compared(self, have: Mapping[str, Spec]) -> Comparison:
+        return compare(have, self.target.tensors, self.best.filled)
+
+    def is_good(self, fit: Comparison) -> bool:
+        return fit.complete if self.strict else bool(fit.loads or not fit.missing) and not fit.sizes
+
+    @property
+    def placed(self) -> bool:
+        """Whether the state dict is where the target has it."""
+        return not self.best.before and not self.best.after
+
+    @property
+    def editable(self) -> bool:
+        """Whether an edit may be suggested: the file is whole, and its pickle runs no command."""
+        problems = self.checkpoint.container.problems
+        whole = not any(problem.blocks_edits or problem.ambiguous for problem in problems)
+        return whole and not storage_flaws(self.checkpoint) and not suspicious_calls(self.checkpoint.graph)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The top-level entries that are lost when the state dict is extracted."""
+        path = self.best.path
+        return [
+            entry.key
+            for entry in self.checkpoint.survey.entries
+            if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
+        ] * bool(self.best.before)
+
+    def edited_key(self, steps: Sequence[FixStep]) -> str | None:
+        """Return the path of the state dict that the steps must name, or None if they need not.
+
+        They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have
+        the names of dropped keys.
+        """
+        drops = any(step.option == "drop" for step in steps)
+        if self.best.before or not (drops or any(step.option not in LAYOUT for step in steps)):
+            return None
+        sure = [item for item in self.checkpoint.state_dicts if item.confidence == "high"]
+        return None if sure == [self.best.state_dict] and not (drops and self.best.path) else self.best.path or "."
+
+    def edit_line(self, steps: Sequence[FixStep]) -> str:
+        output = suggested_edit(self.checkpoint, "fits")
+        return str(edit_command(self.checkpoint.path, steps, output, self.edited_key(steps)))
+
+
 def match_checkpoint(
     checkpoint: Checkpoint, target: MatchTarget, *, key: str | None = None, anywhere: bool = False, strict: bool = True
 ) -> Match:
@@ -96,79 +191,76 @@ def match_checkpoint(
     the state dict in the file. Without ``strict``, missing and unexpected keys are ignored too. Raise TargetError if
     there is no state dict.
     """
-    dicts = likely_dicts(checkpoint, key, target)
-    ours = [spec for item in dicts for spec in specs_of(checkpoint, item).items()]
-    target = comparable(target, (spec for _, spec in ours))
-    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for name, _ in ours}))
-    attempts = [attempt(checkpoint, item, target, anywhere) for item in dicts]
-    best = max(attempts, key=lambda candidate: candidate.rank)
-    placed = not best.before and not best.after
-    now = compare(best.specs, target.tensors, best.filled)
+    case = _case(checkpoint, target, key, anywhere, strict)
+    target, best = case.target, case.best
+    now = best.start.fit
     likely = dict(zip(best.likely, best.specs.values()))
-    rest = compare(likely, target.tensors, best.filled)
+    rest = case.compared(likely)
     here = Side(likely, best.values, dict(zip(best.likely, best.specs)))
     there = Side(target.tensors, target.values, {})
     causes = causes_of(here, there, rest)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
-    causes, own_step = with_own_step(checkpoint, target, causes, now if placed else None)
+    causes, own_step = with_own_step(checkpoint, target, causes, now if case.placed else None)
     ties = find_ties(here, there, target.tied, rest.missing) if strict else []
-    solvable = [*tied_causes(ties, here), *renamed_weight_norm(zip(best.specs, best.best.names))]
+    solvable = [*tied_causes(ties, here), *weight_norm_causes(zip(best.specs, best.best.names))]
     best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
-    other_model = _is_other_model(rest, causes, best, target)
-    steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
-    refuted: list[str] = []
-    if not (placed and _is_good(now, strict)) and not (fix and fix["complete"]) and not trained:
-        by_recipe = _by_recipe(checkpoint, target, best, inferred_recipe(here, there, rest), refuted)
-        if by_recipe is not None:
-            (steps, fix), other_model, solvable, refuted = by_recipe, False, causes, []
+    case = case._replace(best=best)
+    other_model = not trained and _is_other_model(case, rest, causes)
+    steps, fix = _fix(case) if not other_model and not trained else ((), None)
+    as_it_is = case.placed and case.is_good(now)
+    refuted = ""
+    by_names = fix and fix["complete"] and not any(step.option in FROM_TARGET for step in steps)
+    if not as_it_is and not by_names and not trained:
+        by_table, refuted = _by_table(case)
+        if by_table is not None:
+            (steps, fix), other_model, solvable = by_table, False, causes
+        elif fix and fix["complete"]:
+            refuted = ""
         other_model = other_model and not refuted
     program = program_of(checkpoint)
-    loads = placed and _is_good(now, strict) and not best.misplaced and program is None
+    loads = as_it_is and not best.misplaced and program is None
     groups = group_sizes(checkpoint)
     optimizers = compare_optimizers(groups, target.groups)
     others = [item for item in optimizers if not item["fits"]]
     fits = loads and not others
-    solved = loads or (fix is not None and fix["complete"])
+    complete = fix is not None and fix["complete"]
+    solved = loads or complete
     part = None if solved else part_of(checkpoint)
-    incomplete = fix is not None and not fix["complete"]
-    if incomplete and any(item is not None and not item.tensors_whole for item in (part, target.part)):
+    if not complete and any(item is not None and not item.tensors_whole for item in (part, target.part)):
         steps, fix = (), None  # values that fit by shape, such as a bias, may be one part of a sum
-    edited = _edited_key(checkpoint, best, steps)
+    edited = case.edited_key(steps)
     if fix is not None:
-        fix["command"] = _command(checkpoint, target, steps, edited, key)
+        fix["command"] = _command(case, steps)
     shown: list[Cause] = []
     renaming: tuple[str, str] | None = None
     if loads:
-        next_step = _without_optimizers(checkpoint, others)
+        next_step = _without_optimizers(case, others)
     elif part is not None:
-        advice = part.message if part.folder else f"{part.message}; {part.whole}"
-        next_step = advice, _whole_step(part, target, anywhere, strict)
+        next_step = part.message if part.folder else f"{part.message}; {part.whole}", _whole_step(case, part)
     elif not solved and (empty := empty_weights(checkpoint)):
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        renaming = _renaming(checkpoint, target, best, steps, fix)
-        next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model, renaming)
-        next_step = ("", str(own_step)) if own_step else next_step
+        renaming = _renaming(case, steps, fix)
+        next_step = renaming or _next(case, steps, [*causes, *solvable], fix, other_model)
+        next_step = ("", str(own_step)) if own_step and not complete else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
-        complete = fix is not None and fix["complete"]
-        next_step = _from_program(checkpoint, target, steps if complete else (), complete or _is_good(now, strict))
+        next_step = _from_program(case, steps if complete else (), complete or case.is_good(now))
         steps, fix = (), None
-    notes = _notes(checkpoint, target, best, attempts, key, doubts=best.doubts if renaming is None else 0)
-    notes += refuted
-    if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
+    notes = [*_notes(case, best.doubts if renaming is None else 0), *([refuted] if refuted else [])]
+    if not target.groups and target.kind != "error" and solved:
         notes += other_number(groups, target.tensors, target.tied)
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
         "target": target.source,
         "target_kind": target.kind,
-        "state_dict": best.state_dict.path,
+        "state_dict": best.path,
         "target_state_dict": target.path,
         "strict": strict,
         "fits": fits,
-        "placed": placed,
+        "placed": case.placed,
         "keys": len(best.specs),
         "wanted": len(target.tensors),
         **differences(now),
@@ -183,127 +275,171 @@ def match_checkpoint(
     return Match(report, None if fix is None and not fits else steps, edited)
 
 
-def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: bool) -> tuple[Steps, Fix | None]:
+# -- the state dicts of the checkpoint
+
+
+def _case(checkpoint: Checkpoint, target: MatchTarget, key: str | None, anywhere: bool, strict: bool) -> _Case:
+    dicts = candidate_dicts(checkpoint, key)
+    if len(dicts) > _TRIED:
+
+        def rank(item: StateDict) -> tuple[bool, int]:
+            return item.path == target.path, _shared_shapes(specs_of(checkpoint, item), target)
+
+        dicts = sorted(dicts, key=rank, reverse=True)[:_TRIED]
+    specs = [specs_of(checkpoint, item) for item in dicts]
+    target = comparable(target, (spec for each in specs for spec in each.values()))
+    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for each in specs for name in each}))
+    attempts = [_attempt(checkpoint, item, each, target, anywhere) for item, each in zip(dicts, specs)]
+    best = max(attempts, key=lambda attempt: attempt.rank)
+    return _Case(checkpoint, target, attempts, best, key, anywhere, strict)
+
+
+def _shared_shapes(specs: Mapping[str, Spec], target: MatchTarget) -> int:
+    """Return how many values have a shape that the target wants."""
+    return (Counter(spec.shape for spec in specs.values()) & Counter(target.shapes.values())).total()
+
+
+def _attempt(
+    checkpoint: Checkpoint, item: StateDict, specs: dict[str, Spec], target: MatchTarget, anywhere: bool
+) -> _Attempt:
+    filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
+    before, after = ((), ()) if anywhere else _layout(item.path, target.path)
+    values = Values(checkpoint, item.path, target.values.rounding if target.values is not None else "")
+    pairing = Pairing(values, target.values)
+    space = Space(specs, target.tensors, filled, pairing)
+    start = space.candidate((), [*specs])
+    best = best_renaming(space, start, target.source)
+    likely, doubts = best.names, 0
+    if not best.fit.complete:
+        if len(best.fit.loads) * 2 < min(len(specs), len(target.tensors)):
+            best = start  # two models share a few names and shapes by chance
+        names = dict(zip(likely, specs.values()))
+        left = [{name: spec.shape for name, spec in names.items() if name not in target.tensors}]
+        left.append({name: shape for name, shape in target.shapes.items() if name not in names})
+        with suppress(RefusedError):
+            doubts = len(pair_in_order(*left))
+    return _Attempt(item, specs, values, pairing, filled, before, after, start, best, likely, doubts)
+
+
+def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
+    """Return whether all modules have versions from before batch norms had counters, or no versions."""
+    graph = checkpoint.graph
+    entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
+    for _, value in entries or ():
+        for name, version in mapping(graph, value) or ():
+            number = graph.nodes[version]
+            if graph.nodes[name] == "version" and type(number) is int and number >= 2:
+                return False
+    return True
+
+
+def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
+    """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
+    keys = _string_keys(wanted)
+    if have == wanted or keys is None:
+        # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
+        return (), ()
+    return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
+
+
+def _string_keys(path: str) -> list[str] | None:
+    """Return the keys of a path, or None if not all of them are strings."""
+    try:
+        steps = parse_path(path)
+    except TargetError:
+        return None  # the path is too long to be spelled, or has a key without a text
+    keys = [step for step in steps if isinstance(step, str)]
+    return keys if len(keys) == len(steps) else None
+
+
+def _is_other_model(case: _Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
+    """Return whether too few keys load, or are explained, for this to be the same model."""
+    same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
+    known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
+    return known * 2 < min(len(case.best.specs), len(case.target.tensors))
+
+
+# -- the fix
+
+
+def _fix(case: _Case) -> tuple[Steps, Fix | None]:
     """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
-    if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
-        return (), None  # no edit restores a whole tensor from one rank's part
-    if best.misplaced:
-        return (), None  # no edit of names moves rows
-    after = compare(best.renamed, target.tensors, best.filled)
+    best = case.best
+    # No edit restores a whole tensor from one rank's part, and no edit of names moves rows.
+    if best.misplaced or not case.editable or any(spec.part for spec in best.specs.values()):
+        return (), None
+    after = case.compared(best.renamed)
     drops: Steps = ()
     dropped: list[str] = []
     counters = [name for name in after.unexpected if name.rpartition(".")[2] in _PROFILED]
-    rest = [name for name in after.unexpected if name.rpartition(".")[2] not in _PROFILED]
     surplus = counters if after.missing or after.sizes else after.unexpected
-    if strict and surplus and after.loads:
-        drops = drop_steps(best.renamed, surplus)
-        if drops:
-            dropped = surplus
-            after = after._replace(unexpected=[] if surplus == after.unexpected else rest)
-    steps = (*best.before, *best.best.steps, *_copies(checkpoint, best), *drops, *best.after)
-    if steps:
-        before = _loadable(checkpoint)
-        # A copy of an entry has the device of the file, so this comes last.
-        last = tuple(step for step in before if best.ties and step.option == "to")
-        steps = (*(step for step in before if step not in last), *steps, *last)
+    if case.strict and surplus and after.loads and (drops := drop_steps(best.renamed, surplus)):
+        dropped = surplus
+        after = after._replace(unexpected=[name for name in after.unexpected if name not in {*surplus}])
+    steps = (*best.before, *best.best.steps, *_copies(case), *drops, *best.after)
     if not steps or (not after.loads and not after.complete):
         return (), None
-    left_out = _left_out(checkpoint, best) if best.before else []
-    guess = any(step.guess for step in steps)
-    notes = _losses(left_out, dropped) + _unproven(target, best.agreement)
-    if guess:
-        notes.append("the order of the keys says which is which, their names do not: check a value or two")
-    fix: Fix = {
-        "complete": _is_good(after, strict),
-        "steps": [{"option": option, "value": value} for option, value in edit_options(steps)],
-        **differences(after),
-        "dropped": dropped,
-        "left_out": left_out,
-        "guess": guess,
-        "notes": notes,
-        "command": "",  # see ``match_checkpoint``
-    }
-    return steps, fix
+    before = _loadable(case.checkpoint)
+    # A copy of an entry has the device of the file, so this comes last.
+    last = tuple(step for step in before if best.ties and step.option == "to")
+    steps = (*(step for step in before if step not in last), *steps, *last)
+    return steps, _fix_report(case, steps, after, dropped, best.best.agreement)
 
 
-def _losses(left_out: Sequence[str], dropped: Sequence[str]) -> list[str]:
-    """Return the notes on entries and keys that the output of a fix lacks."""
+def _fix_report(case: _Case, steps: Steps, after: Comparison, dropped: list[str], agreement: Agreement) -> Fix:
+    left_out = case.left_out
     notes = [f"leaves out the other entries: {join_limited(left_out)}"] if left_out else []
     if dropped:
         profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
         number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
         notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
-    return notes
+    if case.target.values is not None and not agreement.equal:
+        notes.append("no values of the target are equal, as after another training: they cannot confirm this")
+    return {
+        "complete": case.is_good(after),
+        "steps": [{"option": option, "value": value} for option, value in edit_options(steps)],
+        **differences(after),
+        "dropped": dropped,
+        "left_out": left_out,
+        "notes": notes,
+        "command": "",  # see ``match_checkpoint``
+    }
+
+
+def _by_table(case: _Case) -> tuple[tuple[Steps, Fix] | None, str]:
+    """Return the step to the names of a built-in table that lead exactly to the target, and its result; None without.
+
+    The values of the result are compared with the target's: what they contradict is not offered, but named.
+    """
+    checkpoint, target, best = case.checkpoint, case.target, case.best
+    in_parts = any(item and not item.tensors_whole for item in (part_of(checkpoint), target.part))
+    if in_parts or any(spec.part for spec in best.specs.values()) or not case.editable:
+        return None, ""  # shapes of one rank's part say nothing about the whole
+    from ..recipes import leading_to, named_as  # imported late: it reads all recipes
+
+    key = best.path or "."
+    family, dropped = leading_to(checkpoint, key, target.shapes)
+    if not family:
+        return None, ""
+    agreement = Agreement(0, ())
+    if target.values is not None:
+        try:
+            made = named_as(checkpoint, family, key=key)
+        except CkptoolError:
+            return None, ""  # the table lacks a number
+        # Of large computed tensors, one of each family is read.
+        costly = {family_of(name): name for name in target.tensors}
+        values = Values(made, best.path, target.values.rounding, {*costly.values()})
+        agreement = Pairing(values, target.values).agreement((name, name) for name in target.tensors)
+    if agreement.contradicted:
+        return None, f"the names of {family} are not offered: {_in_wrong_place(agreement)}"
+    steps = (*_loadable(checkpoint), *best.before, FixStep("to-names", family), *best.after)
+    return (steps, _fix_report(case, steps, case.compared(target.tensors), dropped, agreement)), ""
 
 
 def _in_wrong_place(agreement: Agreement) -> str:
     names = join_limited(list(agreement.contradicted), most=3)
     return f"the target has the same values in another order, or under another name: {names}"
-
-
-def _unproven(target: MatchTarget, agreement: Agreement) -> list[str]:
-    """Return a note if the target has values, and none of them shows whether a fit is right."""
-    note = "no values of the target are equal, as after another training: they cannot confirm this"
-    return [] if target.values is None or agreement.equal else [note]
-
-
-def _by_recipe(
-    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, inferred: str, refuted: list[str]
-) -> tuple[Steps, Fix] | None:
-    """Return the step to the layout of the target and its result: by a built-in recipe that leads there exactly, or by
-    the inferred one; None without either.
-
-    The values of the result are compared with the target's. What they contradict is added to ``refuted`` instead.
-    """
-    in_parts = any(item and not item.tensors_whole for item in (part_of(checkpoint), target.part))
-    if in_parts or any(spec.part for spec in best.specs.values()) or not _is_editable(checkpoint):
-        return None  # shapes of one rank's part say nothing about the whole
-    from ..recipes import leading_to  # imported late: it reads all recipes
-
-    wanted = {name: spec.shape for name, spec in target.tensors.items()}
-    family, dropped = leading_to(checkpoint, best.state_dict.path or ".", wanted)
-    choices = [FixStep("to-names", family)] if family else []
-    for step in (*choices, FixStep("recipe", inferred)) if inferred else choices:
-        try:
-            agreement = _agreement_after(checkpoint, target, best, step)
-        except CkptoolError:
-            continue  # the recipe lacks a number
-        if not agreement.contradicted:
-            break
-        what = f"the names of {step.value}" if step.option == "to-names" else "the rules that the shapes suggest"
-        refuted.append(f"{what} are not offered: {_in_wrong_place(agreement)}")
-    else:
-        return None
-    left_out = _left_out(checkpoint, best) if best.before else []
-    fix: Fix = {
-        "complete": True,
-        "steps": [],
-        **differences(compare(target.tensors, target.tensors, best.filled)),
-        "dropped": dropped,
-        "left_out": left_out,
-        "guess": False,
-        "notes": _losses(left_out, dropped) + _unproven(target, agreement),
-        "command": "",  # see ``match_checkpoint``
-    }
-    steps = (*_loadable(checkpoint), *best.before, step, *best.after)
-    fix["steps"] = [{"option": option, "value": value} for option, value in edit_options(steps)]
-    return steps, fix
-
-
-def _agreement_after(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, step: FixStep) -> Agreement:
-    """Compare the values that a recipe makes with the target's; of large computed tensors, read one of each family."""
-    if target.values is None:
-        return Agreement(0, ())
-    from ...formats.recipes.recipe import parsed_recipe
-    from ..recipes import apply_recipe, named_as
-
-    place, inferred = best.state_dict.path, step.option == "recipe"
-    recipe = parsed_recipe(step.value) if inferred else ""
-    key = place or "."
-    made = apply_recipe(checkpoint, recipe, key=key) if inferred else named_as(checkpoint, step.value, key=key)
-    families = {family_of(name): name for name in target.tensors}
-    values = Values(made, place, target.values.rounding, {*families.values()})
-    return Pairing(values, target.values).agreement((name, name) for name in target.tensors)
 
 
 def _can_copy(checkpoint: Checkpoint) -> bool:
@@ -312,30 +448,14 @@ def _can_copy(checkpoint: Checkpoint) -> bool:
     return (remote or os.path.isfile(checkpoint.path)) and program_of(checkpoint) is None
 
 
-def _copies(checkpoint: Checkpoint, best: Attempt) -> Steps:
+def _copies(case: _Case) -> Steps:
     """Return the steps that give tensors a second name, as copies, after the state dict was extracted and renamed."""
-    place = best.state_dict.path
+    path, place = case.checkpoint.path, case.best.path
+    base = "" if case.best.before else place
     return tuple(
-        FixStep(
-            "merge-entry",
-            f"{checkpoint.path}:{spell_key(place, source)}={spell_key('' if best.before else place, name)}",
-        )
-        for name, source in best.ties.items()
+        FixStep("merge-entry", f"{path}:{spell_key(place, source)}={spell_key(base, name)}")
+        for name, source in case.best.ties.items()
     )
-
-
-def _from_program(checkpoint: Checkpoint, target: MatchTarget, steps: Steps, fits: bool) -> tuple[str, str]:
-    """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
-    step = convert_step(checkpoint)
-    what = "it is a program, which torch.load does not give as a state dict: "
-    if not step.commands:
-        return what + step.advice, ""
-    output, words = step.commands[0].output, [step.line]
-    if steps:
-        words.append(str(edit_command(output, steps, suggested_output(output, "fits"), None)))
-    elif not fits and target.kind in ("checkpoint", "lock"):
-        words.append(str(command("match", output, target.source)))
-    return f"{what}take its weights out first", " && ".join(words)
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:
@@ -349,201 +469,165 @@ def _loadable(checkpoint: Checkpoint) -> Steps:
     return (FixStep("sanitize"), *(FixStep(name.replace("_", "-")) for name in options), *steps)
 
 
-def _is_editable(checkpoint: Checkpoint) -> bool:
-    """Return whether an edit may be suggested: the file is whole, and its pickle runs no command."""
-    problems = checkpoint.container.problems
-    whole = not any(problem.blocks_edits or problem.ambiguous for problem in problems)
-    return whole and not storage_flaws(checkpoint) and not suspicious_calls(checkpoint.graph)
-
-
-def _is_good(comparison: Comparison, strict: bool) -> bool:
-    if strict:
-        return comparison.complete
-    return bool(comparison.loads or not comparison.missing) and not comparison.sizes
-
-
-def _is_other_model(rest: Comparison, causes: Sequence[Cause], best: Attempt, target: MatchTarget) -> bool:
-    """Return whether too few keys load, or are explained, for this to be the same model."""
-    if any(cause.kind == "adapter" for cause in causes):
-        return False
-    same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
-    known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
-    return known * 2 < min(len(best.specs), len(target.tensors))
-
-
-def _left_out(checkpoint: Checkpoint, best: Attempt) -> list[str]:
-    """Return the top-level entries that are lost when the state dict is extracted."""
-    path = best.state_dict.path
-    return [
-        entry.key
-        for entry in checkpoint.survey.entries
-        if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
-    ]
-
-
-def _edited_key(checkpoint: Checkpoint, best: Attempt, steps: Sequence[FixStep]) -> str | None:
-    """Return the path of the state dict that the steps must name, or None if they need not.
-
-    They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have the
-    names of dropped keys.
-    """
-    renames = any(step.option not in LAYOUT for step in steps)
-    drops = any(step.option == "drop" for step in steps)
-    if best.before or not (renames or drops):
-        return None
-    sure = [item for item in checkpoint.state_dicts if item.confidence == "high"]
-    path = best.state_dict.path
-    return None if sure == [best.state_dict] and not (drops and path) else path or "."
-
-
-def _command(
-    checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
-) -> str:
+def _command(case: _Case, steps: Steps) -> str:
     """Return the command line of a fix; "" if the target is neither a file nor a named model."""
-    output = suggested_edit(checkpoint, "fits")
-    from_target = any(step.option in FROM_TARGET for step in steps)
-    has_file = not any(step.option == "recipe" for step in steps)  # an inferred recipe has none
-    if not from_target or (has_file and target.kind in ("checkpoint", "lock") and not target.others):
-        return str(edit_command(checkpoint.path, steps, output, edited))
+    target = case.target
+    if not any(step.option in FROM_TARGET for step in steps) or (
+        target.kind in ("checkpoint", "lock") and not target.others
+    ):
+        return case.edit_line(steps)
     if target.kind == "names":
         return ""
     # ``edit --rename-like`` takes a file with one state dict; only ``match`` can take names from other sources.
-    paths = [checkpoint.path, *([] if target.kind in ("model", "error") else [target.source])]
-    named = [Setting(target.kind, target.source)] if target.kind in ("model", "error") else []
-    other_key = (target.path or ".") if target.others else None
-    return str(command("match", *paths, output=output, settings=named, key=key, other_key=other_key, apply=True))
+    return _match_line(
+        case, case.checkpoint.path, key=case.key, apply=True, output=suggested_edit(case.checkpoint, "fits")
+    )
 
 
-def _renaming(
-    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, steps: Steps, fix: Fix | None
-) -> tuple[str, str] | None:
-    """Return advice and the command to rename the only module whose name differs; None if there is no such module."""
+def _match_line(case: _Case, path: str, **more: Any) -> str:
+    """Return the command that matches a path with the same target."""
+    target = case.target
+    named = target.kind in ("model", "error")
+    settings = [Setting(target.kind, target.source)] if named else []
+    more["other_key"] = (target.path or ".") if target.others else None
+    return str(command("match", path, *([] if named else [target.source]), settings=settings, **more))
+
+
+# -- what else helps
+
+
+def _from_program(case: _Case, steps: Steps, fits: bool) -> tuple[str, str]:
+    """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
+    step = convert_step(case.checkpoint)
+    what = "it is a program, which torch.load does not give as a state dict: "
+    if not step.commands:
+        return what + step.advice, ""
+    output, words = step.commands[0].output, [step.line]
+    if steps:
+        words.append(str(edit_command(output, steps, suggested_output(output, "fits"), None)))
+    elif not fits and case.target.kind in ("checkpoint", "lock"):
+        words.append(str(command("match", output, case.target.source)))
+    return f"{what}take its weights out first", " && ".join(words)
+
+
+def _renaming(case: _Case, steps: Steps, fix: Fix | None) -> tuple[str, str] | None:
+    """Return advice and the command to rename the only layer that the target does not have, if it lacks only one whose
+    shapes agree; None otherwise.
+
+    Shapes do not prove that they are the same layer, so this is a question. It is not asked for square matrices, which
+    may also be transposed.
+    """
+    best = case.best
     specs = best.renamed if fix is not None else best.specs
-    after = compare(specs, target.tensors, best.filled)
-    names = renamed_module(after, {name: spec.shape for name, spec in specs.items()}, target.shapes)
-    if names is None or not _is_editable(checkpoint) or best.misplaced:
+    after = case.compared(specs)
+    modules = [{name.rpartition(".")[0] for name in names} for names in (after.unexpected, after.missing)]
+    if after.sizes or not after.loads or [len(each) for each in modules] != [1, 1] or best.misplaced:
         return None
-    own, other = names
-    pairing, original = Pairing(best.values, target.values), dict(zip(specs, best.specs))
-    if any(pairing.rearranged(original[name], other + name.removeprefix(own)) for name in after.unexpected):
+    old, new = (each.pop() for each in modules)
+    pairs = {name: new + name.removeprefix(old) for name in after.unexpected}
+    original = dict(zip(specs, best.specs))
+    if not old or not new or NOT_IN_GLOBS & {*old, *new} or {*pairs.values()} != {*after.missing} or not case.editable:
         return None
-    step = FixStep("rename", f"{own}.*={other}.*")
-    words = (*steps, step) if steps else (*_loadable(checkpoint), *best.before, step, *best.after)
-    edited = _edited_key(checkpoint, best, words)
-    line = str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
-    return f"the file has {own} where the target has {other}; if both are the same layer, rename it", line
+    for name, other in pairs.items():
+        shape = specs[name].shape or ()
+        square = len(shape) == 2 and shape[0] == shape[1]
+        if square or not agrees(specs[name].shape, case.target.shapes[other]):
+            return None
+        if best.pairing.rearranged(original[name], other):
+            return None
+    step = FixStep("rename", f"{old}.*={new}.*")
+    words = (*steps, step) if steps else (*_loadable(case.checkpoint), *best.before, step, *best.after)
+    what = f"the file has {old} where the target has {new}; if both are the same layer, rename it"
+    return what, case.edit_line(words)
 
 
-def _next(
-    checkpoint: Checkpoint,
-    target: MatchTarget,
-    best: Attempt,
-    steps: Steps,
-    causes: Sequence[Cause],
-    fix: Fix | None,
-    other_model: bool,
-    renaming: tuple[str, str] | None,
-) -> tuple[str, str]:
+def _next(case: _Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
     """Return advice for problems that no edit solves, and a command ("" if none exists).
 
-    Both are "" if the fix is complete, or if the causes say what helps. ``renaming`` comes from ``_renaming``.
+    Both are "" if the fix is complete, or if the causes say what helps.
     """
+    best, target = case.best, case.target
     if fix is not None and fix["complete"]:
         return "", ""
     if best.misplaced:
         number = pluralize(len(best.misplaced), "key")
-        return f"{number} would load with values in the wrong place: {_in_wrong_place(best.agreement)}", ""
+        return f"{number} would load with values in the wrong place: {_in_wrong_place(best.best.agreement)}", ""
     renamed = best.renamed if fix is not None else best.specs
-    after = compare(renamed, target.tensors, best.filled)
-    if renaming is not None:
-        return renaming
+    after = case.compared(renamed)
     if fix is None and other_model:
-        count = pluralize(len(best.specs), "value")
-        same = [name for name in best.specs if name in target.tensors]
-        if len(same) * 2 >= min(len(best.specs), len(target.tensors)):
-            sizes = compare(best.specs, target.tensors, best.filled).sizes
-            agree = f"{pluralize(len(same), 'name')} agree, and {len(sizes):,} have another size"
-            return f"{agree}: it is another size of the model", ""
-        if target.kind == "error" and len(best.specs) == len(target.tensors):
-            return "all names differ, and the message says no shapes: match it with a file of the model instead", ""
-        most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
-        return f"it is probably another model: {most}", ""
+        return _of_other_model(case), ""
     if not after.sizes:
         if causes or not after.loads:  # strict=False would hide them
             return "", ""
         return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after, target.tied)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
-    drops = drop_steps(renamed, bad) if _is_editable(checkpoint) else ()
-    others = [cause for cause in causes if not cause.replaceable and cause.kind not in _SOLVED]
-    if not drops or others:
+    drops = drop_steps(renamed, bad) if case.editable else ()
+    if not drops or any(not cause.replaceable and cause.kind not in _SOLVED for cause in causes):
         return "", ""
     last = best.after if fix is not None else ()
-    edited = _edited_key(checkpoint, best, (*steps, *drops))
-    words = (*(() if steps else _loadable(checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
+    words = (*(() if steps else _loadable(case.checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
     number = pluralize(len(bad), "key")
     message = (
         f"without the {number} of another size, load_state_dict(..., strict=False) loads the others;"
         f" {'this key stays' if len(bad) == 1 else 'these keys stay'} untrained in the model, with initial values"
     )
-    return message, str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
+    return message, case.edit_line(words)
 
 
-def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -> str:
+def _of_other_model(case: _Case) -> str:
+    """Say why it is not the model of the target."""
+    specs, tensors = case.best.specs, case.target.tensors
+    same = [name for name in specs if name in tensors]
+    if len(same) * 2 >= min(len(specs), len(tensors)):
+        sizes = len(case.best.start.fit.sizes)
+        return f"{pluralize(len(same), 'name')} agree, and {sizes:,} have another size: it is another size of the model"
+    if case.target.kind == "error" and len(specs) == len(tensors):
+        return "all names differ, and the message says no shapes: match it with a file of the model instead"
+    most = f"{_shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
+    return f"it is probably another model: {most} have a shape that the target wants"
+
+
+def _whole_step(case: _Case, part: Part) -> str:
     """Return the command that matches the whole checkpoint, if the file is one part of it; "" if it is unknown."""
     if not part.folder:
         return ""
-    if target.kind == "names" or target.source == STDIN or folder_format(part.folder) is None:
+    if case.target.kind == "names" or case.target.source == STDIN or folder_format(part.folder) is None:
         return str(command("inspect", part.folder))  # shows which files are there, and which are missing
-    files = [] if target.kind in ("model", "error") else [target.source]
-    source = [] if files else [Setting(target.kind, target.source)]
-    other_key = (target.path or ".") if target.others else None
-    more: dict[str, Any] = {"other_key": other_key, "anywhere": anywhere, "lenient": not strict}
-    return str(command("match", part.folder, *files, settings=source, **more))
+    return _match_line(case, part.folder, anywhere=case.anywhere, lenient=not case.strict)
 
 
-def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport]) -> tuple[str, str]:
+def _without_optimizers(case: _Case, others: Sequence[OptimizerReport]) -> tuple[str, str]:
     """Return advice and a command for optimizers that do not fit although the weights do; both "" if there are none."""
     if not others:
         return "", ""
     paths = [escaped(item["path"]) for item in others]
-    step = command("drop", checkpoint.path, *paths, output=suggested_edit(checkpoint, "fits"))
-    possible = all(paths) and _is_editable(checkpoint)
+    step = command("drop", case.checkpoint.path, *paths, output=suggested_edit(case.checkpoint, "fits"))
     message = "the weights load, and without the state of the optimizer a training starts with a fresh one"
-    return message, str(step) if possible else ""
+    return message, str(step) if all(paths) and case.editable else ""
 
 
-def _notes(
-    checkpoint: Checkpoint,
-    target: MatchTarget,
-    best: Attempt,
-    attempts: Sequence[Attempt],
-    key: str | None,
-    doubts: int,
-) -> list[str]:
+def _notes(case: _Case, doubts: int) -> list[str]:
     notes = []
-    path = best.state_dict.path
-    if key is None and len(attempts) > 1:
+    checkpoint, target, best, path = case.checkpoint, case.target, case.best, case.best.path
+    if case.key is None and len(case.attempts) > 1:
         others = join_limited(
             [
-                repr(one.state_dict.path or ".") + " (fits as well)" * (one.best.score == best.best.score)
-                for one in attempts
+                repr(one.path or ".") + " (fits as well)" * (one.best.fit.rank == best.best.fit.rank)
+                for one in case.attempts
                 if one.state_dict is not best.state_dict
             ]
         )
         number = pluralize(len(checkpoint.state_dicts), "state dict")
         notes.append(f"there are {number}, and {path or '.'!r} is used; {_KEY} chooses another: {others}")
-    averaged = [one.state_dict.path for one in attempts if is_average(one.state_dict.path) and not is_average(path)]
+    averaged = [one.path for one in case.attempts if is_average(one.path) and not is_average(path)]
     if averaged:
         notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
-    inside = averaged_without_dots([name for name in best.renamed if name not in target.tensors], target.tensors)
-    if inside and best.best.score.loads:
+    inside = next(averages_within(checkpoint, best.state_dict), "")
+    if inside and best.best.fit.loads:
         steps = (FixStep("use-ema"), *best.before)
-        place = None if best.before else path or "."
-        step = edit_command(checkpoint.path, steps, suggested_edit(checkpoint, "ema"), place)
-        notes.append(
-            f"averaged weights (EMA) are in {inside}* under names without dots; to load these, match a copy with them"
-            f" under the names of the model: {step}"
-        )
+        output = suggested_edit(checkpoint, "ema")
+        step = edit_command(checkpoint.path, steps, output, None if best.before else path or ".")
+        notes.append(f"averaged weights (EMA) are in {inside}*: to load these, match a copy that has them: {step}")
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
         notes.append(f"in the target {target.path or '.'!r} is used; {_OTHER_KEY} chooses another: {others}")
@@ -559,12 +643,12 @@ def _notes(
     if doubts:
         keys = "1 key would fit" if doubts == 1 else f"{doubts:,} keys would fit"
         notes.append(
-            f"{keys} by order or shape under other names, which show neither the order of rows nor a transpose,"
+            f"{keys} by order and shape under other names, which show neither the order of rows nor a transpose,"
             " and no equal rows prove it: no edit is offered for that"
         )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
-    if string_keys(target.path) is None and path != target.path:
+    if _string_keys(target.path) is None and path != target.path:
         notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes
 

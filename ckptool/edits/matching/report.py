@@ -65,14 +65,12 @@ class Fix(Differences):
     """The edit that makes most keys load, and the differences that remain after it.
 
     ``command`` performs the edit ("" if no command can). ``left_out`` lists entries beside the extracted state dict.
-    ``guess`` is true if only the order of the keys tells which name is which.
     """
 
     complete: bool
     steps: list[FixOption]
     dropped: list[str]
     left_out: list[str]
-    guess: bool
     notes: list[str]
     command: str
 

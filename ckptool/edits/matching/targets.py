@@ -29,10 +29,11 @@ from ...formats.rank_part import Part, part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
-from .names import Shape, Spec, pair_in_order, pair_names
+from .names import Shape, Spec
+from .pairing import Pairing, pair_in_order, pair_names
 from .report import GroupSizes, group_sizes
 from .state_dict_errors import StateDictError, counters_left_out, prefix_between, read_error
-from .values import Pairing, Values, common_precision
+from .values import Values, common_precision
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not read from the pickle.
@@ -326,13 +327,10 @@ def rename_like(
     rounding = target.values.rounding if target.values is not None else ""
     pairing = Pairing(Values(checkpoint, candidates[0].path, rounding), target.values)
     try:
-        table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
+        table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted, pairing)
     except RefusedError as error:
         step = command("match", checkpoint.path, source)
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
-    unsure = [name for name, other in table.items() if name != other and not pairing.sure(name, other)]
-    if not by_order:
-        table = {name: other for name, other in table.items() if name not in unsure}
     if not table:
         message = "no key can be matched by its name and shape"
         raise RefusedError(
@@ -341,7 +339,8 @@ def rename_like(
             next=advice(Setting("by_order"), " takes names one by one, where shapes agree"),
         )
     renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
-    if not by_order or not unsure:
+    unsure = [name for name, other in table.items() if name != other and not pairing.sure(name, other)]
+    if not unsure:
         return renamed
     notes = [f"the order of rows was not checked: {pluralize(len(unsure), 'name')} by order and shape alone"]
     wrong = [table[name] for name in unsure if pairing.rearranged(name, table[name])]

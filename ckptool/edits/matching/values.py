@@ -1,101 +1,57 @@
-"""Find out from a few rows whether two tensors of equal shape hold the same values.
+"""A few rows of the tensors in one state dict, to find out whether those of another hold the same values.
 
-Names and shapes do not reveal another order of rows (of heads, of gate and up), a square transpose, or another
-numbering. Values do, if both sides come from one training run. Where the dtypes of the sides differ, all values are
-compared in the coarsest one. Arithmetic is not recognised: norms that one library stores minus 1 look like another run.
+Where the dtypes of the two sides differ, all values are compared in the coarsest one. Arithmetic is not recognised:
+norms that one library stores minus 1 look like another training run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import copysign, inf, prod
 from struct import pack, unpack
-from typing import Final, TypeAlias
+from typing import Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import CkptoolError
-from ...base.prefixes import unwrapper
 from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
 from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
-from .names import family_of, is_dotless, old_weight_norm
 
-#: Limits: elements read from one row, tensors whose rows are read, elements of a vector that count as a row.
+#: The most elements that are read of one row, and along an axis, where each may be a read of its own: a second for a
+#: large model.
 _ROW: Final = 1_024
-_MOST: Final = 20_000
-_VECTOR: Final = 256
-#: Rows and columns that are compared to detect a transpose.
-_CORNER: Final = 4
-#: Distinct elements needed to recognise a tensor in another place. Fewer may be equal by chance, as in norms that were
-#: never trained.
-_TELLING: Final = 4
-#: To detect moved rows or columns, one line along each axis is read whole. Limits: tensors per family (names that
-#: differ only in numbers), tensors in total, elements in a line.
-_OF_FAMILY: Final = 2
-_LOOKS: Final = 64
 _LINE: Final = 1 << 15
-#: Maximum bytes read to get a line in one piece; otherwise each element is read separately. Larger compressed or
-#: computed storages are not read.
-_WINDOW: Final = 16 << 20
-#: Pairs of words that mean the same in different libraries.
-SYNONYMS: Final = (
-    ("gamma", "weight"),
-    ("beta", "bias"),
-    ("moving_mean", "running_mean"),
-    ("moving_variance", "running_var"),
-    ("moving_var", "running_var"),
-)
-_PLAIN: Final = dict(SYNONYMS)
-_LAST: Final = ("weight", "bias")
+#: The most tensors that are sampled.
+_MOST: Final = 20_000
+#: The most bytes that are read for one row or line: of a compressed or computed storage, which is read whole, and of
+#: the rows between the elements of a column, which are otherwise read one by one.
+_WHOLE: Final = 16 << 20
+#: Distinct elements that identify a tensor. Fewer may be equal by chance, as in norms that were never trained.
+TELLING: Final = 4
 
 #: Floating-point dtypes from the finest to the coarsest, with the codes by which ``struct`` knows them.
 _PRECISION: Final = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": ""}
 
-#: A function that returns whether our name surely means a name in the target.
-Sure: TypeAlias = Callable[[str, str], bool]
-
 
 class Sample(NamedTuple):
-    """A few rows of a tensor as little-endian bytes; each element has ``width`` bytes."""
+    """A few rows of a tensor as little-endian elements."""
 
     dtype: str
     shape: tuple[int, ...]
-    width: int
-    rows: tuple[bytes, ...]
+    elements: tuple[bytes, ...]
 
     @property
     def is_telling(self) -> bool:
         """Whether the values differ enough from each other to identify the tensor."""
-        dtype = BY_NAME[self.dtype]
-        heads = {row[at : at + self.width] for row in self.rows for at in range(0, _CORNER * self.width, self.width)}
-        return dtype.floating and len(heads) >= _TELLING
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the rows are the whole tensor."""
-        return sum(map(len, self.rows)) == prod(self.shape) * self.width
+        return BY_NAME[self.dtype].floating and len({*self.elements}) >= TELLING
 
     def equals(self, other: Sample) -> bool:
-        """Return whether dtype, size and rows are equal; like torch, treat one element and a scalar as
-        equal in size.
-        """
+        """Return whether dtype, size and rows are equal; as for torch, one element and a scalar are of equal size."""
         same_size = self.shape == other.shape or prod(self.shape) == prod(other.shape) == 1
-        return self.dtype == other.dtype and same_size and self.rows == other.rows
-
-    def is_transpose_of(self, other: Sample) -> bool:
-        """Return whether the corner of a square matrix equals the transposed corner of the other matrix."""
-        if len(self.shape) != 2 or self.shape[0] != self.shape[1] or self.dtype != other.dtype:
-            return False
-        ours, theirs = self._corner(), other._corner()
-        return len(ours) > 1 and ours == [list(column) for column in zip(*theirs)]
-
-    def _corner(self) -> list[list[bytes]]:
-        size = min(_CORNER, self.shape[0])
-        return [[row[at * self.width :][: self.width] for at in range(size)] for row in self.rows[:size]]
+        return self.dtype == other.dtype and same_size and self.elements == other.elements
 
 
 class Values:
@@ -126,7 +82,7 @@ class Values:
         """Map each sample that identifies its tensor to the names with these values."""
         if self._by_content is None:
             self._by_content = {}
-            for name in self._tensor_names():
+            for name in self._by_name():
                 sample = self.sample(name)
                 if sample is not None and sample.is_telling:
                     self._by_content.setdefault(sample, []).append(name)
@@ -140,61 +96,12 @@ class Values:
         """
         try:
             tensor = self._tensor(name)
-            return [self._line(tensor, axis) for axis in range(len(tensor.shape))] if tensor is not None else []
-        except CkptoolError:
-            return []  # damage is reported when the tensor is written
-
-    def piece(self, name: str, at: Sequence[int], begin: int, count: int) -> list[bytes]:
-        """Return ``count`` elements along the last axis from ``begin`` on, at an index of the other axes; an empty list
-        if they cannot be read.
-        """
-        try:
-            tensor = self._tensor(name)
             if tensor is None or not _is_cheap(reader := storage_reader(self._opened(), tensor.storage)):
                 return []
-            offset = tensor.offset + sum(index * step for index, step in zip((*at, begin), tensor.stride))
-            view = tensor._replace(shape=(count,), stride=tensor.stride[-1:], offset=offset)
-            return self._elements(reader, view)
+            views = (tensor._replace(shape=(size,), stride=(step,)) for size, step in zip(tensor.shape, tensor.stride))
+            return [self._elements(reader, view) if view.shape[0] <= _LINE else [] for view in views]
         except CkptoolError:
             return []  # damage is reported when the tensor is written
-
-    def _line(self, tensor: Tensor, axis: int) -> list[bytes]:
-        size, step = tensor.shape[axis], tensor.stride[axis]
-        reader = storage_reader(self._opened(), tensor.storage)
-        if size > _LINE or not _is_cheap(reader):
-            return []
-        view = tensor._replace(shape=(size,), stride=(step,))
-        if size * step * BY_NAME[tensor.dtype].itemsize <= _WINDOW:
-            return self._elements(reader, view)
-        one = tensor._replace(shape=(), stride=())
-        places = range(tensor.offset, tensor.offset + size * step, step)
-        return [element for place in places for element in self._elements(reader, one._replace(offset=place))]
-
-    def _elements(self, reader: StorageReader, view: Tensor) -> list[bytes]:
-        dtype = self._dtype(view)
-        return cut_elements(_rounded(b"".join(elements(reader, view)), view.dtype, dtype), BY_NAME[dtype].itemsize)
-
-    def _dtype(self, tensor: Tensor) -> str:
-        """Return the dtype in which the values of a tensor are compared."""
-        return self.rounding if self.rounding and tensor.dtype in _PRECISION else tensor.dtype
-
-    def _opened(self) -> Checkpoint:
-        checkpoint = self._source = as_checkpoint(self._source)
-        return checkpoint
-
-    def _tensor_names(self) -> Mapping[str, Tensor]:
-        if self._tensors is None:
-            entries = self._opened().survey.tensors_in([self._place])
-            self._tensors = {entry.key: entry.tensor for entry in entries}
-        return self._tensors
-
-    def _tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose elements can be read one by one, or None."""
-        tensor = self._tensor_names().get(name)
-        dtype = BY_NAME.get(tensor.dtype) if tensor is not None and tensor.kind == "dense" else None
-        if tensor is None or dtype is None or dtype.packed > 1 or not tensor.storage or 0 in tensor.shape:
-            return None
-        return tensor
 
     def _read(self, name: str) -> Sample | None:
         try:
@@ -204,30 +111,60 @@ class Values:
             reader = storage_reader(self._opened(), tensor.storage)
             if not _is_cheap(reader) and name not in self._costly:
                 return None
-            rows = tuple(b"".join(self._elements(reader, row)) for row in _rows(tensor))
+            read = tuple(element for row in _rows(tensor) for element in self._elements(reader, row))
         except CkptoolError:
             return None  # damage is reported when the tensor is written
-        dtype = self._dtype(tensor)
-        return Sample(dtype, tensor.shape, BY_NAME[dtype].itemsize, rows)
+        return Sample(self._dtype(tensor), tensor.shape, read)
+
+    def _elements(self, reader: StorageReader, view: Tensor) -> list[bytes]:
+        dtype = self._dtype(view)
+        width, parts = BY_NAME[dtype].itemsize, [view]
+        between = view.shape[0] * view.stride[0] if len(view.shape) == 1 else 0
+        if between * BY_NAME[view.dtype].itemsize > _WHOLE:  # a column is not read with all its rows
+            places = range(view.offset, view.offset + between, view.stride[0])
+            parts = [view._replace(shape=(), stride=(), offset=place) for place in places]
+        data = _rounded(b"".join(piece for part in parts for piece in elements(reader, part)), view.dtype, dtype)
+        return [data[at : at + width] for at in range(0, len(data), width)]
+
+    def _dtype(self, tensor: Tensor) -> str:
+        """Return the dtype in which the values of a tensor are compared."""
+        return self.rounding if self.rounding and tensor.dtype in _PRECISION else tensor.dtype
+
+    def _opened(self) -> Checkpoint:
+        checkpoint = self._source = as_checkpoint(self._source)
+        return checkpoint
+
+    def _by_name(self) -> Mapping[str, Tensor]:
+        if self._tensors is None:
+            entries = self._opened().survey.tensors_in([self._place])
+            self._tensors = {entry.key: entry.tensor for entry in entries}
+        return self._tensors
+
+    def _tensor(self, name: str) -> Tensor | None:
+        """Return a tensor whose elements can be read one by one, or None."""
+        tensor = self._by_name().get(name)
+        dtype = BY_NAME.get(tensor.dtype) if tensor is not None and tensor.kind == "dense" else None
+        if tensor is None or dtype is None or dtype.packed > 1 or not tensor.storage or 0 in tensor.shape:
+            return None
+        return tensor
 
 
 def _is_cheap(reader: StorageReader) -> bool:
     """Return whether parts of a storage can be read without reading everything before, or the storage is small."""
     body = reader.body
-    return body is None or body.size <= _WINDOW or (isinstance(body.piece, Span) and not body.compressed)
+    return body is None or body.size <= _WHOLE or (isinstance(body.piece, Span) and not body.compressed)
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
     """Yield views of rows at the beginning and in between. Any permutation of heads or halves moves some of them."""
     shape, stride = tensor.shape, tensor.stride
-    whole = prod(shape) <= _ROW
-    if len(shape) < 2 and whole:
-        shape, stride = (1, *shape), (0, *stride)
-    elif len(shape) == 1:
-        shape, stride = (shape[0] // _VECTOR, _VECTOR), (stride[0] * _VECTOR, stride[0])
+    if len(shape) < 2:
+        size, step = prod(shape), stride[0] if stride else 0
+        width = size if size <= _ROW else _ROW // 4
+        shape, stride = (size // width, width), (step * width, step)
     count = shape[0]
     some = (0, 1, 2, 3, count // 3, count // 2 - 1, count * 2 // 3, count - 2)
-    for number in range(count) if whole else dict.fromkeys(some):
+    for number in range(count) if prod(tensor.shape) <= _ROW else dict.fromkeys(some):
         if 0 <= number < count:
             offset = tensor.offset + number * stride[0]
             yield tensor._replace(shape=_beginning(shape[1:]), stride=stride[1:], offset=offset)
@@ -235,135 +172,10 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 def _beginning(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the first elements of a view, limited to about one row's maximum."""
-    kept = []
-    for axis, size in enumerate(shape):
-        kept.append(min(size, max(_ROW // prod(shape[axis + 1 :]), 1)))
-    return tuple(kept)
+    return tuple(min(size, max(_ROW // prod(shape[axis + 1 :]), 1)) for axis, size in enumerate(shape))
 
 
-def names_agree(name: str, other: str) -> bool:
-    """Return whether two names agree segment by segment, apart from a prefix, wrappers and known synonyms.
-
-    A prefix may be added or removed. It may also be replaced by another, if neither has numbers and at least two equal
-    segments follow. A name of averaged weights without dots agrees with the name that it stands for, and names that
-    differ only in dots agree, such as ``norm.1`` and ``norm1`` of torchvision's DenseNet.
-    """
-    if is_dotless(name, other):
-        return True
-    ours, theirs = (_segments(text) for text in (name, other))
-    end = next((at for at, (a, b) in enumerate(zip(ours[::-1], theirs[::-1])) if a != b), min(len(ours), len(theirs)))
-    heads = ours[: len(ours) - end], theirs[: len(theirs) - end]
-    if not all(heads):
-        return end > 0
-    return end > 1 and heads[0][0] != heads[1][0] and not any(part.isdigit() for head in heads for part in head)
-
-
-def _segments(name: str) -> list[str]:
-    parts = old_weight_norm(unwrapper([name])(name)).split(".")
-    # A live PEFT model has the name of the adapter after each part of it: lora_A.default.weight.
-    parts = [part for before, part in zip(("", *parts), parts) if not before.startswith("lora_") or part in _LAST]
-    return [*parts[:-1], _PLAIN.get(parts[-1], parts[-1])]
-
-
-class Agreement(NamedTuple):
-    """What the values say of a mapping of names: the number of tensors that are equal on both sides, leaving out
-    constants, which prove nothing, and the names in the target whose values contradict the mapping.
-    """
-
-    equal: int
-    contradicted: tuple[str, ...]
-
-
-class Pairing:
-    """Decides whether our names surely mean names in the target; ``target`` is None if its values are unknown."""
-
-    def __init__(self, own: Values, target: Values | None) -> None:
-        self._own, self._target = own, target
-        self._rearranged: dict[tuple[str, str], bool] = {}
-        self._looks: dict[str, list[bool]] = {}
-
-    def sure(self, name: str, other: str) -> bool:
-        """Return whether a few rows are equal, or the names agree and no values contradict them.
-
-        Equal constants count only if other tensors show that both sides come from one training run.
-        """
-        samples = self._samples(name, other)
-        if samples is not None and samples[0].equals(samples[1]) and (samples[0].is_telling or self._is_related()):
-            return True
-        return names_agree(name, other) and not self.rearranged(name, other)
-
-    def agreement(self, pairs: Iterable[tuple[str, str]]) -> Agreement:
-        """Compare our names with the names that they get in the target."""
-        equal, contradicted = 0, []
-        for name, other in pairs:
-            samples = self._samples(name, other)
-            equal += samples is not None and samples[0].is_telling and samples[0].equals(samples[1])
-            contradicted += [other] if self.rearranged(name, other) else []
-        return Agreement(equal, tuple(contradicted))
-
-    def rearranged(self, name: str, other: str) -> bool:
-        """Return whether our tensor has the target's values in another order, or the values of another tensor there."""
-        pair = (name, other)
-        if pair not in self._rearranged:
-            samples = self._samples(name, other)
-            differ = samples is not None and samples[0].dtype == samples[1].dtype and not samples[0].equals(samples[1])
-            self._rearranged[pair] = differ and samples is not None and self._contradicts(pair, *samples)
-        return self._rearranged[pair]
-
-    def _samples(self, name: str, other: str) -> tuple[Sample, Sample] | None:
-        ours = self._own.sample(name) if self._target is not None else None
-        theirs = self._target.sample(other) if self._target is not None and ours is not None else None
-        return (ours, theirs) if ours is not None and theirs is not None else None
-
-    def _contradicts(self, pair: tuple[str, str], ours: Sample, theirs: Sample) -> bool:
-        """Return whether two samples that differ come from one training run, so that values are in the wrong place."""
-        if ours.is_transpose_of(theirs):
-            return True
-        if not ours.is_telling or self._target is None:
-            return False
-        if ours.is_whole and theirs.is_whole:
-            if _same_elements(*(cut_elements(b"".join(side.rows), side.width) for side in (ours, theirs))):
-                return True
-        elif self._is_related() and self._lines_moved(*pair):
-            return True
-        return self._is_elsewhere(pair[0], ours)
-
-    def _lines_moved(self, name: str, other: str) -> bool:
-        """Return whether lines of two tensors moved, judging from the few members of their family that are read."""
-        assert self._target is not None
-        looks = self._looks.setdefault(family_of(name), [])
-        if True not in looks and len(looks) < _OF_FAMILY and sum(map(len, self._looks.values())) < _LOOKS:
-            looks.append(_lines_moved(self._own.lines(name), self._target.lines(other)))
-        return True in looks  # all layers of a family are arranged alike
-
-    def _is_elsewhere(self, name: str, ours: Sample) -> bool:
-        """Return whether the target has these values under a name that agrees with no equal tensor of ours."""
-        assert self._target is not None
-        same = [own for own in self._own.by_content().get(ours, ()) if own != name]
-        there = self._target.by_content().get(ours, ())
-        return any(not any(names_agree(own, other) for own in same) for other in there)
-
-    def _is_related(self) -> bool:
-        """Return whether any of our tensors can be recognised in the target."""
-        assert self._target is not None
-        return not self._own.by_content().keys().isdisjoint(self._target.by_content())
-
-
-def _lines_moved(ours: Sequence[list[bytes]], theirs: Sequence[list[bytes]]) -> bool:
-    """Return whether a line of one side is on the other with its elements in another order, or along another axis."""
-    for (axis, one), (other_axis, other) in product(enumerate(ours), enumerate(theirs)):
-        if axis == other_axis and _same_elements(one, other):
-            return True
-        if axis != other_axis and one == other and len(set(one)) >= _TELLING:
-            return True
-    return False
-
-
-def _same_elements(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
-    """Return whether two sides have the same elements in different orders."""
-    if one == other or len(one) != len(other):
-        return False
-    return len(set(one)) >= _TELLING and sorted(one) == sorted(other)
+# -- rounding
 
 
 def common_precision(ours: Iterable[str], theirs: Iterable[str]) -> str:
@@ -388,8 +200,3 @@ def _packed(code: str, number: float) -> bytes:
         return pack(f"<{code}", number)
     except OverflowError:
         return pack(f"<{code}", copysign(inf, number))
-
-
-def cut_elements(data: bytes, width: int) -> list[bytes]:
-    """Split data into elements of ``width`` bytes."""
-    return [data[at : at + width] for at in range(0, len(data), width)]

@@ -19,14 +19,13 @@ from ...checkpoint.paths import parse_path, spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.flat_params import flat_state_dicts
-from ...edits.matching.attempts import Steps
+from ...edits.matching.causes import EMBEDDINGS, HEADS
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
-from ...edits.matching.search import FROM_TARGET, LAYOUT, REARRANGING, edit_command, renaming
 from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
+from ...edits.matching.steps import FROM_TARGET, LAYOUT, REARRANGING, Steps, edit_command, renaming
 from ...edits.matching.targets import specs_of, target_in_error
-from ...edits.matching.ties import EMBEDDINGS, HEADS
 from ...edits.purposes import LIGHTNING
 from ...edits.sanitize.trial import loadable_step
 from ...files.sources import FolderSource

@@ -13,7 +13,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.selection import select_entries
 from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id
-from ...edits.matching.names import pair_names
+from ...edits.matching.pairing import pair_names
 from ...edits.optimizers import optimizers, state_owners
 from ...values.torch.loads import need_torch
 from ...values.torch.measure import Measured
@@ -296,9 +296,9 @@ def _renamed(
     one, other = sides
     if all(row in partners for row in one.values()) or all(row in taken for row in other.values()):
         return {}
-    shapes = [
+    have, wanted = (
         {name: entries[row].tensor.shape for name, row in names.items()}
         for names, entries in ((one, ours), (other, theirs))
-    ]
-    pairs = ((one[name], other[partner]) for name, partner in pair_names(*shapes).items())
+    )
+    pairs = ((one[name], other[partner]) for name, partner in pair_names(have, wanted).items())
     return {row: partner for row, partner in pairs if row not in partners and partner not in taken}

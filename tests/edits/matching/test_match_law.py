@@ -20,7 +20,7 @@ import ckptool
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
 from ckptool.edits.matching import values
-from ckptool.edits.matching.values import names_agree
+from ckptool.edits.matching.names import names_agree
 
 
 def saved(value: object, path: Path) -> Path:
@@ -100,8 +100,7 @@ def test_values_in_the_wrong_place_do_not_fit(
     """Nor does any edit that is offered bring them there; with "few" all tensors count as large."""
     if rows == "few":
         monkeypatch.setattr(values, "_ROW", 4)
-        monkeypatch.setattr(values, "_VECTOR", 4)
-        monkeypatch.setattr(values, "_WINDOW", 64)
+        monkeypatch.setattr(values, "_WHOLE", 64)
     made, layouts = FAMILIES[family]
     for layout in layouts.values():
         state = layout(made())

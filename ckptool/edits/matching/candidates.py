@@ -1,0 +1,131 @@
+"""Ways to rename the keys of a state dict: wrappers and prefixes, then the names of the target one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from ...base.records import NamedTuple
+from .names import Comparison, Spec, compare, heads_agree, suffixes
+from .pairing import Agreement, Pairing, pair_names
+from .steps import FixStep, Steps, renaming
+
+#: Characters that prevent a prefix from being written as a glob.
+NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
+#: The most changes of a prefix that are tried at once: ``student.``, ``teacher.`` and the like have equal votes.
+_TRIED: Final = 4
+#: The most changes of prefixes in a row; the names of the target are easier to read than more.
+_IN_A_ROW: Final = 2
+
+
+class Candidate(NamedTuple):
+    """The names after some steps, in the order of the checkpoint, and how they fit.
+
+    ``agreement`` is what the values say of the new names.
+    """
+
+    steps: Steps
+    names: list[str]
+    fit: Comparison
+    agreement: Agreement
+
+    @property
+    def rank(self) -> tuple[int, int, int, int]:
+        """The quality of the fit; larger is better: values in the right place, fewer problems, fewer steps."""
+        loads, problems = self.fit.rank
+        wrong = len(self.agreement.contradicted)
+        return loads - wrong, problems, -wrong, -len(self.steps)
+
+
+class Space(NamedTuple):
+    """What renamings are compared with; ``filled`` are keys that may be missing."""
+
+    specs: Mapping[str, Spec]
+    wanted: Mapping[str, Spec]
+    filled: frozenset[str]
+    pairing: Pairing
+
+    def candidate(self, steps: Steps, names: list[str]) -> Candidate:
+        fit = compare(dict(zip(names, self.specs.values())), self.wanted, self.filled)
+        original = dict(zip(names, self.specs))
+        return Candidate(steps, names, fit, self.pairing.agreement((original[name], name) for name in fit.loads))
+
+
+def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
+    """Return the best renaming of a state dict; ``start`` if nothing is better than its own names.
+
+    ``target`` is the name that "rename-like" takes ("" for no name).
+    """
+    if start.fit.complete:
+        return start
+    best = start
+    unwrapped = _after(start, FixStep("wrappers"))
+    # Wrappers hide the segments that would be recognised, so names without them are followed as well.
+    for begin in (start, *([space.candidate(*unwrapped)] if unwrapped else [])):
+        current = begin
+        for _ in range(_IN_A_ROW):
+            found = (_after(current, step) for step in _prefix_steps(current.names, space.wanted))
+            tried = [each for new in found if new and _gains(current, each := space.candidate(*new))]
+            current = max((current, *tried), key=lambda candidate: candidate.rank)
+            if not tried or current.fit.complete:
+                break
+        best = max(best, current, key=lambda candidate: candidate.rank)
+    if target and not best.fit.complete:
+        have, wanted = ({name: spec.shape for name, spec in side.items()} for side in (space.specs, space.wanted))
+        partners = pair_names(have, wanted, space.pairing)
+        names = [partners.get(name, name) for name in space.specs]
+        if names != start.names and len({*names}) == len(names):
+            new = space.candidate((FixStep("rename-like", target),), names)
+            best = max(best, new, key=lambda candidate: candidate.rank)
+    return best
+
+
+def _after(candidate: Candidate, step: FixStep) -> tuple[Steps, list[str]] | None:
+    """Return the steps and names after one more step, or None if it changes nothing or two names would become equal."""
+    names = list(map(renaming(step, candidate.names), candidate.names))
+    if names == candidate.names or len({*names}) < len(names) or "" in names:
+        return None
+    return (*candidate.steps, step), names
+
+
+def _gains(before: Candidate, after: Candidate) -> bool:
+    """Return whether a step helps at least half of the keys that it changes, or of those that are missing.
+
+    Two models share a few names and shapes by chance, and a profiler may have added more keys than the model has.
+    """
+    changed = sum(a != b for a, b in zip(before.names, after.names))
+    missing = [*before.fit.missing, *before.fit.filled]
+    found = len(missing) - len(after.fit.missing) - len(after.fit.filled)
+    return found * 2 >= min(changed, len(missing)) and found > 0
+
+
+def _prefix_steps(names: Sequence[str], wanted: Mapping[str, Spec]) -> Iterator[FixStep]:
+    """Yield the steps that remove, add or replace a prefix, as the ends of names suggest, the most frequent first."""
+    have = {*names}
+    free, left = [name for name in names if name not in wanted], [name for name in wanted if name not in have]
+    votes: Counter[tuple[str, str]] = Counter()
+    by_end: dict[str, str] = {}
+    for name in left:
+        for end in suffixes(name):
+            by_end.setdefault(end, name)
+            if end in have:
+                votes["", name[: len(name) - len(end)]] += 1
+    for name in free:
+        longest = ""
+        for end in suffixes(name):
+            if end in wanted:
+                votes[name[: len(name) - len(end)], ""] += 1
+            longest = end if end in by_end else longest
+        if longest:
+            old, new = name[: len(name) - len(longest)], by_end[longest].removesuffix(longest)
+            size = longest.count(".") + 1
+            if old and new and heads_agree(old.split(".")[:-1], new.split(".")[:-1], size):
+                votes[old, new] += 1
+    for (old, new), _ in votes.most_common(_TRIED):
+        if old == "module." and not new:
+            yield FixStep("strip-module")
+        elif not new or not old:
+            yield FixStep("strip-prefix", old) if old else FixStep("add-prefix", new)
+        elif not NOT_IN_GLOBS & {*old, *new}:
+            yield FixStep("rename", f"{old}*={new}*")
