@@ -8,37 +8,31 @@ offered, and where they do not tell, this is said.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from ...base.errors import CkptoolError, RefusedError, TargetError
+from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
 from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.objects import mapping
-from ...checkpoint.paths import parse_path, spell_key
+from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import sharding_summary
-from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
-from ...safety.calls import suspicious_calls
-from ...safety.storages import storage_flaws
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
-from .candidates import NOT_IN_GLOBS, Candidate, Space, best_renaming
+from .attempts import Case, case_of, shared_shapes, string_keys
+from .candidates import NOT_IN_GLOBS
 from .causes import Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
-from .names import Comparison, Spec, agrees, as_torch_accepts, compare, family_of, fillable
-from .pairing import Agreement, Pairing, pair_in_order
+from .names import Comparison, agrees, family_of
+from .pairing import Agreement, Pairing
 from .report import (
     Fix,
     MatchReport,
@@ -51,8 +45,8 @@ from .report import (
     other_number,
 )
 from .sizes import Cause
-from .steps import FROM_TARGET, LAYOUT, FixStep, Steps, drop_steps, edit_command, edit_options
-from .targets import MatchTarget, candidate_dicts, comparable, match_target, specs_of, target_in_error
+from .steps import FROM_TARGET, FixStep, Steps, drop_steps, edit_command, edit_options
+from .targets import MatchTarget, match_target, target_in_error
 from .values import Values
 
 if TYPE_CHECKING:
@@ -66,8 +60,6 @@ _PROFILED: Final = ("total_ops", "total_params")
 _OTHER_MODELS: Final = frozenset(("configuration", "flat"))
 #: Causes that an edit of names or a copy of a tensor removes.
 _SOLVED: Final = frozenset(("tied", "weight_norm"))
-#: The most state dicts of a file for which a fix is searched: those that share most shapes with the target.
-_TRIED: Final = 4
 
 
 class Match(NamedTuple):
@@ -82,106 +74,6 @@ class Match(NamedTuple):
     key: str | None
 
 
-class _Attempt(NamedTuple):
-    """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
-
-    ``start`` has its own names, ``best`` those that may be offered. ``likely`` are the names for which reasons are
-    sought. ``doubts`` counts keys that would fit in order alone. ``ties`` maps missing names to the names in the file
-    that have their values.
-    """
-
-    state_dict: StateDict
-    specs: dict[str, Spec]
-    values: Values
-    pairing: Pairing
-    filled: frozenset[str]
-    before: Steps
-    after: Steps
-    start: Candidate
-    best: Candidate
-    likely: list[str]
-    doubts: int
-    ties: Mapping[str, str] = MappingProxyType({})
-
-    @property
-    def path(self) -> str:
-        return self.state_dict.path
-
-    @property
-    def misplaced(self) -> tuple[str, ...]:
-        """The names of the target that would get its values in another order, or the values of another name."""
-        return self.best.agreement.contradicted
-
-    @property
-    def rank(self) -> tuple[object, ...]:
-        """The quality of the fit, larger is better; among equal fits, weights before averages, then fewer steps."""
-        moves = len(self.before) + len(self.after)
-        asked = not moves or not is_average(self.path)
-        return self.best.fit.complete and not self.misplaced, *self.best.rank[:-1], asked, self.best.rank[-1] - moves
-
-    @property
-    def renamed(self) -> dict[str, Spec]:
-        """Our values under the names that the best steps give them, and under second names."""
-        second = {name: self.specs[source] for name, source in self.ties.items()}
-        return dict(zip(self.best.names, self.specs.values())) | second
-
-
-class _Case(NamedTuple):
-    """A checkpoint, its target, the attempts with its state dicts and the best of them, and what was asked."""
-
-    checkpoint: Checkpoint
-    target: MatchTarget
-    attempts: Sequence[_Attempt]
-    best: _Attempt
-    key: str | None
-    anywhere: bool
-    strict: bool
-
-    def compared(self, have: Mapping[str, Spec]) -> Comparison:
-        return compare(have, self.target.tensors, self.best.filled)
-
-    def is_good(self, fit: Comparison) -> bool:
-        return fit.complete if self.strict else bool(fit.loads or not fit.missing) and not fit.sizes
-
-    @property
-    def placed(self) -> bool:
-        """Whether the state dict is where the target has it."""
-        return not self.best.before and not self.best.after
-
-    @property
-    def editable(self) -> bool:
-        """Whether an edit may be suggested: the file is whole, and its pickle runs no command."""
-        problems = self.checkpoint.container.problems
-        whole = not any(problem.blocks_edits or problem.ambiguous for problem in problems)
-        return whole and not storage_flaws(self.checkpoint) and not suspicious_calls(self.checkpoint.graph)
-
-    @property
-    def left_out(self) -> list[str]:
-        """The top-level entries that are lost when the state dict is extracted."""
-        path = self.best.path
-        return [
-            entry.key
-            for entry in self.checkpoint.survey.entries
-            if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
-        ] * bool(self.best.before)
-
-    def edited_key(self, steps: Sequence[FixStep]) -> str | None:
-        """Return the path of the state dict that the steps must name, or None if they need not.
-
-        They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have
-        the names of dropped keys.
-        """
-        drops = any(step.option == "drop" for step in steps)
-        if self.best.before or not (drops or any(step.option not in LAYOUT for step in steps)):
-            return None
-        sure = [item for item in self.checkpoint.state_dicts if item.confidence == "high"]
-        return None if sure == [self.best.state_dict] and not (drops and self.best.path) else self.best.path or "."
-
-    def edit_line(self, steps: Sequence[FixStep]) -> str:
-        output = suggested_edit(self.checkpoint, "fits")
-        return str(edit_command(self.checkpoint.path, steps, output, self.edited_key(steps)))
-
-
 def match_checkpoint(
     checkpoint: Checkpoint, target: MatchTarget, *, key: str | None = None, anywhere: bool = False, strict: bool = True
 ) -> Match:
@@ -191,7 +83,7 @@ def match_checkpoint(
     the state dict in the file. Without ``strict``, missing and unexpected keys are ignored too. Raise TargetError if
     there is no state dict.
     """
-    case = _case(checkpoint, target, key, anywhere, strict)
+    case = case_of(checkpoint, target, key, anywhere, strict)
     target, best = case.target, case.best
     now = best.start.fit
     likely = dict(zip(best.likely, best.specs.values()))
@@ -275,84 +167,7 @@ def match_checkpoint(
     return Match(report, None if fix is None and not fits else steps, edited)
 
 
-# -- the state dicts of the checkpoint
-
-
-def _case(checkpoint: Checkpoint, target: MatchTarget, key: str | None, anywhere: bool, strict: bool) -> _Case:
-    dicts = candidate_dicts(checkpoint, key)
-    if len(dicts) > _TRIED:
-
-        def rank(item: StateDict) -> tuple[bool, int]:
-            return item.path == target.path, _shared_shapes(specs_of(checkpoint, item), target)
-
-        dicts = sorted(dicts, key=rank, reverse=True)[:_TRIED]
-    specs = [specs_of(checkpoint, item) for item in dicts]
-    target = comparable(target, (spec for each in specs for spec in each.values()))
-    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for each in specs for name in each}))
-    attempts = [_attempt(checkpoint, item, each, target, anywhere) for item, each in zip(dicts, specs)]
-    best = max(attempts, key=lambda attempt: attempt.rank)
-    return _Case(checkpoint, target, attempts, best, key, anywhere, strict)
-
-
-def _shared_shapes(specs: Mapping[str, Spec], target: MatchTarget) -> int:
-    """Return how many values have a shape that the target wants."""
-    return (Counter(spec.shape for spec in specs.values()) & Counter(target.shapes.values())).total()
-
-
-def _attempt(
-    checkpoint: Checkpoint, item: StateDict, specs: dict[str, Spec], target: MatchTarget, anywhere: bool
-) -> _Attempt:
-    filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
-    before, after = ((), ()) if anywhere else _layout(item.path, target.path)
-    values = Values(checkpoint, item.path, target.values.rounding if target.values is not None else "")
-    pairing = Pairing(values, target.values)
-    space = Space(specs, target.tensors, filled, pairing)
-    start = space.candidate((), [*specs])
-    best = best_renaming(space, start, target.source)
-    likely, doubts = best.names, 0
-    if not best.fit.complete:
-        if len(best.fit.loads) * 2 < min(len(specs), len(target.tensors)):
-            best = start  # two models share a few names and shapes by chance
-        names = dict(zip(likely, specs.values()))
-        left = [{name: spec.shape for name, spec in names.items() if name not in target.tensors}]
-        left.append({name: shape for name, shape in target.shapes.items() if name not in names})
-        with suppress(RefusedError):
-            doubts = len(pair_in_order(*left))
-    return _Attempt(item, specs, values, pairing, filled, before, after, start, best, likely, doubts)
-
-
-def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
-    """Return whether all modules have versions from before batch norms had counters, or no versions."""
-    graph = checkpoint.graph
-    entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
-    for _, value in entries or ():
-        for name, version in mapping(graph, value) or ():
-            number = graph.nodes[version]
-            if graph.nodes[name] == "version" and type(number) is int and number >= 2:
-                return False
-    return True
-
-
-def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
-    """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
-    keys = _string_keys(wanted)
-    if have == wanted or keys is None:
-        # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
-        return (), ()
-    return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
-
-
-def _string_keys(path: str) -> list[str] | None:
-    """Return the keys of a path, or None if not all of them are strings."""
-    try:
-        steps = parse_path(path)
-    except TargetError:
-        return None  # the path is too long to be spelled, or has a key without a text
-    keys = [step for step in steps if isinstance(step, str)]
-    return keys if len(keys) == len(steps) else None
-
-
-def _is_other_model(case: _Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
+def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
     """Return whether too few keys load, or are explained, for this to be the same model."""
     same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
     known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
@@ -362,7 +177,7 @@ def _is_other_model(case: _Case, rest: Comparison, causes: Sequence[Cause]) -> b
 # -- the fix
 
 
-def _fix(case: _Case) -> tuple[Steps, Fix | None]:
+def _fix(case: Case) -> tuple[Steps, Fix | None]:
     """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
     best = case.best
     # No edit restores a whole tensor from one rank's part, and no edit of names moves rows.
@@ -386,7 +201,7 @@ def _fix(case: _Case) -> tuple[Steps, Fix | None]:
     return steps, _fix_report(case, steps, after, dropped, best.best.agreement)
 
 
-def _fix_report(case: _Case, steps: Steps, after: Comparison, dropped: list[str], agreement: Agreement) -> Fix:
+def _fix_report(case: Case, steps: Steps, after: Comparison, dropped: list[str], agreement: Agreement) -> Fix:
     left_out = case.left_out
     notes = [f"leaves out the other entries: {join_limited(left_out)}"] if left_out else []
     if dropped:
@@ -406,7 +221,7 @@ def _fix_report(case: _Case, steps: Steps, after: Comparison, dropped: list[str]
     }
 
 
-def _by_table(case: _Case) -> tuple[tuple[Steps, Fix] | None, str]:
+def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
     """Return the step to the names of a built-in table that lead exactly to the target, and its result; None without.
 
     The values of the result are compared with the target's: what they contradict is not offered, but named.
@@ -448,7 +263,7 @@ def _can_copy(checkpoint: Checkpoint) -> bool:
     return (remote or os.path.isfile(checkpoint.path)) and program_of(checkpoint) is None
 
 
-def _copies(case: _Case) -> Steps:
+def _copies(case: Case) -> Steps:
     """Return the steps that give tensors a second name, as copies, after the state dict was extracted and renamed."""
     path, place = case.checkpoint.path, case.best.path
     base = "" if case.best.before else place
@@ -469,7 +284,7 @@ def _loadable(checkpoint: Checkpoint) -> Steps:
     return (FixStep("sanitize"), *(FixStep(name.replace("_", "-")) for name in options), *steps)
 
 
-def _command(case: _Case, steps: Steps) -> str:
+def _command(case: Case, steps: Steps) -> str:
     """Return the command line of a fix; "" if the target is neither a file nor a named model."""
     target = case.target
     if not any(step.option in FROM_TARGET for step in steps) or (
@@ -484,7 +299,7 @@ def _command(case: _Case, steps: Steps) -> str:
     )
 
 
-def _match_line(case: _Case, path: str, **more: Any) -> str:
+def _match_line(case: Case, path: str, **more: Any) -> str:
     """Return the command that matches a path with the same target."""
     target = case.target
     named = target.kind in ("model", "error")
@@ -496,7 +311,7 @@ def _match_line(case: _Case, path: str, **more: Any) -> str:
 # -- what else helps
 
 
-def _from_program(case: _Case, steps: Steps, fits: bool) -> tuple[str, str]:
+def _from_program(case: Case, steps: Steps, fits: bool) -> tuple[str, str]:
     """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
     step = convert_step(case.checkpoint)
     what = "it is a program, which torch.load does not give as a state dict: "
@@ -510,7 +325,7 @@ def _from_program(case: _Case, steps: Steps, fits: bool) -> tuple[str, str]:
     return f"{what}take its weights out first", " && ".join(words)
 
 
-def _renaming(case: _Case, steps: Steps, fix: Fix | None) -> tuple[str, str] | None:
+def _renaming(case: Case, steps: Steps, fix: Fix | None) -> tuple[str, str] | None:
     """Return advice and the command to rename the only layer that the target does not have, if it lacks only one whose
     shapes agree; None otherwise.
 
@@ -541,7 +356,7 @@ def _renaming(case: _Case, steps: Steps, fix: Fix | None) -> tuple[str, str] | N
     return what, case.edit_line(words)
 
 
-def _next(case: _Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
+def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
     """Return advice for problems that no edit solves, and a command ("" if none exists).
 
     Both are "" if the fix is complete, or if the causes say what helps.
@@ -574,7 +389,7 @@ def _next(case: _Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, o
     return message, case.edit_line(words)
 
 
-def _of_other_model(case: _Case) -> str:
+def _of_other_model(case: Case) -> str:
     """Say why it is not the model of the target."""
     specs, tensors = case.best.specs, case.target.tensors
     same = [name for name in specs if name in tensors]
@@ -583,11 +398,11 @@ def _of_other_model(case: _Case) -> str:
         return f"{pluralize(len(same), 'name')} agree, and {sizes:,} have another size: it is another size of the model"
     if case.target.kind == "error" and len(specs) == len(tensors):
         return "all names differ, and the message says no shapes: match it with a file of the model instead"
-    most = f"{_shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
+    most = f"{shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
     return f"it is probably another model: {most} have a shape that the target wants"
 
 
-def _whole_step(case: _Case, part: Part) -> str:
+def _whole_step(case: Case, part: Part) -> str:
     """Return the command that matches the whole checkpoint, if the file is one part of it; "" if it is unknown."""
     if not part.folder:
         return ""
@@ -596,7 +411,7 @@ def _whole_step(case: _Case, part: Part) -> str:
     return _match_line(case, part.folder, anywhere=case.anywhere, lenient=not case.strict)
 
 
-def _without_optimizers(case: _Case, others: Sequence[OptimizerReport]) -> tuple[str, str]:
+def _without_optimizers(case: Case, others: Sequence[OptimizerReport]) -> tuple[str, str]:
     """Return advice and a command for optimizers that do not fit although the weights do; both "" if there are none."""
     if not others:
         return "", ""
@@ -606,7 +421,7 @@ def _without_optimizers(case: _Case, others: Sequence[OptimizerReport]) -> tuple
     return message, str(step) if all(paths) and case.editable else ""
 
 
-def _notes(case: _Case, doubts: int) -> list[str]:
+def _notes(case: Case, doubts: int) -> list[str]:
     notes = []
     checkpoint, target, best, path = case.checkpoint, case.target, case.best, case.best.path
     if case.key is None and len(case.attempts) > 1:
@@ -648,7 +463,7 @@ def _notes(case: _Case, doubts: int) -> list[str]:
         )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
-    if _string_keys(target.path) is None and path != target.path:
+    if string_keys(target.path) is None and path != target.path:
         notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes
 

@@ -17,8 +17,8 @@ from ...base.text import pluralize, quoted
 from .names import DEEPEST, Shape, Spec, agrees, dotless, family_of, names_agree, plain_segments, unique
 from .values import TELLING, Sample, Values
 
-#: Tensors of a family (names that differ only in numbers) of which whole lines are read to see whether rows moved: all
-#: layers are arranged alike.
+#: How many tensors of a family (names that differ only in numbers) have whole lines read, to see whether rows moved:
+#: all layers are arranged alike.
 _OF_FAMILY: Final = 2
 #: The same for all families: a second for a large model.
 _LOOKS: Final = 64
@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
 
 class Pairing:
-    """Compares our values with those of the target; ``target`` is None if these are unknown."""
+    """Compares our values with those of the target; ``target`` is None if nobody knows them."""
 
     def __init__(self, own: Values, target: Values | None) -> None:
         self._own, self._target = own, target
@@ -131,7 +131,7 @@ def pair_names(
 
     Equal names are partners. Then tensors of equal values, names that agree and whose end no other name has, the other
     parameters of the modules of such pairs, and what is left, if its shapes agree one by one. Values that contradict a
-    pair prevent it, and names that do not agree need equal values; with a ``pairing`` of None nothing is known of them.
+    pair prevent it, and names that do not agree need equal values; with a ``pairing`` of None names and shapes decide.
     """
     pairs = {name: name for name in have if name in wanted}
     ours = {name: shape for name, shape in have.items() if name not in wanted}

@@ -262,7 +262,7 @@ def _other_positions(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> 
         parts.append(
             f"the table of positions {tables[0].key} is {shape_text(tables[0].saved)} in the file and"
             f" {shape_text(tables[0].wanted)} in the model, which is another image size or sequence length: build the"
-            " model with that of the file, or resize the table as timm.layers.resample_abs_pos_embed, or"
+            " model with the size in the file, or resize the table as timm.layers.resample_abs_pos_embed, or"
             " interpolate_pos_encoding=True of transformers, does for images"
         )
     if ends:
