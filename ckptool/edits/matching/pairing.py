@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
 
 class Pairing:
-    """Compares our values with those of the target; ``target`` is None if nobody knows them."""
+    """Compares our values with the target's, which has none if it is a lock file or a model."""
 
     def __init__(self, own: Values, target: Values | None) -> None:
         self._own, self._target = own, target
