@@ -16,7 +16,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .base.errors import (
-    Again,
     CkptoolError,
     MalformedError,
     OutputError,
@@ -27,7 +26,7 @@ from .base.errors import (
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
-from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, concealed, is_remote, suggested_output
+from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, concealed, is_remote
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -259,8 +258,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         kind = "remote file" if is_remote(checkpoint.source.name) else kind
         kind = "stream" if checkpoint.source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
-        again = Again((Setting("output", suggested_output(checkpoint.path, "new")),), "write a new one: ")
-        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT), again=again)
+        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT))
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     folder = os.path.dirname(os.path.realpath(source.name))

@@ -33,31 +33,15 @@ from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import Final
 
 from .lazy import regex
-from .records import NamedTuple
 from .steps import AnyStep, Setting, as_step, concealed, is_remote
-
-
-class Again(NamedTuple):
-    """A correction of the failed command.
-
-    ``settings`` replace the given value of a parameter, or are added; an output and ``in_place`` replace each other.
-    ``words`` are (argument, replacement) pairs; a tuple of replacements gives several arguments.
-    ``suffix`` replaces the suffix of the output, or is "". ``before`` is printed before the command. Callers without a
-    command line, such as users of the library, show ``next`` instead.
-    """
-
-    settings: tuple[Setting, ...] = ()
-    before: AnyStep = ""
-    words: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
-    suffix: str = ""
 
 
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
     ``what`` is one sentence without the path. ``path`` is the file concerned, or "" if unknown. ``step`` is the next
-    step for the user, as prose and commands; it may be empty. ``again`` is that step as a correction of the failed
-    command, or None if the next step is another one.
+    step for the user, as prose and commands; it may be empty. ``settings`` are the parameters with which the failed
+    call would succeed, as far as it is known; () in most errors.
 
     >>> try:
     ...     ckptool.get("training.pth", "epohc")
@@ -72,12 +56,12 @@ class CkptoolError(Exception):
     #: Whether a request to a server failed or was not allowed, which says nothing about the file.
     of_server: bool = False
 
-    def __init__(self, what: str, *, path: str = "", next: AnyStep = "", again: Again | None = None) -> None:
+    def __init__(self, what: str, *, path: str = "", next: AnyStep = "", settings: tuple[Setting, ...] = ()) -> None:
         super().__init__(what)
         self.what = what
         self.path = path
         self.step = as_step(next)
-        self.again = again
+        self.settings = settings
         if next and hasattr(self, "add_note"):  # Python 3.11: shown below a traceback
             self.add_note(f"-> {next}")
 
@@ -220,8 +204,7 @@ def refuse_file_uri(path: str) -> None:
     """Raise UnreadableError if a path is a ``file`` URI."""
     if path.lower().startswith(_FILE_URI):
         local = path[len(_FILE_URI) - 1 :]
-        again = Again(before="name its path: ", words=((path, local),))
-        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}", again=again)
+        raise UnreadableError("it is the URI of a local file", path=path, next=f"name its path: {local}")
 
 
 def lost_a_slash(path: str) -> bool:
@@ -244,7 +227,6 @@ def refuse_one_slash(path: str, error: type[CkptoolError]) -> None:
         "an address has two slashes after its scheme",
         path=shown,
         next=f"write it as text: {address}",
-        again=Again(before="write it with two: ", words=((path, address),)),
     )
 
 

@@ -9,7 +9,7 @@ from heapq import nlargest
 from itertools import islice, repeat
 from typing import Final
 
-from .errors import Again, UnreadableError
+from .errors import UnreadableError
 from .globs import REGEX, Glob
 from .lazy import regex
 from .limits import LIMITS
@@ -118,7 +118,7 @@ def file_near(name: str) -> str:
 def missing_file(reason: str, name: str, near: str) -> UnreadableError:
     """Return the error for a missing file that may be meant for the file ``near``."""
     what, step = f"{reason}; is it {near!r}?", command("inspect", near)
-    return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
+    return UnreadableError(what, path=name, next=step)
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
-from ..base.errors import Again, TargetError
+from ..base.errors import TargetError
 from ..base.globs import Glob, Globs
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command, tree_step
@@ -120,9 +120,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if not chosen:
         known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
-        raise TargetError(
-            message, path=checkpoint.path, next=tree_step(checkpoint.path), again=_other(key, state_dicts)
-        )
+        raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
     return chosen
 
 
@@ -133,22 +131,11 @@ def only_one(checkpoint: Checkpoint, state_dicts: Sequence[StateDict], parameter
     if not state_dicts:
         raise TargetError("there is no state dict in it", path=checkpoint.path, next=tree_step(checkpoint.path))
     paths = [item.path or "." for item in state_dicts]
-    choose = (Setting(parameter, paths[0]),)
     raise TargetError(
         f"there are {len(paths)} state dicts: {join_limited(list(map(repr, paths)))}",
         path=checkpoint.path,
-        next=advice("choose one, for example ", *choose),
-        again=Again(choose, "choose one, for example "),
+        next=advice("choose one, for example ", Setting(parameter, paths[0])),
     )
-
-
-def _other(key: str, state_dicts: Sequence[StateDict]) -> Again | None:
-    """Return the command with the only state dict, or the one with the nearest path; None if neither exists."""
-    from ..base.nearest import nearest
-
-    paths = [item.path or "." for item in state_dicts]
-    near = paths if len(paths) == 1 else nearest(key, paths, 1)
-    return Again(words=((key, near[0]),)) if near else None
 
 
 class ChosenKeys:
@@ -305,16 +292,15 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
         everything = {_plain(path): path for path in (*inside, *places)}
         near = [_shortest(checkpoint, everything[name]) for name in nearest(wanted, everything)]
     if len(parts := text.split(",")) > 1 and all(_place(graph, part) for part in parts):
-        again = Again(words=((text, tuple(parts)),))
         what = f"there is nothing at {text!r}: commas do not separate entries"
-        return TargetError(what, path=checkpoint.path, next="name them one by one", again=again)
+        return TargetError(what, path=checkpoint.path, next="name them one by one")
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
     message = f"there is nothing at {text!r}{reached}{meant}"
     if not near:
         return TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
     step = command("get", checkpoint.path, near[0])
-    return TargetError(message, path=checkpoint.path, next=step, again=Again(words=((text, near[0]),)))
+    return TargetError(message, path=checkpoint.path, next=step)
 
 
 def _shortest(checkpoint: Checkpoint, path: str) -> str:
@@ -391,7 +377,7 @@ def candidates(checkpoint: Checkpoint, key: str | None, everything: bool) -> lis
     except TargetError as error:
         place = follow(checkpoint.graph, _steps(key or ""))
         if isinstance(place, Place) and any(within(entry.path, place.path) for entry in survey.tensors):
-            error.again = Again((Setting("all"),), "to list all tensors in it: ")
+            error.step = advice("to list all tensors in it, add ", Setting("all"))
         raise
     if not chosen:
         return survey.tensors

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
-from shlex import split
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -30,7 +29,7 @@ from .options import (
     sort_option,
 )
 from .progress import note, progress_bar, work_size
-from .render import clean, emit_json, emit_lines, failure, flush, retyped, say_error, say_problems, step_lines, table
+from .render import clean, emit_json, emit_lines, failure, flush, say_error, say_problems, table
 from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def diff(
                 before_distances=None if quiet or stat or style != "table" else show_verdict,
             )
     except UnreadableError as error:
-        say_error(error, click.get_current_context().obj)
+        say_error(error)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
@@ -176,7 +175,7 @@ def _verdict(report: DiffReport, top: int) -> list[str]:
     if report["include"] or report["exclude"]:
         lines.append(clean(f"compared: {Globs(report['include'], report['exclude']).words}"))
     if report["hint"]:
-        lines += ["the names agree:", *step_lines(_again(*split(report["hint"])))]
+        lines.append(f"the names agree with {report['hint']}")
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
         role = "bad" if side == "A" else "good"
         rows = [f"  {painted(_name(item), role)}  {clean(_content(item))}" for item in items[:top]]
@@ -217,19 +216,13 @@ def _name(item: Mapping[str, Any]) -> str:
     return clean(label(item["path"]))
 
 
-def _again(*more: str) -> str:
-    """Return the typed command with more options, or only these options if no command was typed."""
-    typed = click.get_current_context().obj
-    return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
-
-
 def _next_step(report: DiffReport) -> list[str]:
-    """Return the command that ignores the container and the order of keys, if nothing else differs; otherwise []."""
+    """Return the lines that name the option for a difference in containers or order alone; [] for other differences."""
     aside = [name for name in ("container", "order") if report[name]]
     rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
     if not aside or any((*rest, report["entries"], report["program"])):
         return []
-    return ["", "the rest is the same:", *step_lines(_again("--ignore", ",".join(aside)))]
+    return ["", f"the rest is the same with --ignore {','.join(aside)}"]
 
 
 def _same(report: DiffReport) -> str:

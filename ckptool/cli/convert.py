@@ -15,7 +15,7 @@ from ..formats.outputs import named_format
 from .editing import EditRequest, edit_all
 from .edits import step_option
 from .help import GroupedCommand
-from .options import InputPath, NoOutput, Writing, model_option, paths, writing
+from .options import InputPath, Writing, model_option, paths, writing
 from .render import say_model
 
 EPILOG = """\b
@@ -93,8 +93,7 @@ def convert(
         say_model(model)
     if not how.conversion.format:
         if how.output is None:
-            message = "Name the format: with --to-format, or by the suffix of -o."
-            raise NoOutput(message, click.get_current_context())
+            raise click.UsageError("Name the format: with --to-format, or by the suffix of -o.")
         # Shards hold weights alone, so they are safetensors; any other output needs a suffix that names its format.
         named = named_format(how.output) is not None or not how.conversion.shard_size
         target = output_format(how.output) if named else "safetensors"

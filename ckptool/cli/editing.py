@@ -31,7 +31,7 @@ from ..formats.planning import blaming_damage, companions
 from ..saving import check_new, save, save_in_place
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
-from .options import Mendable, NoOutput, Workers, Writing
+from .options import Workers, Writing
 from .progress import copying_bar
 from .render import clean, say, say_error, say_problems, tell_step
 from .terminal import watched
@@ -70,12 +70,11 @@ class EditRequest(NamedTuple):
 def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input and return the worst exit code. An input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
-        message = "--in-place edits the file itself: -o, --out-dir and --force do not go with it."
-        raise Mendable(message, less=["--in-place"])
+        raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
     if how.in_place and how.conversion != Conversion():
-        raise Mendable("--in-place keeps the format of the file: name another output with -o.", less=["--in-place"])
+        raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     if how.reclaim and not how.in_place:
-        raise Mendable("--reclaim is for --in-place: a new file has no dropped bytes.", less=["--reclaim"])
+        raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
     if how.output is not None and len(paths) > 1:
         from ..formats.checkpoint_search import as_one  # only several files need it
 
@@ -83,8 +82,6 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     targets = [None] * len(paths) if how.in_place else _targets(request, paths, how)
     places = dict(zip(paths, targets))
     style = "quiet" if how.quiet else how.style
-    # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
-    typed = click.get_current_context().obj if len(paths) == 1 else None
     here = len(paths) == 1 or how.working.alone or how.in_place or how.dry_run
     kept: list[object] = []
     if here:
@@ -92,7 +89,7 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     else:
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
         work = partial(_elsewhere, request, places, existing, how._replace(working=Workers()), style)
-    command = FileCommand(request.command, style, work, partial(_failed, request.command, style, typed))
+    command = FileCommand(request.command, style, work, partial(_failed, request.command, style))
     try:
         code = run_each(command, paths, Workers() if here else how.working, finish=partial(_end, how, len(paths)))
     except BaseException:
@@ -127,9 +124,9 @@ def _answer(request: EditRequest, style: str, report: EditReport) -> Answer:
     return reported(report, style, lambda report: [edit_head(report), *lines(report)], code)
 
 
-def _failed(command: str, style: str, typed: object, path: str, error: CkptoolError) -> Answer:
-    """Print an error, whose next step corrects the command line ``typed``, and return the answer."""
-    say_error(error, typed)
+def _failed(command: str, style: str, path: str, error: CkptoolError) -> Answer:
+    """Print an error, and return the answer."""
+    say_error(error)
     return failed(command, style, path, error)._replace(errors=())
 
 
@@ -149,7 +146,7 @@ def _elsewhere(
         try:
             answer = _answer(request, style, edit(request, path, how, target, []))
         except CkptoolError as error:
-            answer = _failed(request.command, style, None, path, error)
+            answer = _failed(request.command, style, path, error)
     return answer._replace(remarks=tuple(said.getvalue().splitlines()))
 
 
@@ -203,22 +200,21 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         if len(paths) > 1:
             _refuse_incomplete(paths)
             _refuse_copies(paths)
-            raise NoOutput("Several inputs need --out-dir DIR instead of -o.", click.get_current_context())
+            raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
     if not how.dry_run:
         context = click.get_current_context()
         on_disk = "in_place" in context.params and not any(map(is_remote, paths))
         itself = ", edit the file itself with --in-place," if on_disk else ","
-        raise NoOutput(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.", context)
+        raise click.UsageError(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.")
     return [None] * len(paths)
 
 
 def _refuse_copies(paths: Sequence[str]) -> None:
-    """Raise Mendable if the inputs hold equal tensors, as the files of DDP ranks do: one of them is the checkpoint."""
+    """Raise UsageError if the inputs hold equal tensors, as the files of DDP ranks do: each is the checkpoint."""
     if len({"".join(filter(str.isalpha, os.path.basename(path))) for path in paths}) == 1 and _are_equal(paths):
-        typed: Sequence[str] = click.get_current_context().params["paths"]
-        message = f"These are {len(paths):,} equal copies, as each DDP rank saves one: take one of them"
-        raise Mendable(message, [paths[0]], typed)
+        copies = f"These are {len(paths):,} equal copies, as each DDP rank saves one"
+        raise click.UsageError(f"{copies}: take one of them, such as {clean(paths[0])}.")
 
 
 def _are_equal(paths: Sequence[str]) -> bool:

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import dropwhile
 from types import FrameType
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from ..base.limits import ANNOUNCED
 from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
 from .help import HELP_ALL, Helpful
-from .render import StdoutError, Typed, emit, flush, say, say_error, tell
+from .render import StdoutError, emit, flush, say, say_error, tell
 
 
 def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
@@ -277,24 +276,12 @@ def _completed(instruction: str) -> int:
     return shell_complete(cli, {}, "ckptool", _COMPLETE, instruction)
 
 
-def _rehearsed(words: Sequence[str]) -> str | None:
-    from .corrections import rehearsed  # only errors pay for this import
-
-    return rehearsed(cli, words)
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
     words = sys.argv[1:] if arguments is None else arguments
-    own = {name for param in cli.params for name in param.opts}
-    # The shortest come first: an address without secrets stands for itself.
-    plain = {word: _without_secrets(word) for word in sorted(words, key=len) if "://" in word}
-    typed = Typed.of(  # suggestions begin with the command
-        [plain.get(word, word) for word in dropwhile(own.__contains__, words)], _rehearsed
-    )
     brevity, announced = BREVITY.set(Brevity(lists=True, lines=True)), ANNOUNCED.set(0)
     try:
-        return _run(words, typed)
+        return _run(words)
     finally:
         ANNOUNCED.reset(announced)
         BREVITY.reset(brevity)
@@ -306,34 +293,28 @@ def _without_secrets(word: str) -> str:
     return option + equals + concealed(value)
 
 
-def _run(words: Sequence[str], typed: Typed) -> int:
+def _run(words: Sequence[str]) -> int:
     try:
         # cli.main() would turn a closed pipe into exit 1, which means "the answer is no".
         # Click removes words from the list it parses, and they are needed later: pass a copy.
-        with cli.make_context("ckptool", list(words), obj=typed) as ctx:
+        with cli.make_context("ckptool", list(words)) as ctx:
             result = cli.invoke(ctx)
         flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        meant = ""
         if isinstance(error, click.UsageError):
-            from .corrections import correction
+            from .corrections import explained  # only errors pay for this import
 
-            meant = correction(cli, typed, error)
-        if isinstance(error, click.NoSuchOption):
-            # Similar names would only repeat or contradict ``meant``, and without it they are guesses.
-            error.possibilities = None  # type: ignore[misc]
+            error = explained(cli, words, error)
         for word in (word for word in words if "://" in word):
             error.message = error.message.replace(word, _without_secrets(word))  # type: ignore[misc]
         with suppress(OSError):  # stderr may be full or closed; the exit code still counts
             error.show()
-        for line in meant.splitlines():
-            tell(line)
         return error.exit_code
     except CkptoolError as error:
-        say_error(error, typed)
+        say_error(error)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 128 + signal.SIGINT

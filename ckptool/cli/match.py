@@ -24,7 +24,6 @@ from .messages import read_message
 from .options import (
     AnyPath,
     InputPath,
-    Mendable,
     Writing,
     as_writing,
     converting,
@@ -129,7 +128,7 @@ def match(
     if applied and how.output is None:
         raise click.UsageError("--apply writes a file: name it with -o.")
     if not applied and (how.output is not None or how.force):
-        raise Mendable("-o and --force need --apply.", ["--apply"])
+        raise click.UsageError("-o and --force need --apply.")
     if model is not None:
         say_model(model)
     try:
@@ -160,7 +159,7 @@ def match(
 
 def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
     """Report why an input cannot be read. Return the exit code."""
-    say_error(error, click.get_current_context().obj)
+    say_error(error)
     if how.style != "table" and not how.quiet:
         emit_json([failure("match", error.path or path, error)], how.style, False)
     return error.exit_code

@@ -15,7 +15,7 @@ from ..base.errors import CkptoolError, EngineError, TargetError, lost_a_slash, 
 from ..base.globs import SYNTAX, Globs, is_pattern
 from ..base.records import NamedTuple
 from ..base.steps import command as command_line
-from ..base.steps import concealed
+from ..base.steps import concealed, shell_words
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -32,19 +32,6 @@ REPORT_FORMATS = ("table", "json", "jsonl")
 
 #: Exit codes, the gravest first. The gravest code of several inputs is the exit code of the command.
 _GRAVITY = (70, 5, 3, 4, 2, 1, 0)
-
-
-class NoOutput(click.UsageError):
-    """Raised when a command that writes is given no output."""
-
-
-class Mendable(click.UsageError):
-    """Raised for options that do not go together: the command line is right with ``more`` and without ``less``."""
-
-    def __init__(self, message: str, more: Sequence[str] = (), less: Sequence[str] = ()) -> None:
-        super().__init__(message, click.get_current_context())
-        self.more = list(more)
-        self.less = list(less)
 
 
 class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -199,7 +186,7 @@ def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everyt
 
 
 def refuse_keys(paths: Sequence[str]) -> None:
-    """Raise Mendable if later inputs are no files, but keys or entries of the first file, or parts of them."""
+    """Raise UsageError if later inputs are no files, but keys or entries of the first file, or parts of them."""
     from ..files.archives import exists
 
     missing = [path for path in paths[1:] if not exists(path)]
@@ -229,13 +216,13 @@ def refuse_keys(paths: Sequence[str]) -> None:
             globs = keys or globs_for([(entry.key, entry.path) for entry in tensors], "{}.*", "*{}*")
             place = f"{missing[0]}: no such file, but"
             if missing[0] in dicts and len(missing) == 1 and "--key" in have:
-                message = f"{place} a state dict of {paths[0]}"
-                raise Mendable(message, more=["--key", missing[0]], less=missing)
+                raise click.UsageError(f"{place} a state dict of {paths[0]}: choose it with --key {missing[0]}")
             # Patterns of validate choose what its expectations are about.
             if globs and "--include" in have and "--policy" not in have:
                 more = [word for glob in globs for word in ("--include", glob)]
                 more = more if keys or "--all" not in have else ["--all", *more]
-                raise Mendable(f"{place} {'keys' if keys else 'tensors'} of {paths[0]} match it", more, missing)
+                kind = "keys" if keys else "tensors"
+                raise click.UsageError(f"{place} {kind} of {paths[0]} match it: choose them with {shell_words(more)}")
             try:
                 step = command_line("get", paths[0], lookup(checkpoint, missing[0]).path)
             except TargetError:
@@ -266,7 +253,7 @@ def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
     for text in (value,) if isinstance(value, str) else value or ():
         if text in TARGETS:
-            raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
+            raise click.BadParameter(f"{text!r} is a format, not a device: convert has --to-format", ctx, param)
         if param.opts[-1] == "--to" and is_device_map(text):
             raise click.BadParameter(f"{text!r} maps one device to another, which --map does", ctx, param)
         location(ctx, param, text)

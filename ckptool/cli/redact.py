@@ -19,7 +19,7 @@ from .editing import EditRequest, edit_all
 from .edits import step_option
 from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
-from .options import Mendable, Workers, Writing, choosing, paths, writing
+from .options import Workers, Writing, choosing, paths, writing
 from .render import clean, step_lines
 
 
@@ -71,7 +71,7 @@ def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Wr
     if not redact:
         if how.output is not None or how.out_dir is not None:
             message = f"Say what to remove: --redact all, or some of {', '.join(KINDS)}."
-            raise Mendable(message, more=["--redact", "all"])
+            raise click.UsageError(message)
         style = "quiet" if how.quiet else how.style
         return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())
     named = {kind for words in redact for kind in parse_kinds(words)}

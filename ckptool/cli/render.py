@@ -6,19 +6,18 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise, zip_longest
-from shlex import quote
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from .. import __version__
-from ..base.errors import CkptoolError, ReadBackError, UnreadableError
+from ..base.errors import CkptoolError, ReadBackError
 from ..base.lazy import regex
 from ..base.records import TypedDict
-from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
+from ..base.steps import NextStep, advised
 from ..base.text import shortened, visible
 from . import terminal
 from .terminal import judged, painted
@@ -309,9 +308,8 @@ def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
     return "\n".join(lines)
 
 
-def say_error(error: CkptoolError, typed: object = None) -> None:
-    """Write an error and its next step to stderr. ``typed`` is the command that ``_retype`` corrects."""
-    _retype(error, typed)
+def say_error(error: CkptoolError) -> None:
+    """Write an error and its next step to stderr."""
     first, *rest = shortened(clean(str(error)), clean(error.step.advice), error.path).split("\n")
     say(first, "error")
     for line in rest:
@@ -319,127 +317,6 @@ def say_error(error: CkptoolError, typed: object = None) -> None:
     tell_step(error.step)
     for line in report_lines(error):
         tell(f"     {line}")
-
-
-#: Options that a command takes once, each with all its names. Any other option is appended.
-_SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
-
-
-class Typed(tuple[str, ...]):
-    """The words of a command line. ``rehearse`` carries out a corrected one without writing, and returns what it says
-    if it is refused: "" if it is not, None if the command does not take these options.
-    """
-
-    rehearse: Callable[[Sequence[str]], str | None]
-
-    @classmethod
-    def of(cls, words: Sequence[str], rehearse: Callable[[Sequence[str]], str | None]) -> Typed:
-        """Return the words with the function."""
-        typed = cls(words)
-        typed.rehearse = rehearse
-        return typed
-
-
-def _retype(error: CkptoolError, typed: object) -> None:
-    """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
-
-    If nothing was typed, ``typed`` is another object.
-    """
-    if error.again is None and isinstance(typed, Typed) and isinstance(error, UnreadableError):
-        swapped = swapped_words(typed)
-        if swapped and error.path == typed[1] and typed.rehearse(swapped) == "":
-            error.step = NextStep((Line(retyped(swapped)),))
-    if error.again is None or not isinstance(typed, Typed):
-        return
-    words = list(typed)
-    for wrong, right in error.again.words:
-        if words.count(wrong) != 1 or right in words:  # nobody compares a file with itself
-            return
-        place = words.index(wrong)
-        rights = (right,) if isinstance(right, str) else right
-        option = [words[place - 1]] if words[0] == "edit" else []  # it takes each value after an option
-        words[place : place + 1] = [*rights[:1], *(word for each in rights[1:] for word in (*option, each))]
-    if error.again.suffix:
-        output = next((value for name, value in pairwise(words) if name in _SINGLE["-o"]), "")
-        if not output:
-            return
-        words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
-    for setting in error.again.settings:
-        words = _with(words, *setting.words)
-    if words == list(typed):
-        return
-    before = error.again.before
-    said = typed.rehearse(words)
-    if said != "" and Setting("in_place") in error.again.settings:
-        extension = {"lock": ".lock.json", "report": ".html"}.get(words[0], "")
-        output = suggested_output(error.path, "" if extension else "new", extension)
-        words = _with(words, *Setting("output", output).words)
-        before, said = "write to another name: ", typed.rehearse(words)
-    if said is None:
-        return
-    *others, last = said.splitlines() or [ARROW + retyped(words)]
-    reasons = [line for line in (*others, last) if line.startswith("ckptool: ")]
-    reason = reasons[-1].removeprefix("ckptool: ").removeprefix(f"{error.path}: ") if reasons else before
-    error.step = as_step(reason) + NextStep((Line(last.removeprefix(ARROW)),) if last.startswith(ARROW) else ())
-
-
-#: The commands that take a file and then keys.
-_OF_KEYS: Final = ("get", "extract", "drop", "keep", "set", "unset")
-
-
-def swapped_words(words: Sequence[str]) -> list[str]:
-    """Return the words with the first argument and the only file after it swapped, or [] if that makes no sense.
-
-    ``drop optimizer model.pth`` means ``drop model.pth optimizer``.
-    """
-    if words[0] not in _OF_KEYS or not words[1:]:
-        return []
-    files = [n for n, word in enumerate(words) if n > 1 and os.path.isfile(word) and words[n - 1][:1] != "-"]
-    if len(files) != 1 or words[1][:1] == "-" or os.path.lexists(words[1]):
-        return []
-    place = files[0]
-    return [words[0], words[place], *words[2:place], words[1], *words[place + 1 :]]
-
-
-def retyped(words: Sequence[str]) -> str:
-    """Return a command line that a shell can run. Words with a leading dash stay options."""
-    return " ".join(["ckptool", *map(_quoted, words)])
-
-
-def _quoted(word: str) -> str:
-    return quote(word) if word.startswith("-") and word.isprintable() else argument(word)
-
-
-def _with(words: list[str], name: str, value: str = "") -> list[str]:
-    """Add an option at the end of the words. If an option of ``_SINGLE`` is already there, replace its value instead.
-
-    An option with an empty value is a flag, and is added only once. An output and ``--in-place`` replace each other.
-    """
-    if name == "--in-place":
-        words = without(without(words, "-o", "--output"), "--force")
-    elif name == "-o":
-        new = not os.path.lexists(value)
-        words = [word for word in words if word != "--in-place" and not (new and word == "--force")]
-    for place, word in enumerate(words):
-        if word in _SINGLE.get(name, ()) and place + 1 < len(words):
-            return [*words[: place + 1], value, *words[place + 2 :]]
-        long, equals, _ = word.partition("=")
-        if equals and long in _SINGLE.get(name, ()) and long.startswith("--"):
-            return [*words[:place], long, value, *words[place + 1 :]]
-    if not value and name in words:
-        return words
-    end = words.index("--") if "--" in words else len(words)
-    return [*words[:end], name, *([value] if value else []), *words[end:]]
-
-
-def without(words: list[str], *names: str) -> list[str]:
-    """Return the words without the first option that has one of these names, and without its value."""
-    for place, word in enumerate(words):
-        if word in names:
-            return [*words[:place], *words[place + (1 if word == "--force" else 2) :]]
-        if word.partition("=")[0] in names:
-            return [*words[:place], *words[place + 1 :]]
-    return words
 
 
 def step_lines(step: str) -> list[str]:

@@ -45,7 +45,6 @@ from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
 from .options import (
     InputPath,
-    Mendable,
     Workers,
     complete_words,
     exclude_option,
@@ -170,7 +169,7 @@ def validate(
     policy = policies.policy._replace(roots=tuple(path for path in inputs.paths if is_folder_of_checkpoints(path)))
     policies = policies._replace(policy=policy)
     if options["map_location"] and not policy.load:
-        raise Mendable("--map-location is for --load.", ["--load"])
+        raise click.UsageError("--map-location is for --load.")
     for each in (policy, *(section for _, section in policies.sections)):
         check_policy(each)
     if policies.path and style == "github":

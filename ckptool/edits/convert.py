@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
+from ..base.errors import CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.prefixes import wrapper_prefix
@@ -217,16 +217,16 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
         if program is not None and program.unnamed and not {"entries", "all"} & {*request.allow_loss}:
             raise RefusedError(program.lacking, path=checkpoint.path, next=program.keeping) from error
-        if not error.again and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
+        if not error.settings and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
             plain_name = suggested_output(checkpoint.path, "plain")
             error.step = as_step("make plain tensors of the arrays first: ")
             error.step += command("sanitize", checkpoint.path, output=plain_name)
-        if error.again and not holds_one and program is None:
+        if error.settings and not holds_one and program is None:
             from .sanitize.trial import loadable, loadable_step, sanitized  # imported only after a refusal
 
             if not loadable(checkpoint):
                 # If torch.load refuses the object, it would also refuse it in the new format.
-                again = [*error.again.settings]
+                again = [*error.settings]
                 plain = sanitized(checkpoint)
                 while plain is not None:
                     # Collect the losses of the sanitized checkpoint too, so that one command answers every refusal.
@@ -237,7 +237,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
                         break
                 settings = (Setting("to_format", output.name), *again)
                 mended = loadable_step(checkpoint, settings, extension=output.extension)
-                error.step, error.again = as_step(mended), None
+                error.step, error.settings = as_step(mended), ()
         raise
 
 
@@ -258,16 +258,14 @@ def _elsewhere(
             step = command("inspect", part.folder)
             return RefusedError(part.message, path=checkpoint.path, next=step)
         step = _step_at(part.folder, output, request, settings)
-        again = None if checkpoint.edited else Again(tuple(settings), words=((checkpoint.path, part.folder),))
-        return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
+        return RefusedError(part.message, path=checkpoint.path, next=step)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
             settings = _settings_at(problem.where, output, request)
             if settings is not None:
                 message = f"{error.what}; {problem.message}"
                 step = _step_at(problem.where, output, request, settings)
-                again = None if checkpoint.edited else Again(tuple(settings), words=((checkpoint.path, problem.where),))
-                return TargetError(message, path=checkpoint.path, next=step, again=again)
+                return TargetError(message, path=checkpoint.path, next=step)
     return None
 
 
@@ -294,7 +292,7 @@ def _settings_at(path: str, output: OutputFormat, request: _Request) -> Sequence
                 try:
                     refuse_damage(_converted(other, output, request))
                 except (RefusedError, TargetError) as error:
-                    given = error.again.settings if error.again else ()
+                    given = error.settings
                     more = [setting for setting in given if setting not in settings]
                     if not more or len(settings) > len(KINDS):
                         return None
@@ -335,7 +333,7 @@ def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) ->
     try:
         _written_as(checkpoint, output, request)
     except RefusedError as error:
-        return error.again.settings if error.again else ()
+        return error.settings
     return ()
 
 
@@ -464,6 +462,6 @@ def _several(checkpoint: Checkpoint, keys: list[str], output: OutputFormat, requ
         _written_as(checkpoint, output, request._replace(key=keys[0]))
     except RefusedError as error:
         message += f"; of {keys[0]!r} {error.what}"
-        settings += error.again.settings if error.again else ()
+        settings += error.settings
     step = "choose one, for example " + spaced(settings)
-    return TargetError(message, path=checkpoint.path, next=step, again=Again(settings, "choose one, for example "))
+    return TargetError(message, path=checkpoint.path, next=step, settings=settings)

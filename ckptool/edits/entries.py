@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, nan
 from typing import Final
 
-from ..base.errors import Again, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns, is_pattern, split_globs
 from ..base.steps import as_step, command, suggested_output, tree_step
 from ..base.text import cut, join_limited, pluralize
@@ -182,8 +182,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     lists = {glob: split_globs(glob) for glob in missing}
     if all(any(Globs([part]).match(*name) for name in names) for parts in lists.values() for part in parts):
         message = f"nothing matches {join_limited([repr(glob) for glob in missing])}: commas do not separate patterns"
-        apart = Again(words=tuple((glob, tuple(parts)) for glob, parts in lists.items()))
-        raise RefusedError(message, path=checkpoint.path, next="name them one by one", again=apart)
+        raise RefusedError(message, path=checkpoint.path, next="name them one by one")
     # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.
     near = {glob: nearest_pattern(glob, keys if "." in glob else [*tops, *keys], paths) for glob in missing}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
@@ -193,8 +192,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     deeper = Globs([missing[0], f"*.{missing[0]}"])
     if not near[missing[0]] and any(deeper.match(entry.path) for entry in survey.tensors):
         step = as_step("patterns match entries and keys of state dicts; unset removes other entries")
-    again = Again(words=tuple(near.items())) if all(near.values()) else None
-    raise RefusedError(message, path=checkpoint.path, next=step, again=again)
+    raise RefusedError(message, path=checkpoint.path, next=step)
 
 
 def _filtered(

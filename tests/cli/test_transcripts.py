@@ -186,9 +186,9 @@ def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
     modules = (main, output, runner, validate)
 
-    def noted(error: errors.CkptoolError, typed: object = None) -> None:
+    def noted(error: errors.CkptoolError) -> None:
         said.add(type(error))
-        say_error(error, typed)
+        say_error(error)
 
     for module in modules:
         vars(module)["say_error"] = noted

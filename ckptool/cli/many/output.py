@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import click
-
 from ...base.errors import CkptoolError
 from ...base.records import NamedTuple
 from ..render import clean, emit, emit_part, flush, say, say_error, table, tell, to_json
@@ -77,9 +75,7 @@ def _say(item: CkptoolError | str) -> None:
     if isinstance(item, str):
         tell(item)
     else:
-        context = click.get_current_context(silent=True)
-        alone = context is not None and len(context.params.get("paths") or ()) == 1
-        say_error(item, context.obj if context is not None and alone else None)
+        say_error(item)
 
 
 class Reports:

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Final
 
 from ...base.dtypes import BY_STORAGE
-from ...base.errors import Again, MalformedError, RefusedError
+from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.globs import Patterns
 from ...base.limits import LIMITS
@@ -240,11 +240,7 @@ def _refusal(
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
-        flags = _flags_for_modules(checkpoint)
-        again = Again(tuple(map(Setting, flags))) if flags else None
-        return RefusedError(
-            message, path=path, next=advice(Setting("as_state_dict"), " makes it its state dict"), again=again
-        )
+        return RefusedError(message, path=path, next=advice(Setting("as_state_dict"), " makes it its state dict"))
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     message = f"{pluralize(len(places), 'object')} cannot be replaced by plain values: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
@@ -255,24 +251,13 @@ def _refusal(
     if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
     drop = Setting("drop_unknown")
-    step, again = advice(drop, " leaves them out"), Again((drop,), "leave them out: ")
+    step = advice(drop, " leaves them out")
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = advice(
             Setting("local_parts"), " makes plain tensors of what one rank had", *(() if owners else (", ", step))
         )
         return RefusedError(message, path=path, next=step)
-    return RefusedError(message, path=path, next=step, again=again)
-
-
-def _flags_for_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Try the edit; return the flags that make a checkpoint with pickled modules plain, or ()."""
-    for flags in (("as_state_dict",), ("as_state_dict", "drop_unknown")):
-        try:
-            sanitize(checkpoint, as_state_dict=True, drop_unknown=len(flags) > 1)
-        except RefusedError:
-            continue
-        return flags
-    return ()
+    return RefusedError(message, path=path, next=step)
 
 
 def _plain_style(graph: Graph) -> Graph:

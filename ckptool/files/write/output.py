@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
-from ...base.errors import Again, CkptoolError, OutputError, RefusedError, TargetError
+from ...base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.steps import FORCE, Line, Setting, advice, suggested_output
+from ...base.steps import FORCE, Line, Setting, advice
 from ...base.text import join_limited
 from ..archives import refuse_address
 from ..downloads import check_unchanged
@@ -149,9 +149,8 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise OutputError("it is a directory", path=path, next="name a file in it")
     identity = (status.st_dev, status.st_ino)
     if any(source.identity == identity for source in sources):
-        again = Again((Setting("in_place"),), "edit the file itself, which ckptool undo takes back: ")
-        step = "write to another name, then rename it"
-        raise RefusedError("the output is the input", path=path, next=step, again=again)
+        step = advice("write to another name, or use ", Setting("in_place", None), " if the command has it")
+        raise RefusedError("the output is the input", path=path, next=step)
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
     # A run may have been killed between linking the file and removing its temporary name.
@@ -382,9 +381,7 @@ def remove_leftovers(folder: str, name: str) -> None:
 def output_exists(path: str) -> RefusedError:
     """Return the error for an output that exists and may not be replaced."""
     step = advice("replace it with ", FORCE, ", or choose another name")
-    return RefusedError(
-        "the output exists", path=path, next=step, again=Again((FORCE,), "replace it, or choose another name: ")
-    )
+    return RefusedError("the output exists", path=path, next=step)
 
 
 def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
@@ -403,9 +400,7 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
         raise OutputError("its parent folder does not exist", path=path, next=Line(f"mkdir -p {shlex.quote(parent)}"))
     for source in sources:
         if source.local_file() is not None and os.path.dirname(os.path.realpath(source.name)) == target:
-            what, step = "the output is the folder of an input", "write to another one"
-            again = Again((Setting("output", suggested_output(path, "new")),), f"{step}: ")
-            raise RefusedError(what, path=path, next=step, again=again)
+            raise RefusedError("the output is the folder of an input", path=path, next="write to another one")
     if os.path.isdir(target):
         # A run may have been killed between renaming the folder and removing the former one.
         remove_leftovers(parent, os.path.basename(target))

@@ -10,7 +10,6 @@ from shlex import quote
 from typing import Final, cast
 
 from ...base.errors import (
-    Again,
     MalformedError,
     NotACheckpointError,
     PickleError,
@@ -247,9 +246,7 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     step = command("inspect", f"{source.name}!{first.name}")
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
         step = as_step(unpack)  # it may need inflating, which is not done in memory
-    error = _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
-    error.again = Again(words=((source.name, f"{source.name}!{first.name}"),)) if as_step(step).commands else None
-    return error
+    return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
 
 
 #: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.

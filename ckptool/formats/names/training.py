@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
-from ...base.errors import Again, NotACheckpointError
+from ...base.errors import NotACheckpointError
 from ...base.lazy import regex
 from ...base.text import quoted
 from ...files.folders import Folder
@@ -53,6 +53,4 @@ def _latest_step(
         error.what += f"; the step is {quoted(step)}" + (f", one of {len(steps):,}" if len(steps) > 1 else "")
         error.what += f", and {tag_file} says {quoted(tag)}, which is not there" if tag and tag != step else ""
         error.path = folder.path
-        if any(part.arguments == (inner.path,) for part in error.step.commands):
-            error.again = Again(words=((folder.path, inner.path),), before=error.step.advice)
     return error

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal
 
-from ...base.errors import Again, RefusedError, TargetError
+from ...base.errors import RefusedError, TargetError
 from ...base.findings import COPIES
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.records import TypedDict
@@ -106,10 +106,9 @@ def hash_report(
         paths = [side.path_in_file(place.path) for place in places]
         places = [place for place, path in zip(places, paths) if chosen.match(keys.get(path, path), path)]
         if not places:
-            near, one = near_patterns(checkpoint, only, checkpoint.survey.tensors), len(only.include) == 1
-            again = Again(words=((only.include[0], near[0]),)) if near and one else None
-            message = f"no key matches{f'; did you mean {near[0]!r}?' if again else ''}"
-            raise TargetError(message, path=checkpoint.path, next=command("keys", checkpoint.path), again=again)
+            near = near_patterns(checkpoint, only, checkpoint.survey.tensors)
+            message = f"no key matches{f'; did you mean {near[0]!r}?' if near else ''}"
+            raise TargetError(message, path=checkpoint.path, next=command("keys", checkpoint.path))
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ...base.dtypes import BY_NAME
-from ...base.errors import Again, MalformedError, TargetError
+from ...base.errors import MalformedError, TargetError
 from ...base.globs import Glob, Globs
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
@@ -361,9 +361,7 @@ class ChosenParts:
         missing = [glob.pattern for glob in self._unmatched]
         near = nearest_pattern(missing[0], [key for key, _ in self._names], [path for _, path in self._names])
         message = f"no key matches {join_limited([repr(pattern) for pattern in missing])} in either file"
-        if not near:
-            return TargetError(message, next=step)
-        return TargetError(f"{message}; did you mean {near!r}?", again=Again(words=((missing[0], near),)))
+        return TargetError(f"{message}; did you mean {near!r}?" if near else message, next=step)
 
 
 def step_key(step: str) -> str:
