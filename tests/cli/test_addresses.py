@@ -291,7 +291,7 @@ def test_the_uri_of_a_local_file(folder: Path) -> None:
     path = folder / "plain" / "bare.pth"
     said = say("keys", f"file://{path}")
     assert said.code == 3
-    assert said.err.endswith(f"it is the URI of a local file; name its path\n  -> ckptool keys {path}\n")
+    assert said.err.endswith(f"it is the URI of a local file; name its path: {path}\n")
 
 
 def test_a_message_that_begins_with_an_address_is_explained() -> None:

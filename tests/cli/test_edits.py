@@ -258,9 +258,7 @@ def test_equal_copies_of_ranks_are_told(folder: Path) -> None:
         said = say("convert", *paths, "-o", "one.pth")
         assert said.code == 2
         assert "3 equal copies" in said.err
-        step = said.err.split("-> ckptool ")[1].split()
-        assert say(*step).code == 0
-        Path("one.pth").unlink()
+        assert "take one of them, such as ddp_rank0.pth" in said.err
     saved["state_dict"]["module.stem.0.weight"] += 1
     torch.save(saved, folder / "ddp_rank1.pth")
     assert "equal copies" not in say("convert", "ddp_rank*.pth", "-o", "one.pth").err

