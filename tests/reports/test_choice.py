@@ -199,7 +199,7 @@ def test_a_pattern_that_matches_in_neither(tmp_path: Path) -> None:
     a = saved(tmp_path / "a.pth", {"stem.weight": torch.ones(2), "head.weight": torch.ones(2)})
     b = saved(tmp_path / "b.pth", {"stem.weight": torch.ones(2), "tail.weight": torch.ones(2)})
     said = say("diff", a, b, "--include", "tial.*")
-    assert said.code == 2 and "did you mean 'tail.*'?" in said.err and "--include 'tail.*'" in said.err
+    assert said.code == 2 and "did you mean 'tail.*'?" in said.err
     assert say("diff", a, b, "--exclude", "nowhere").code == 2
     assert say("diff", a, b, "--include", "stem.*").out.endswith("compared: keys that match 'stem.*'\n")
     report = ckptool.diff(a, b, include=["head.*", "tail.*"], exclude="stem.*")
