@@ -336,7 +336,6 @@ CODES: Final[dict[str, Code]] = {
     "chunk-bounds": Code("a piece reaches beyond its tensor"),
     "outside-path": Code("a file name leads out of the folder"),
     "foreign-class": Code("an item holds a class that is not torch's"),
-    "foreign-global": Code(".metadata names a function that torch does not write there"),
     "stray-file": Code(".metadata names nothing in a file"),
     "unlisted-item": Code(".metadata does not list an item"),
     "unfinished-save": Code("the save was not finished"),

@@ -60,9 +60,9 @@ def _header(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    from ckptool.formats.dcp.metadata import read_metadata
+    from ckptool.formats.dcp.listing import read_listing
 
-    read_metadata(data, ".metadata")
+    read_listing(data, ".metadata")
 
 
 #: Decoders by name: the kind of inputs to begin with, and what is called.

@@ -18,7 +18,6 @@ from typing import Final
 from ...base.errors import CkptoolError, MalformedError, RefusedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
-from ...base.records import NamedTuple
 from ...base.steps import WRITE_IT
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
@@ -63,7 +62,7 @@ from .items import (
 )
 from .leaves import Nested
 from .listing import read_listing
-from .metadata import Item, Metadata, foreign_globals, merge_metadata, placed, united
+from .metadata import Item, Metadata, merge_metadata, placed, united
 from .origin import origin_of
 
 #: The most items that a quick scan opens; each takes half a millisecond.
@@ -91,13 +90,14 @@ class Dcp(Container):
         folder: Folder,
         read: Metadata,
         files: Mapping[str, Source],
-        own: Sequence[FoundPickle],
+        odd: Sequence[tuple[str, Source]],
         closed: Mapping[str, CkptoolError],
     ) -> None:
         self.folder, self.read, self.files = folder, read, files
         self.errors = tuple(closed.values())
         self.problems: list[Finding] = []
-        self._own = own
+        #: Metadata files with something besides what torch writes, by name.
+        self._odd = odd
         self._pieces = Pieces(read.values)
         #: Unreadable objects by file: the first one, the reason, and their number.
         self._bad: dict[str, tuple[Item, str, int]] = {}
@@ -111,14 +111,9 @@ class Dcp(Container):
         self._last: OpenedItem | None = None
         for text in read.flaws:
             self._note("odd-metadata", "error", f".metadata: {text}")
-        for where, graph, *_ in own:
-            foreign, relatives = foreign_globals(graph) if graph else ([], [])
-            for name in foreign:
-                what = f"{where} names {quoted(name)}, which torch never writes there: loading it imports or runs it"
-                self._note("foreign-global", "error", what, where)
-            for name in relatives:
-                what = f"{where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
-                self._note("foreign-class", "note", what, where)
+        for name in read.subclasses:
+            what = f".metadata is of {quoted(name)}, a class of another library: DCP loads it where that is there"
+            self._note("foreign-class", "note", what, ".metadata")
         sizes = {name: file.size for name, file in files.items()}
         #: In file order, so that each file is opened once to read all its items.
         self._usable = usable_items(read, sizes, self._note, closed)
@@ -224,19 +219,24 @@ class Dcp(Container):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of the items, and ``.metadata`` if it names globals that torch never writes there.
+        """Yield the pickles of the items, and ``.metadata`` if it holds more than torch writes there.
 
         Torch loads objects with ``weights_only=False``. With ``quick``, only the first ``_MOST_OPENED`` tensor pieces
         are opened: DCP loads pieces with ``weights_only=True``.
         """
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
-            return iter((*self._own, *self._content[1], *self._unusable, *self._unlisted()))
+            return iter((*self._odd_pickles(), *self._content[1], *self._unusable, *self._unlisted()))
         pieces = islice((item for item in self._usable.values() if item.offset is not None), _MOST_OPENED)
         objects = (item for item in self._usable.values() if item.offset is None)
         what = f"{self.folder.path}: most of {len(self._usable):,} items"
         rest = FoundPickle(what, None, "not looked at; ckptool scan opens each", unchecked=True)
-        return iter((*self._own, *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
+        return iter((*self._odd_pickles(), *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
+
+    def _odd_pickles(self) -> Iterator[FoundPickle]:
+        for name, source in self._odd:
+            for pickle in find_pickles(source):
+                yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name)
 
     def _unlisted(self) -> Iterator[FoundPickle]:
         """Yield pickles that call something: after the last item of a file, or anywhere in a file without items."""
@@ -497,16 +497,14 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
     return are_files(names) or (bool(fsdp_folders(folder, names)) and weights_of(names) is None)
 
 
-class _Listing(NamedTuple):
-    """The metadata of a DCP folder, and the metadata pickles with something unexpected in them."""
+def _read_listing(
+    folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack
+) -> tuple[Metadata, list[tuple[str, Source]]]:
+    """Read the metadata of a folder, from one file or from one file per rank.
 
-    read: Metadata
-    own: list[FoundPickle]
-
-
-def _read_listing(folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack) -> _Listing:
-    """Read the metadata of a folder, from one file or from one file per rank."""
-    ranks, own = [], []
+    Return it with the files that hold more than torch writes: other libraries' classes, or bytes after the pickle.
+    """
+    ranks, odd = [], []
     ask_for(folder, wanted)
     for name in wanted:
         listing = open_listing(folder, name, stack, name)
@@ -514,12 +512,10 @@ def _read_listing(folder: Folder, wanted: Sequence[str], opened: list[Source], s
         if listing.size > LIMITS.pickle_bytes:
             raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=folder.path)
         metadata = read_listing(listing.read(0, listing.size), name)
-        # A million pieces make a large graph, so it is kept only if something is wrong with it.
-        if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
-            own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))
-        ranks.append(metadata._replace(graph=None))
-        del metadata
-    return _Listing(merge_metadata(ranks), own)
+        if metadata.subclasses or listing.size > metadata.end:
+            odd.append((name, listing))
+        ranks.append(metadata)
+    return merge_metadata(ranks), odd
 
 
 def read(folder: Folder) -> tuple[FolderSource, Dcp]:
@@ -538,10 +534,10 @@ def read(folder: Folder) -> tuple[FolderSource, Dcp]:
     with opening(folder.path, "it is damaged: get the folder again") as stack:
         listings: list[Source] = []
         data = [name for name in names if name.endswith(DATA)]
-        read, own = _read_listing(folder, wanted, listings, stack)
+        read, odd = _read_listing(folder, wanted, listings, stack)
         files, closed = open_data(folder, data, read.items, opened, stack)
         opened += listings
-        container = Dcp(folder, read, files, own, closed)
+        container = Dcp(folder, read, files, odd, closed)
     places = {item.file for item in container.read.items}
     container.note_files(names, wanted, places)
     if others:
@@ -559,7 +555,7 @@ def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> 
     files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
     parts: list[Metadata] = []
-    own: list[FoundPickle] = []
+    odd: list[tuple[str, Source]] = []
     wanted: list[str] = []
     with opening(folder.path, "it is damaged: get the folder again") as stack:
         for part in folders:
@@ -567,15 +563,15 @@ def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> 
             data = [f"{part}/{name}" for name in inside if name.endswith(DATA)]
             metadata = [f"{part}/{name}" for name in metadata_names(folder.inner(part), inside)]
             listings: list[Source] = []
-            read, odd = _read_listing(folder, metadata, listings, stack)
+            read, more_odd = _read_listing(folder, metadata, listings, stack)
             taken = {place[:1] for other in parts for place in other.paths.values()}
             apart = any(place[:1] in taken for place in read.paths.values())
             parts.append(placed(read, part, apart=apart))
             more_files, more_closed = open_data(folder, data, parts[-1].items, opened, stack)
             opened += listings
-            own, wanted = [*own, *odd], [*wanted, *metadata]
+            odd, wanted = [*odd, *more_odd], [*wanted, *metadata]
             files, closed = files | more_files, closed | more_closed
-        container = Dcp(folder, united(parts), files, own, closed)
+        container = Dcp(folder, united(parts), files, odd, closed)
     places = {item.file for item in container.read.items}
     beside = [name for name in names if name not in folders]
     container.note_files([*files, *closed, *beside], wanted, places, "accelerate")

@@ -18,7 +18,7 @@ from ...base.findings import DAMAGED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import join_limited
-from ...checkpoint.objects import callable_name, list_items, mapped_name
+from ...checkpoint.objects import callable_name, initial_pairs, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
 from ...files.downloads import prefetch
 from ...files.sources import (
@@ -39,7 +39,7 @@ from ..pieces.boxes import Box
 from ..pieces.chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
 from ..pieces.copies import Copy
 from ..torch.zip_reader import TorchZip, read_records
-from .metadata import Item, is_plain_ordered_dict
+from .metadata import Item
 
 #: Items up to this size are read in one go: most have a few hundred bytes besides their tensor.
 _SMALL: Final = 1 << 16
@@ -499,7 +499,7 @@ def _tensor_flaw(graph: Graph) -> str:
             return "its storage is filled as an object is"
         elif isinstance(node, Call) and ref != graph.root:
             name = callable_name(graph, node.func)
-            if name != _DICT or not is_plain_ordered_dict(graph, node):
+            if name != _DICT or not _is_plain_dict(graph, node):
                 return f"it calls {name}"
     root = graph.nodes[graph.root]
     least = _REBUILDERS.get(callable_name(graph, root.func)) if isinstance(root, Call) and root.op == REDUCE else None
@@ -542,3 +542,8 @@ def _entries(node: Dict) -> Iterator[tuple[Ref, Ref]]:
 def _is_torch_type(name: str) -> bool:
     """Return whether a name is a torch storage class or a dtype."""
     return name.startswith("torch.") and (name.endswith("Storage") or name.removeprefix("torch.") in BY_NAME)
+
+
+def _is_plain_dict(graph: Graph, node: Call) -> bool:
+    """Return whether an OrderedDict call has the form that pickle writes, without attributes."""
+    return initial_pairs(graph, node) is not None and not node.items and not node.states

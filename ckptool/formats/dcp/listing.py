@@ -1,146 +1,307 @@
-"""Read a ``.metadata`` file as torch writes it, in one pass and without a graph: the tensors and items that it lists.
+"""Read a ``.metadata`` file, a pickle of ``torch.distributed.checkpoint.metadata.Metadata``.
 
-A million pieces make a pickle of 160 MB, and would make a graph of 20 million nodes. The entries that repeat for each
-piece are matched by one regular expression, built from the file's own memo indices. Only the names, fields and types
-that torch writes are accepted, so an accepted file has no flaws. Anything else is left to ``read_metadata``.
+Python's own unpickler reads it, because a large model has a million pieces. Nothing is imported and nothing of torch
+is made: ``_Unpickler`` has a stand-in for each class and function that torch writes there, and refuses every other
+name. ``_checked`` bounds the work beforehand. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
 
+import gc
+import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
-from struct import Struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from io import BytesIO
+from itertools import chain
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
-from ...base.lazy import regex
+from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.records import NamedTuple
+from ...base.standard_library import STANDARD_LIBRARY
+from ...base.text import quoted
 from ...pickles import opcodes as op
 from ..folders import TOO_LARGE
-from .metadata import EXPECTED, LAYOUTS, MAX_DEPTH, Item, Metadata, ValueMetadata, read_metadata
+from ..pieces.boxes import Box
+from .metadata import Item, Metadata, ValueMetadata
 
-_u32, _u64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
-
-#: The most objects on the stack: picklers fill containers in batches of a thousand.
-_MAX_STACK: Final = 20_000
-#: The most tensors whose instructions are cached, and the most bytes of each: enough for one piece of few dimensions.
-_MAX_TENSORS, _MAX_TENSOR = 256, 512
-#: The most bytes of a global's module and name.
-_MAX_NAME: Final = 200
-#: The required and the optional fields of each class.
-_FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
-    "Metadata": (
-        frozenset(("state_dict_metadata",)),
-        frozenset(("planner_data", "storage_data", "storage_meta", "version")),
-    ),
-    "TensorStorageMetadata": (frozenset(("properties", "size", "chunks")), frozenset()),
-    "ChunkStorageMetadata": (frozenset(("offsets", "sizes")), frozenset()),
-    "MetadataIndex": (frozenset(("fqn",)), frozenset(("offset", "index"))),
-    "_StorageInfo": (frozenset(("relative_path", "offset", "length")), frozenset(("transform_descriptors",))),
-    "StorageMeta": (frozenset(), frozenset(("checkpoint_id", "save_id", "load_id", "modules"))),
-    "BytesStorageMetadata": (frozenset(), frozenset()),
-    "TensorProperties": (frozenset(), frozenset()),
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+#: Before torch 2.3, TensorProperties came from the sharded tensor package. Before 2.0, all classes were elsewhere.
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_OLD: Final = "torch.distributed._shard.checkpoint"
+_PLANNER: Final = "torch.distributed.checkpoint.planner"
+#: The most steps from the root to a value: no real state dict is nested that deep.
+_MAX_DEPTH: Final = 200
+#: The most fields of an object: a hostile file may share one dict a million times.
+_MAX_FIELDS: Final = 20
+#: The most numbers of shapes and pieces, and characters of paths, that are read per byte.
+_NUMBERS_PER_BYTE: Final = 4
+#: The most classes of other libraries: real files have one.
+_MAX_FOREIGN: Final = 16
+#: The fields of each class, in the order in which torch writes them; it leaves out the last ones.
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    "TensorStorageMetadata": ("properties", "size", "chunks"),
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "MetadataIndex": ("fqn", "index", "offset"),
+    "_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors"),
+    "BytesStorageMetadata": (),
 }
 
 
-class _Declined(Exception):
-    """The pickle differs from what torch writes."""
-
-
-class _Name(str):
-    """A global, ``module.name``."""
-
-    __slots__ = ()
-
-
-class _Tuple(tuple[Any, ...]):
-    """A tuple in the pickle. A plain Python tuple stands for a ``torch.Size``."""
-
-    __slots__ = ()
-
-
-class _List(list[Any]):
-    """A list."""
-
-    __slots__ = ()
-
-
-class _Pairs(list[Any]):
-    """A dict: key, value, key, value ..."""
-
-    __slots__ = ()
-
-
-class _Object:
-    """An object of class ``cls`` before its fields are set; ``value`` is the built object if the memo may share it."""
-
-    __slots__ = ("cls", "value")
-
-    def __init__(self, cls: str) -> None:
-        self.cls = cls
-        self.value: object = None
-
-
-class _Chunk(NamedTuple):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class _Index(NamedTuple):
-    name: str
-    offset: tuple[int, ...] | None
-
-
-class _Info(NamedTuple):
-    file: str
-    at: int
-    length: int
-    transforms: tuple[str, ...]
-
-
-class _Properties(NamedTuple):
-    dtype: Dtype
-
-
-class _Constant(NamedTuple):
-    """The result of a call: a layout, a memory format's number, or a path."""
-
-    function: str
-
-
-class _Taken:
-    """Replaces the value of an item after it was merged into its key."""
-
-
-_TAKEN: Final = _Taken()
-_Match = Callable[[bytes, int], "re.Match[bytes] | None"]
-#: Types of values that the memo may share.
-_SHARED: Final = frozenset((str, _Name, tuple, _Constant))
-
-_INT: Final = rb"(?:K.|M..|J....|\x8a[\5-\x08].{5,8})"
-_INTS: Final = rb"(?:(?:%b){1,3}[\x85-\x87]|\((?:%b){4,16}t)" % (_INT, _INT)
-_GET: Final = rb"(?:h.|j....)"
-_TEXT: Final = rb"(?:\x8c(.)([ -~]*)\x94|(%b))" % _GET
-_INT_PARTS: Final = regex(rb"K.|M..|J....|\x8a[\5-\x08]", re.DOTALL)
+class _Refused(pickle.UnpicklingError):
+    """The pickle has something that torch never writes there."""
 
 
 def read_listing(data: bytes, where: str) -> Metadata:
     """Read a ``.metadata`` file; raise MalformedError if it is anything else."""
-    return _as_written(data) or read_metadata(data, where)
-
-
-def _as_written(data: bytes) -> Metadata | None:
-    """Return the content of a pickle that torch wrote in its usual form, or None for any other."""
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small objects, and no cycles
     try:
-        return _Reader(data).read()
-    except (_Declined, IndexError, UnicodeDecodeError):
-        return None
+        checked, end = _checked(data)
+        unpickler = _Unpickler(BytesIO(checked))
+        return _Reader(len(data)).metadata(unpickler.load(), end, sorted(unpickler.foreign))
+    except _Refused as error:
+        raise MalformedError(str(error), where=where) from error
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"it is not a pickle as torch.distributed.checkpoint writes it ({error})"
+        raise MalformedError(what, where=where) from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
-def _require(condition: object) -> None:
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+#: The longest string that the expression for runs of opcodes covers.
+_SHORT: Final = 64
+#: What takes the place of an opcode that fills a dict, or of FRAME with its size.
+_AS_PAIRS: Final = {None: b"", b"}": b"NQ", b"u": b"ta", b"s": b"\x86a"}
+#: Opcodes of one byte that make an object, which takes about 70 bytes.
+_MAKING: Final = b"]}R\x81\x85\x86\x87"
+#: Objects allowed in a file of any size, and bytes required per further one. torch writes ten bytes per object.
+_FEW_OBJECTS, _BYTES_PER_OBJECT = 250_000, 4
+
+
+def _checked(data: bytes) -> tuple[bytes, int]:
+    """Return a pickle that the standard unpickler reads in bounded time and memory, and the size of the original.
+
+    Only opcodes are accepted that a pickler of protocol 2 or later writes here. Sizes are those of the file, memo
+    numbers are not beyond it, and objects are counted. Dicts become ``_Pairs``: nothing is hashed, because the hash of
+    tuples that share tuples may take forever.
+    """
+    if data[:1] != b"\x80" or data[1] not in range(2, 6):
+        raise _Refused("it is not a pickle of protocol 2 to 5")
+    if sum(map(data.count, _MAKING)) > _FEW_OBJECTS + len(data) // _BYTES_PER_OBJECT:
+        raise _Refused("it makes more objects than a file of its size can list")
+    match = _runs(min(len(data) >> 17, 255))
+    parts: list[bytes] = [data[:2]]
+    at = 2
+    while True:
+        run = match(data, at)
+        assert run is not None  # it matches nothing as well
+        plain, special = run.groups()
+        parts += (plain, _AS_PAIRS.get(special, b""))
+        at = run.end()
+        if special and len(special) > 1 and int.from_bytes(special[1:], "little") > len(data) - at:
+            raise _Refused("it is cut: a frame ends after the file")
+        if plain or special:
+            continue
+        code = data[at] if at < len(data) else -1
+        if code in (op.SHORT_BINUNICODE, op.BINUNICODE):
+            width = 1 if code == op.SHORT_BINUNICODE else 4
+            end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            parts.append(data[at:end])
+            at = end
+        elif code == op.STOP:
+            parts.append(b".")
+            return b"".join(parts), at + 1
+        elif code < 0:
+            raise _Refused("it is cut: it ends before its last opcode")
+        else:
+            raise _Refused(f"it has the opcode 0x{code:02x} at byte {at:,}, which torch never writes there")
+
+
+@lru_cache(maxsize=4)
+def _runs(top: int) -> Callable[[bytes, int], re.Match[bytes] | None]:
+    """Return a function that matches a run of opcodes, and the opcode after it if it is one of ``_AS_PAIRS``.
+
+    ``top`` is the highest third byte of a memo number.
+    """
+    tokens = (
+        rb"h.|\x94|K.|M..|J....|[(NR\]taeb\x85-\x89\x93]|\)\x81?|j....|q.",
+        rb"r..[\0-%b]\0" % re.escape(bytes([top])),
+        _sized(b"\x8a", 1, range(1, 10)),
+        _sized(b"\x8c", 1, range(_SHORT)),
+        _sized(b"X", 4, range(_SHORT)),
+        rb"G.{8}|c[^\n]{1,200}\n[^\n]{1,200}\n",
+    )
+    return re.compile(rb"((?:%b){0,8192})([}us]|\x95.{8})?" % b"|".join(tokens), re.DOTALL).match
+
+
+def _sized(code: bytes, width: int, sizes: Iterable[int]) -> bytes:
+    """Return the expression for an opcode with a size of ``width`` bytes and as many bytes after it."""
+    return re.escape(code) + b"(?:%b)" % b"|".join(
+        re.escape(size.to_bytes(width, "little")) + b".{%d}" % size for size in sizes
+    )
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+class _Pairs:
+    """A dict, as the tuples of keys and values, in turn, with which a pickle fills it."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Any, ...]] = []
+
+    def extend(self, batches: list[object]) -> None:
+        """Add a tuple; the unpickler calls this for the APPEND that ``_checked`` writes."""
+        (batch,) = batches
+        if type(batch) is not tuple or len(batch) % 2:
+            raise _Refused("it fills a dict with something else than keys and values")
+        self.batches.append(batch)
+
+    def flat(self, most: int) -> tuple[Any, ...]:
+        """Return keys and values in turn; refuse more than ``most``: a file may use one tuple several times."""
+        if sum(map(len, self.batches)) > most:
+            raise _Refused("it has a dict of more entries than torch writes")
+        return self.batches[0] if len(self.batches) == 1 else tuple(chain.from_iterable(self.batches))
+
+
+class _Record:
+    """An object with its state; the subclasses stand for torch's classes."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *_: object) -> None:
+        raise _Refused(f"it calls {type(self).__name__}")
+
+    def __setstate__(self, state: object) -> None:
+        if hasattr(self, "state"):
+            raise _Refused(f"it fills a {type(self).__name__} twice")
+        self.state = state
+
+
+class _Foreign(_Record):
+    """An object of a class of another library, such as Megatron-core's subclass of Metadata."""
+
+    __slots__ = ()
+
+
+class _Constant:
+    """What a function returned: a layout, a path, or a member of an enumeration."""
+
+
+_CONSTANT: Final = _Constant()
+
+
+def _ordered() -> _Pairs:
+    return _Pairs()
+
+
+def _refuse_unless(condition: object, what: str) -> None:
     if not condition:
-        raise _Declined
+        raise _Refused(f"it makes a {what} that torch cannot make")
+
+
+def _size(numbers: object) -> tuple[int, ...]:
+    _refuse_unless(isinstance(numbers, tuple), "Size")
+    return numbers  # type: ignore[return-value]  # a reader checks the numbers
+
+
+def _layout(name: object) -> _Constant:
+    _refuse_unless(type(name) is str and name.removeprefix("torch.") in _LAYOUTS, "layout")
+    return _CONSTANT
+
+
+def _memory_format(number: object) -> _Constant:
+    _refuse_unless(type(number) is int and 0 <= number < len(_FORMAT_MEMBERS), "memory format")
+    return _CONSTANT
+
+
+def _write_type(number: object) -> _Constant:
+    _refuse_unless(type(number) is int and 1 <= number <= 3, "WriteItemType")
+    return _CONSTANT
+
+
+def _path(*parts: object) -> _Constant:
+    _refuse_unless(all(type(part) is str for part in parts), "path")
+    return _CONSTANT
+
+
+def _member(cls: object, name: object) -> _Constant:
+    """Some versions of Python 3.11 pickle a member of an enumeration by name, with getattr."""
+    if cls is not _memory_format or name not in _FORMAT_MEMBERS:
+        raise _Refused("it calls builtins.getattr, which torch never writes there: loading runs it")
+    return _CONSTANT
+
+
+_LAYOUTS: Final = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
+_FORMAT_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+
+
+def _classes(*modules: str, names: Iterable[str]) -> dict[str, type[_Record]]:
+    made = {name: type(name, (_Record,), {"__slots__": ()}) for name in names}
+    return {f"{module}.{name}": made[name] for module in modules for name in made}
+
+
+#: All globals that torch's writer puts in a ``.metadata``, except dtypes. They include the plans of all ranks, which
+#: Megatron-LM adds (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
+STAND_INS: Final[Mapping[str, Callable[..., object]]] = {
+    **_classes(_MODULE, f"{_OLD}.metadata", names=_FIELDS),
+    **_classes(_MODULE, _SHARDED, names=("TensorProperties",)),
+    **_classes(_MODULE, names=("StorageMeta",)),
+    **_classes("torch.distributed.checkpoint.filesystem", f"{_OLD}.filesystem", names=("_StorageInfo",)),
+    **_classes(_PLANNER, names=("SavePlan", "WriteItem", "TensorWriteData")),
+    f"{_PLANNER}.WriteItemType": _write_type,
+    f"{_MODULE}._MEM_FORMAT_ENCODING": _memory_format,
+    f"{_SHARDED}.MEM_FORMAT_ENCODING": _memory_format,
+    "torch.Size": _size,
+    "torch.serialization._get_layout": _layout,
+    "collections.OrderedDict": _ordered,
+    "builtins.getattr": _member,
+    **dict.fromkeys((f"pathlib.{name}" for name in _PATHS), _path),
+    **dict.fromkeys((f"pathlib._local.{name}" for name in _PATHS[:2]), _path),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """The standard unpickler without any way out of the pickle: every name is one of ``STAND_INS``, a dtype, or a class
+    of another library, for which a bare object stands."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self.foreign: dict[str, type[_Foreign]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in STAND_INS:
+            return STAND_INS[full]
+        if module == "torch" and name in BY_NAME:
+            return BY_NAME[name]
+        if not _is_foreign_class(full) or (full not in self.foreign and len(self.foreign) == _MAX_FOREIGN):
+            raise _Refused(f"it names {quoted(full)}, which torch never writes there: loading it imports or runs it")
+        if full not in self.foreign:
+            self.foreign[full] = type(name.rpartition(".")[2], (_Foreign,), {"__slots__": ()})
+        return self.foreign[full]
+
+    def persistent_load(self, pid: object) -> _Pairs:
+        """Make a dict; ``_checked`` writes a persistent id in place of each, and accepts no other."""
+        return _Pairs()
+
+
+def _is_foreign_class(name: str) -> bool:
+    """Return whether a name looks like another library's class. All classes of torch and Python are known."""
+    package, _, last = name.partition(".")
+    return package not in STANDARD_LIBRARY | {"torch"} and last.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def _is_count(value: object) -> bool:
@@ -148,453 +309,170 @@ def _is_count(value: object) -> bool:
 
 
 class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: list[Any] = []
-        self.max_memo = min(LIMITS.memo, LIMITS.few_nodes + len(data) // LIMITS.bytes_per_node)
-        #: Memo indices of strings (the last one of each), and of classes by short name.
-        self.places: dict[str, int] = {}
-        self.classes: dict[str, int] = {}
-        #: Expressions left to try: field names may not be where they are expected.
-        self.trials = 16
-        #: By memo index of a class: a function that reads a run of entries that begin with this class.
-        self.phrases: dict[int, Callable[[int], int]] = {}
-        self.sizes: dict[bytes, tuple[int, ...]] = {}
-        self.chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk] = {}
-        self.ints: dict[bytes, int] = {}
-        self.texts: dict[bytes, str] = {}
-        self.orders: dict[str, tuple[str, ...]] = {}
-        #: Known tensors by instructions, with their memoized objects; their sizes; the start of the last tensor.
-        self.tensors: dict[bytes, tuple[ValueMetadata, list[Any]]] = {}
-        self.tensor_sizes: dict[int, None] = {}
-        self.tensor_begun = -1, 0
+    """Read the stand-ins of a file with ``size`` bytes; ``flaws`` has messages about invalid parts."""
 
-    def read(self) -> Metadata:
-        data, stack, memo = self.data, self.stack, self.memo
-        _require(data[:1] == b"\x80" and data[1] in (4, 5))
-        pos, frame = 2, -1
-        while True:
-            code = data[pos]
-            pos += 1
-            if code == op.MEMOIZE:
-                self.need(1)
-                top = stack[-1]
-                if type(top) is str:
-                    self.places[top] = len(memo)
-                elif type(top) is _Name:
-                    self.classes[top.rpartition(".")[2]] = len(memo)
-                memo.append(top)
-                _require(len(memo) <= self.max_memo)
-            elif code in (op.BINGET, op.LONG_BINGET):
-                ref = data[pos] if code == op.BINGET else _u32(data, _within(data, pos, 4))[0]
-                phrase = self.phrases.get(ref)
-                end = phrase(pos - 1) if phrase else -1
-                if end >= 0:
-                    pos = end
-                    continue
-                pos += 1 if code == op.BINGET else 4
-                stack.append(self.shared(memo[ref]))
-            elif code in (op.SHORT_BINUNICODE, op.BINUNICODE):
-                size = data[pos] if code == op.SHORT_BINUNICODE else _u32(data, _within(data, pos, 4))[0]
-                pos += size + (1 if code == op.SHORT_BINUNICODE else 4)
-                stack.append(data[pos - size : pos].decode())
-            elif code in _INT_SIZES or code == op.LONG1:
-                size = _INT_SIZES.get(code) or data[pos] + 1
-                stack.append(_int(data[pos - 1 : pos + size]))
-                pos += size
-            elif code == op.GLOBAL:
-                lines = data[pos : pos + _MAX_NAME].split(b"\n", 2)
-                _require(len(lines) == 3)
-                stack.append(_named(lines[0].decode(), lines[1].decode()))
-                pos += len(lines[0]) + len(lines[1]) + 2
-            elif code == op.MARK:
-                self.marks.append(len(stack))
-                _require(len(self.marks) < 20)
-            elif code == op.FRAME:
-                _require(frame in (-1, pos - 1))
-                frame = pos + 8 + _u64(data, _within(data, pos, 8))[0]
-                pos += 8
-            elif code == op.STOP:
-                _require(pos == len(data) and frame in (-1, pos) and len(stack) == 1 and not self.marks)
-                _require(type(stack[0]) is Metadata and len(memo) <= LIMITS.memo)
-                return stack[0]._replace(end=pos)  # type: ignore[no-any-return]
-            else:
-                self.execute(code)
-                if code == op.BUILD and type(stack[-1]) is ValueMetadata:
-                    self.learn_tensor(pos)
-            _require(len(stack) < _MAX_STACK)
+    def __init__(self, size: int) -> None:
+        self.flaws: list[str] = []
+        self._size = size
+        #: Numbers of pieces, shapes and paths that may still be read.
+        self._left = _NUMBERS_PER_BYTE * size
+        #: Sizes and boxes by value, so that equal ones share one object.
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._boxes: dict[Box, Box] = {}
 
-    def shared(self, value: object) -> object:
-        """Return a value fetched from the memo; decline objects that may still change."""
-        if type(value) is _Object and value.value is not None:
-            return value.value
-        is_path = type(value) is _Tuple and all(type(part) in (str, int) for part in value)
-        _require(is_path or type(value) in _SHARED)
-        return value
-
-    def need(self, count: int) -> None:
-        """Decline unless ``count`` objects are above the last MARK."""
-        _require(len(self.stack) - (self.marks[-1] if self.marks else 0) >= count)
-
-    def popped(self) -> list[Any]:
-        """Pop everything above the last MARK."""
-        begin = self.marks.pop()
-        parts = self.stack[begin:]
-        del self.stack[begin:]
-        return parts
-
-    def execute(self, code: int) -> None:
-        """Execute an opcode without an argument."""
-        stack = self.stack
-        if code in _CONSTANTS:
-            stack.append(_CONSTANTS[code]())
-        elif code in (op.TUPLE1, op.TUPLE2, op.TUPLE3):
-            count = code - op.TUPLE1 + 1
-            self.need(count)
-            stack[-count:] = [_Tuple(stack[-count:])]
-        elif code == op.TUPLE:
-            stack.append(_Tuple(self.popped()))
-        elif code in (op.SETITEMS, op.SETITEM):
-            self.need(0 if code == op.SETITEMS else 3)
-            parts = self.popped() if code == op.SETITEMS else [stack.pop(-2), stack.pop()]
-            self.need(1)
-            _require(type(stack[-1]) is _Pairs and len(parts) % 2 == 0)
-            stack[-1] += _joined_items(parts)
-        elif code in (op.APPENDS, op.APPEND):
-            self.need(0 if code == op.APPENDS else 2)
-            parts = self.popped() if code == op.APPENDS else [stack.pop()]
-            self.need(1)
-            _require(type(stack[-1]) is _List)
-            stack[-1] += parts
-        else:
-            self.need(2)
-            self.combine(code)
-
-    def combine(self, code: int) -> None:
-        """Execute an opcode that combines two objects into one."""
-        stack = self.stack
-        if code == op.STACK_GLOBAL:
-            name, module = stack.pop(), stack.pop()
-            _require(type(name) is str and type(module) is str)
-            stack.append(_named(module, name))
-        elif code == op.NEWOBJ:
-            args, cls = stack.pop(), stack.pop()
-            short = cls.rpartition(".")[2] if type(cls) is _Name else ""
-            _require(type(args) is _Tuple and not args and short in _FIELDS)
-            stack.append(_Object(short))
-        elif code == op.REDUCE:
-            args, function = stack.pop(), stack.pop()
-            _require(type(args) is _Tuple and type(function) is _Name)
-            stack.append(self.called(function.rpartition(".")[2], args))
-        else:
-            _require(code == op.BUILD)
-            state, made = stack.pop(), stack.pop()
-            _require(type(made) is _Object and made.value is None)
-            stack.append(self.built(made, state))
-
-    def called(self, function: str, args: _Tuple) -> object:
-        """Return the result of a function that torch calls."""
-        if function.endswith("Path"):
-            _require(all(type(part) is str for part in args))
-            return _Constant("Path")
-        _require(len(args) == 1)
-        if function == "Size":
-            numbers = args[0]
-            _require(type(numbers) is _Tuple and len(numbers) <= LIMITS.dimensions and all(map(_is_count, numbers)))
-            return tuple(numbers)
-        if function == "_get_layout":
-            _require(type(args[0]) is str and args[0] in LAYOUTS)
-        else:
-            _require(function.endswith("MEM_FORMAT_ENCODING") and type(args[0]) is int and 0 <= args[0] < 3)
-            function = "MEM_FORMAT_ENCODING"
-        return _Constant(function)
-
-    def built(self, made: _Object, state: Any) -> object:
-        """Return the value of an object with these fields."""
-        cls = made.cls
-        if cls == "TensorProperties":
-            _require(type(state) is _Tuple and len(state) in (5, 6))  # six with the strides since torch 2.15
-            dtype, layout, grad, memory_format, pinned, *strides = state
-            _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
-            _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
-            _require(type(grad) is type(pinned) is bool and {*map(type, strides)} <= {_Tuple, type(None)})
-            made.value = _Properties(BY_NAME[dtype.removeprefix("torch.")])
-            return made.value
-        _require(type(state) is _Pairs and all(type(key) is str for key in state[::2]))
-        fields = dict(zip(state[::2], state[1::2]))
-        needed, possible = _FIELDS[cls]
-        _require(len(fields) * 2 == len(state) and needed <= fields.keys() <= needed | possible)
-        if cls in ("ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"):
-            self.orders[cls] = tuple(fields)
-            self.learn(cls)
-            return _BUILDERS[cls](self, fields)
-        if cls == "TensorStorageMetadata":
-            shape, chunks, properties = fields["size"], fields["chunks"], fields["properties"]
-            _require(type(properties) is _Properties and type(shape) is tuple and type(chunks) is _List)
-            count = len(shape)
-            for chunk in chunks:
-                _require(type(chunk) is _Chunk and len(chunk.offsets) == count and len(chunk.sizes) == count)
-            return ValueMetadata(properties.dtype, shape, tuple(chunks))
-        made.value = made
-        return self.metadata(fields) if cls == "Metadata" else made
-
-    def metadata(self, fields: Mapping[str, Any]) -> Metadata:
+    def metadata(self, root: object, end: int, foreign: list[str]) -> Metadata:
         """Return the content of the whole file."""
-        listed = fields["state_dict_metadata"]
-        places, storage = fields.get("planner_data"), fields.get("storage_data")
-        _require(type(listed) is _Pairs)
-        _require(all(pairs is None or type(pairs) is _Pairs for pairs in (places, storage)))
-        meta, version = fields.get("storage_meta"), fields.get("version")
-        _require(meta is None or (type(meta) is _Object and meta.cls == "StorageMeta"))
+        listed, places, storage, meta, version = _fields(root, "Metadata") or [None] * 5
+        if listed is None:
+            kind = type(root).__name__.removeprefix("_Pairs") or "dict"
+            raise _Refused(f"it is a pickle of {kind}, not of {_MODULE}.Metadata")
+        values = self._read_values(listed)
+        paths = self._read_paths(places, values)
+        items = self._read_items(storage)
+        if meta is not None and not isinstance(meta, _Record):
+            self._note("its storage_meta is not an object: torch sets load_id on it")
+        return Metadata(end, values, paths, items, version if type(version) is str else "", self.flaws, foreign)
+
+    def _note(self, text: str) -> None:
+        if len(self.flaws) < LIMITS.listed:
+            self.flaws.append(text)
+
+    def _pairs(self, value: object) -> list[tuple[Any, Any]]:
+        """Return the entries of a dict; report anything else except None."""
+        if type(value) is not _Pairs:
+            if value is not None:
+                self._note(f"a {type(value).__name__} where a dict belongs")
+            return []
+        flat = value.flat(self._size)
+        return list(zip(flat[::2], flat[1::2]))
+
+    def _named(self, value: object) -> list[tuple[str, Any]]:
+        """Return the entries of a dict with string keys; report anything else."""
+        pairs = self._pairs(value)
+        named = [(key, inner) for key, inner in pairs if type(key) is str]
+        if len(named) < len(pairs):
+            self._note("a key is not a string")
+        return named
+
+    def _read_values(self, listed: object) -> dict[str, ValueMetadata]:
         values: dict[str, ValueMetadata] = {}
-        for name, value in zip(listed[::2], listed[1::2]):
-            _require(type(name) is str)
-            if type(value) is _Object and value.cls == "BytesStorageMetadata":
-                value = ValueMetadata(None)
-            _require(type(value) is ValueMetadata)
-            values[name] = value
-        paths: dict[str, tuple[str | int, ...]] = {}
-        for name, path in zip(places[::2], places[1::2]) if places else ():
-            _require(type(name) is str and type(path) is _Tuple and 0 < len(path) <= MAX_DEPTH)
-            _require(all(type(step) is str or _is_count(step) for step in path) and type(path[0]) is str)
-            _require(name not in values or ".".join(map(str, path)) == name)
-            paths[name] = tuple(path)
-        _require(not paths or values.keys() <= paths.keys() or paths.keys() <= values.keys())
-        items = storage[::2] if storage else []
-        for item, taken in zip(items, storage[1::2] if storage else ()):
-            _require(type(item) is Item and taken is _TAKEN)
-        return Metadata(None, 0, values, paths, items, version if type(version) is str else "", [], [], [])
-
-    def chunk_of(self, fields: Mapping[str, Any]) -> _Chunk:
-        """Return a piece of a tensor."""
-        offsets, sizes = fields["offsets"], fields["sizes"]
-        _require(type(offsets) is tuple and type(sizes) is tuple)
-        return self.chunk(offsets, sizes)
-
-    def chunk(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
-        """Return a piece; equal pieces share one object."""
-        known = self.chunks.get((offsets, sizes))
-        if known is None:
-            known = _Chunk(offsets, sizes)
-            self.chunks[known] = known
-        return known
-
-    def index_of(self, fields: Mapping[str, Any]) -> _Index:
-        """Return the name and the offset of a piece."""
-        name, offset, number = fields["fqn"], fields.get("offset"), fields.get("index")
-        _require(type(name) is str and (offset is None or type(offset) is tuple))
-        _require(number is None or type(number) is int)
-        return _Index(name, offset)
-
-    def info_of(self, fields: Mapping[str, Any]) -> _Info:
-        """Return the file range of a piece."""
-        file, at, length = fields["relative_path"], fields["offset"], fields["length"]
-        transforms = fields.get("transform_descriptors")
-        _require(type(file) is str and _is_count(at) and _is_count(length))
-        _require(transforms is None or type(transforms) is _List)
-        _require(all(type(name) is str for name in transforms or ()))
-        return _Info(file, at, length, tuple(transforms or ()))
-
-    def learn(self, cls: str) -> None:
-        """Build the expression that matches further entries like the last one, now that its names are in the memo."""
-        is_chunk, index = cls == "ChunkStorageMetadata", self.orders.get("MetadataIndex", ())
-        first = cls if is_chunk else "MetadataIndex"
-        begin = self.classes.get(first, -1)
-        if cls == "MetadataIndex" or begin < 0 or begin in self.phrases or not self.trials:
-            return
-        if not is_chunk and (len(index) != 3 or len(self.orders[cls]) != 3):
-            return  # an object, or a compressed piece
-        self.trials -= 1
-        parts = [(name, self.orders[name]) for name in ((cls,) if is_chunk else (first, cls))]
-        wanted = {name for _, order in parts for name in order}
-        if {"Size"} | {name for name, _ in parts} <= self.classes.keys() and wanted <= self.places.keys():
-            match = re.compile(b"".join(self.expression(*part) for part in parts), re.DOTALL).match
-            orders = [order for _, order in parts]
-            read = self.read_chunks if is_chunk else self.read_items
-            self.phrases[begin] = lambda pos: read(match, orders, pos)
-
-    def learn_tensor(self, end: int) -> None:
-        """Cache the instructions of the tensor that ends here: equal dtypes and shapes have equal instructions."""
-        begin, memoized = self.tensor_begun
-        size = end - begin
-        if begin >= 0 and size <= _MAX_TENSOR and len(self.tensors) < _MAX_TENSORS:
-            self.tensors[self.data[begin:end]] = self.stack[-1], self.memo[memoized:]
-            self.tensor_sizes[size] = None
-        self.tensor_begun = -1, 0
-        begin = self.classes.get("TensorStorageMetadata", -1)
-        if begin >= 0:
-            self.phrases[begin] = self.read_tensor
-
-    def read_tensor(self, pos: int) -> int:
-        """Read a tensor with cached instructions, which build an equal value; return the offset after it, or -1."""
-        for size in self.tensor_sizes:
-            known = self.tensors.get(self.data[pos : pos + size])
-            if known is not None:
-                self.stack.append(known[0])
-                self.memo += known[1]
-                return pos + size
-        self.tensor_begun = pos, len(self.memo)
-        return -1
-
-    def expression(self, cls: str, order: Sequence[str]) -> bytes:
-        """Return the expression that matches an object with its fields in this order."""
-        new_size = rb"(?:%b(%b)\x94\x85\x94R\x94|(%b))" % (_fetched(self.classes["Size"]), _INTS, _GET)
-        kinds = {"fqn": _TEXT, "relative_path": _TEXT, "index": rb"(?:%b|N)" % _INT, "length": b"(%b)" % _INT}
-        kinds |= dict.fromkeys(("offsets", "sizes"), new_size)
-        kinds["offset"] = b"(%b)" % _INT if cls == "_StorageInfo" else new_size
-        fields = [_fetched(self.places[name]) + kinds[name] for name in order]
-        return _fetched(self.classes[cls]) + rb"\)\x81\x94\}\x94\(" + b"".join(fields) + b"ub"
-
-    def read_chunks(self, match: _Match, orders: Sequence[Sequence[str]], pos: int) -> int:
-        """Read the pieces that begin at ``pos``; return the offset after them, or -1 if there are none."""
-        data, memo, stack = self.data, self.memo, self.stack
-        stop = len(stack) + _MAX_STACK // 2
-        swapped = orders[0][0] != "offsets"
-        end = -1
-        found = match(data, pos)
-        while found is not None and len(stack) < stop:
-            one, get_one, other, get_other = found.groups()
-            memo += (None, None)
-            first = self.size(one, get_one)
-            second = self.size(other, get_other)
-            stack.append(self.chunk(second, first) if swapped else self.chunk(first, second))
-            end = found.end()
-            found = match(data, end)
-        return end
-
-    def size(self, numbers: bytes | None, get: bytes) -> tuple[int, ...]:
-        """Return a ``torch.Size``: new, cached or from the memo."""
-        if numbers is None:
-            size = self.memo[int.from_bytes(get[1:], "little")]
-            _require(type(size) is tuple)
-            return size  # type: ignore[no-any-return]
-        known = self.sizes.get(numbers)
-        if known is None:
-            known = self.sizes[numbers] = _size(numbers)
-        self.memo += (None, None, known)
-        return known
-
-    def read_items(self, match: _Match, orders: Sequence[Sequence[str]], pos: int) -> int:
-        """Read the items that begin at ``pos``; return the offset after them, or -1 if there are none."""
-        data, memo, stack, ints = self.data, self.memo, self.stack, self.ints
-        stop = len(stack) + _MAX_STACK // 2
-        early = orders[0].index("fqn") < orders[0].index("offset")
-        order = orders[1]
-        widths = [3 if name == "relative_path" else 1 for name in order]
-        file_at, at_at, length_at = (
-            5 + sum(widths[: order.index(name)]) for name in ("relative_path", "offset", "length")
-        )
-        end = -1
-        found = match(data, pos)
-        while found is not None and len(stack) < stop:
-            groups = found.groups()
-            memo += (None, None)
-            if early:
-                name = self.text(*groups[0:3])
-                offset = self.size(*groups[3:5])
+        for name, entry in self._named(listed):
+            value = self._value(entry)
+            if value is None:
+                self._note(f"the entry of {quoted(name)} is invalid")
             else:
-                offset = self.size(*groups[0:2])
-                name = self.text(*groups[2:5])
-            memo += (None, None)
-            file = self.text(*groups[file_at : file_at + 3])
-            at, length = groups[at_at], groups[length_at]
-            begin, size = ints.get(at), ints.get(length)
-            if begin is None:
-                begin = ints[at] = _count(at)
-            if size is None:
-                size = ints[length] = _count(length)
-            stack += (Item(name, offset, file, begin, size), _TAKEN)
-            end = found.end()
-            found = match(data, end)
-        return end
+                values[name] = value
+        return values
 
-    def text(self, size: bytes | None, text: bytes, get: bytes) -> str:
-        """Return a string: new, cached or from the memo."""
-        if size is None:
-            known = self.memo[int.from_bytes(get[1:], "little")]
-            _require(type(known) is str)
-            return known  # type: ignore[no-any-return]
-        _require(len(text) == size[0])
-        known = self.texts.get(text)
-        if known is None:
-            known = self.texts[text] = text.decode()
-        self.memo.append(known)
+    def _value(self, entry: object) -> ValueMetadata | None:
+        """Return a tensor or an object; None for anything else, or if too many numbers were read."""
+        if type(entry).__name__ == "BytesStorageMetadata":
+            return ValueMetadata(None)
+        properties, size, chunks = _fields(entry, "TensorStorageMetadata") or [None] * 3
+        shape, dtype = self._shape(size), _dtype(properties)
+        if shape is None or dtype is None or type(chunks) is not list:
+            return None
+        self._left -= (len(chunks) + 1) * (len(shape) + 1)
+        boxes = [self._box(chunk, len(shape)) for chunk in chunks] if self._left >= 0 else [None]
+        return None if None in boxes else ValueMetadata(dtype, shape, tuple(boxes))  # type: ignore[arg-type]
+
+    def _shape(self, value: object) -> tuple[int, ...] | None:
+        """Return a ``torch.Size``, or None for anything else."""
+        if type(value) is not tuple or len(value) > LIMITS.dimensions or not {*map(type, value)} <= {int}:
+            return None
+        known = self._sizes.get(value)
+        if known is None and all(map(_is_count, value)):
+            known = self._sizes[value] = value
         return known
 
+    def _box(self, chunk: object, dimensions: int) -> Box | None:
+        """Return the box of a piece, or None if it has not this many dimensions."""
+        at, size = _fields(chunk, "ChunkStorageMetadata") or [None] * 2
+        offsets, sizes = self._shape(at), self._shape(size)
+        if offsets is None or sizes is None or not len(offsets) == len(sizes) == dimensions:
+            return None
+        box = offsets, sizes
+        return self._boxes.setdefault(box, box)
 
-_BUILDERS: Final[Mapping[str, Callable[[_Reader, Mapping[str, Any]], object]]] = {
-    "ChunkStorageMetadata": _Reader.chunk_of,
-    "MetadataIndex": _Reader.index_of,
-    "_StorageInfo": _Reader.info_of,
-}
-_CONSTANTS: Final[Mapping[int, Callable[[], object]]] = {
-    op.EMPTY_TUPLE: _Tuple,
-    op.EMPTY_LIST: _List,
-    op.EMPTY_DICT: _Pairs,
-    op.NONE: lambda: None,
-    op.NEWTRUE: lambda: True,
-    op.NEWFALSE: lambda: False,
-}
-_INT_SIZES: Final = {op.BININT1: 1, op.BININT2: 2, op.BININT: 4}
+    def _read_paths(self, places: object, values: Mapping[str, ValueMetadata]) -> dict[str, tuple[str | int, ...]]:
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for name, path in self._named(places):
+            if self._left < 0 or not _is_path(path):
+                self._note(f"the path of {quoted(name)} in the object is invalid")
+                continue
+            paths[name] = path
+            spelled = ".".join(map(str, path))
+            self._left -= len(spelled)
+            if spelled != name and name in values:
+                # create_default_local_load_plan looks up the name that the path spells.
+                self._note(f"{quoted(name)} belongs at {quoted(spelled)}, under which torch looks for it: Missing key")
+        # DefaultSavePlanner writes the path of every value. A damaged key would move its value to the root.
+        without = next((name for name in values if name not in paths), None) if paths else None
+        unknown = next((name for name in paths if name not in values), None)
+        if without is not None and unknown is not None:
+            self._note(f"{quoted(without)} has no path in the object, and {quoted(unknown)} has one but is no value")
+        return paths
 
+    def _read_items(self, storage: object) -> list[Item]:
+        items = []
+        for number, (key, value) in enumerate(self._pairs(storage)):
+            item = self._item(key, value)
+            if item is None:
+                self._note(f"entry {number:,} of storage_data is invalid")
+            else:
+                items.append(item)
+        return items
 
-def _within(data: bytes, pos: int, size: int) -> int:
-    _require(pos + size <= len(data))
-    return pos
-
-
-def _named(module: str, name: str) -> _Name:
-    """Return a global that torch writes in this file; decline any other."""
-    full = f"{module}.{name}"
-    _require("." not in name and (full in EXPECTED or (module == "torch" and name in BY_NAME)))
-    return _Name(full)
-
-
-def _joined_items(parts: list[Any]) -> list[Any]:
-    """Return the entries of a dict; merge each key and value of ``storage_data`` into one Item."""
-    for place in range(0, len(parts), 2):
-        key, value = parts[place], parts[place + 1]
-        if type(key) is _Index or type(value) is _Info:
-            _require(type(key) is _Index and type(value) is _Info)
-            parts[place : place + 2] = (Item(key.name, key.offset, *value), _TAKEN)
-    return parts
-
-
-def _fetched(ref: int) -> bytes:
-    """Return an expression for the opcode that fetches this memo entry."""
-    return re.escape(b"h%c" % ref if ref < 256 else b"j" + ref.to_bytes(4, "little"))
-
-
-def _int(code: bytes) -> int:
-    """Return the number of a BININT1, BININT2, BININT or LONG1 instruction."""
-    if code[0] == op.LONG1:
-        _require(len(code) == code[1] + 2 <= 20)
-        return int.from_bytes(code[2:], "little", signed=True)
-    return int.from_bytes(code[1:], "little", signed=code[0] == op.BININT)
-
-
-def _count(code: bytes) -> int:
-    """Return a number of bytes or elements; decline a number out of range."""
-    if code[0] == op.LONG1:
-        _require(len(code) == code[1] + 2)
-    value = _int(code)
-    _require(0 <= value < TOO_LARGE)
-    return value
+    def _item(self, key: object, value: object) -> Item | None:
+        """Return the item of an index and a file range, or None if one of them is invalid."""
+        name, _, offset = _fields(key, "MetadataIndex") or [None] * 3
+        file, at, length, transforms = _fields(value, "_StorageInfo") or [None] * 4
+        place = self._shape(offset)
+        if type(name) is not str or type(file) is not str or (offset is not None and place is None):
+            return None
+        if not (type(at) is type(length) is int and 0 <= at < TOO_LARGE and 0 <= length < TOO_LARGE):
+            return None
+        if transforms is None:
+            return Item(name, place, file, at, length)
+        self._left -= len(transforms) if type(transforms) is list else self._left
+        if self._left <= 0 or not all(type(transform) is str for transform in transforms):
+            return None
+        return Item(name, place, file, at, length, tuple(transforms))
 
 
-def _size(code: bytes) -> tuple[int, ...]:
-    """Return the numbers in the instructions that build a tuple."""
-    last = code[-1]
-    numbers: list[int] = []
-    pos, stop = int(code[:1] == b"("), len(code) - 1
-    while pos < stop:
-        part = _INT_PARTS.match(code, pos)
-        _require(part is not None)
-        assert part is not None
-        end = part.end() + (code[pos + 1] if code[pos] == op.LONG1 else 0)
-        numbers.append(_count(code[pos:end]))
-        pos = end
-    _require(pos == stop and (code[:1] == b"(" or len(numbers) == last - op.TUPLE1 + 1))
-    return tuple(numbers)
+def _fields(value: object, cls: str) -> Sequence[Any] | None:
+    """Return the fields of an object of class ``cls``, or of a class of another library; None for a missing field.
+
+    Return None for anything else.
+    """
+    if not isinstance(value, _Record) or (type(value).__name__ != cls and not isinstance(value, _Foreign)):
+        return None
+    state = getattr(value, "state", None)
+    if type(state) is not _Pairs:
+        return None
+    flat, order = state.flat(2 * _MAX_FIELDS), _FIELDS[cls]
+    names = flat[::2]
+    if names == order[: len(names)]:
+        return flat[1::2] + (None,) * (len(order) - len(names))
+    if not all(type(name) is str for name in names):
+        return None
+    fields = dict(zip(names, flat[1::2]))
+    return [fields.get(name) for name in order]
+
+
+def _dtype(properties: object) -> Dtype | None:
+    """Return the dtype, which ``TensorProperties.__getstate__`` writes first; None if ``__setstate__`` would fail.
+
+    The state has five values, six with the strides since torch 2.15.
+    """
+    state: Sequence[object] = getattr(properties, "state", ())
+    if type(state) is not tuple or len(state) not in (5, 6) or state[3] is not _CONSTANT:
+        return None
+    return state[0] if isinstance(state[0], Dtype) else None
+
+
+def _is_path(value: object) -> bool:
+    """Return whether a value is the path of a value in the object: names and list indices."""
+    if type(value) is not tuple or not 0 < len(value) <= _MAX_DEPTH or type(value[0]) is not str:
+        return False
+    return all(type(step) is str or _is_count(step) for step in value)

@@ -182,7 +182,7 @@ def test_metadata_of_many_ranks_is_merged_in_linear_time() -> None:
         for rank in range(ranks):
             listed = {"w": ValueMetadata(None, (ranks,), (((rank,), (1,)),))}
             item = Item("w", (rank,), f"__{rank}_0.distcp", 0, 1)
-            found.append(Metadata(None, 0, listed, {"w": ("w",)}, [item], "", [], [], []))
+            found.append(Metadata(0, listed, {"w": ("w",)}, [item], "", [], []))
         return lambda: merge_metadata(found)
 
     assert grows(call) < 4 * 1.5

@@ -1,9 +1,12 @@
-"""The ``.metadata`` that torch writes is read in one pass, to what the reader of any pickle makes of it."""
+"""``.metadata`` is read to what ``pickle.load`` makes of it, and a hostile one is refused at once."""
 
 from __future__ import annotations
 
 import pickle
 import random
+import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,42 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptool
 from ckptool.base.errors import MalformedError
-from ckptool.formats.dcp.listing import _as_written, read_listing
-from ckptool.formats.dcp.metadata import read_metadata
+from ckptool.formats.dcp import metadata as records
+from ckptool.formats.dcp.listing import read_listing
 
 FOUND = sorted(path.parent for path in FIXTURES.rglob(".metadata"))
 
 
-def listed(data: bytes) -> Any:
-    """What any pickle is read to, without its graph."""
-    return read_metadata(data, ".metadata")._replace(graph=None)
+def listed(data: bytes) -> tuple[Any, ...]:
+    """The values, paths and items of what ``pickle.loads`` makes."""
+    theirs = pickle.loads(data)
+    values = {}
+    for name, value in theirs.state_dict_metadata.items():
+        if isinstance(value, BytesStorageMetadata):
+            values[name] = (None, (), ())
+        else:
+            boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks)
+            values[name] = (str(value.properties.dtype)[6:], tuple(value.size), boxes)
+    items = [
+        records.Item(
+            index.fqn,
+            None if index.offset is None else tuple(index.offset),
+            info.relative_path,
+            info.offset,
+            info.length,
+            tuple(info.transform_descriptors or ()) if hasattr(info, "transform_descriptors") else (),
+        )
+        for index, info in (theirs.storage_data or {}).items()
+    ]
+    return values, dict(theirs.planner_data or {}), items
+
+
+def read(data: bytes) -> tuple[Any, ...]:
+    """The same as ckptool reads it, without a flaw."""
+    found = read_listing(data, ".metadata")
+    assert (found.flaws, found.subclasses, found.end) == ([], [], len(data))
+    values = {name: (value.dtype and value.dtype.name, *value[1:]) for name, value in found.values.items()}
+    return values, found.paths, found.items
 
 
 def many(tensors: int = 40, ranks: int = 64, dims: int = 2, gathered: bool = True, **more: Any) -> Metadata:
@@ -61,110 +91,105 @@ def many(tensors: int = 40, ranks: int = 64, dims: int = 2, gathered: bool = Tru
 @pytest.mark.parametrize("folder", FOUND, ids=lambda path: str(path.relative_to(FIXTURES)))
 def test_a_folder(folder: Path) -> None:
     data = (folder / ".metadata").read_bytes()
-    assert read_listing(data, "")._replace(graph=None) == listed(data)
+    if "megatron" not in str(folder):  # their class takes Megatron-core to load
+        assert read(data) == listed(data)
+    found = read_listing(data, ".metadata")
+    assert found.flaws == [] and found.items and all(item.name in found.values for item in found.items)
 
 
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize(
     "metadata",
-    [
-        many(),
-        many(dims=1),
-        many(dims=4),
-        many(tensors=1, ranks=3000),
-        many(tensors=3000, ranks=1),
-        many(gathered=False),
-    ],
-    ids=["many", "lines", "four dimensions", "one tensor", "one rank", "shared strings"],
+    [many(dims=1), many(dims=4), many(tensors=1, ranks=1001), many(tensors=1001, ranks=1), many(gathered=False)],
+    ids=["lines", "four dimensions", "one tensor", "one rank", "shared strings"],
 )
 def test_many_pieces(metadata: Metadata, protocol: int) -> None:
     data = pickle.dumps(metadata, protocol)
-    assert _as_written(data) == listed(data)
-    assert len(listed(data).items) == len(metadata.storage_data)
+    assert read(data) == listed(data)
+
+
+def test_as_the_pickler_in_python_writes_it() -> None:
+    """Its last entry of a thousand and one stands alone."""
+    data = pickle._dumps(many(tensors=1, ranks=1001))  # type: ignore[attr-defined]
+    assert read(data) == listed(data)
 
 
 def test_pieces_that_were_compressed() -> None:
     data = pickle.dumps(many(transform_descriptors=["stream.zstd/1"]))
-    assert _as_written(data) == listed(data)
-    assert {item.transforms for item in listed(data).items} == {("stream.zstd/1",)}
+    assert read(data) == listed(data)
+    assert {item.transforms for item in read(data)[2]} == {("stream.zstd/1",)}
 
 
 def test_properties_of_torch_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have six values: the strides, too, or None."""
     metadata = many(tensors=2)
-    plain = listed(pickle.dumps(metadata))
+    plain = read(pickle.dumps(metadata))
     five = TensorProperties.__getstate__
     for strides in ((7, 1), None):
         monkeypatch.setattr(TensorProperties, "__getstate__", lambda self, strides=strides: (*five(self), strides))
-        data = pickle.dumps(metadata)
-        assert _as_written(data) == listed(data) == plain._replace(end=len(data))
+        assert read(pickle.dumps(metadata)) == plain
 
 
 def test_scalars_and_long_names() -> None:
     metadata = many(tensors=3)
     metadata.state_dict_metadata = {}
     metadata.planner_data = None
-    for number, name in enumerate(("x" * 300, "größe", "offset", "")):
+    metadata.storage_data = {}
+    for number, name in enumerate(("x" * 63, "x" * 64, "x" * 300, "größe", "offset", "")):
         properties, chunk = TensorProperties(), ChunkStorageMetadata(torch.Size(()), torch.Size(()))
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(()), [chunk])
-        metadata.storage_data[MetadataIndex(name, torch.Size(()), 0)] = _StorageInfo("__0_0.distcp", number, 1)
+        metadata.storage_data[MetadataIndex(name, torch.Size(()), 0)] = _StorageInfo("__0_0.distcp", number << 50, 1)
     data = pickle.dumps(metadata)
-    assert _as_written(data) == listed(data)
+    assert read(data) == listed(data)
 
 
-def _calls(metadata: Metadata) -> None:
-    metadata.planner_data = print
-
-
-def _unknown_class(metadata: Metadata) -> None:
-    metadata.storage_meta = ValueError  # type: ignore[assignment]
+def test_what_ckptool_writes(tmp_path: Path) -> None:
+    shapes = [(), (3,), (2, 3), (2, 3), (0, 4), (5, 1, 2)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    tensors = {f"layers.{at}.w": torch.zeros(shapes[at % 6], dtype=dtypes[at // 20]) for at in range(60)}
+    torch.save(
+        {"model": tensors, "same": [torch.ones(2) for _ in range(9)], "epoch": 3, "x" * 300: "y"}, tmp_path / "a.pt"
+    )
+    ckptool.save(ckptool.convert(tmp_path / "a.pt", "dcp", allow_loss=["containers"]), tmp_path / "saved")
+    data = (tmp_path / "saved" / ".metadata").read_bytes()
+    assert read(data) == listed(data)
+    assert len(read(data)[0]) == 71
 
 
 def _negative(metadata: Metadata) -> None:
     metadata.storage_data[MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", -1, 1)
 
 
-def _same_list(metadata: Metadata) -> None:
-    first, second, *_ = metadata.state_dict_metadata.values()
-    second.chunks = first.chunks  # type: ignore[union-attr]
-
-
 def _wrong_path(metadata: Metadata) -> None:
     metadata.planner_data["layers.0.weight"] = ("elsewhere",)
 
 
-@pytest.mark.parametrize("change", [_calls, _unknown_class, _negative, _same_list, _wrong_path])
-def test_anything_else_is_left_to_the_reader_of_any_pickle(change: Any) -> None:
+def _long_path(metadata: Metadata) -> None:
+    metadata.planner_data["epoch"] = ("epoch",) * 201
+
+
+def _size_of_text(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["layers.0.weight"].size = ("a", 7)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [_negative, _wrong_path, _long_path, _size_of_text])
+def test_an_invalid_part_is_a_flaw(change: Callable[[Metadata], None]) -> None:
     metadata = many(tensors=3, ranks=3)
     change(metadata)
-    assert _as_written(pickle.dumps(metadata)) is None
-    assert _as_written(pickle.dumps(metadata, 2)) is None
+    assert len(read_listing(pickle.dumps(metadata), "").flaws) == 1
 
 
-def own(folder: Path) -> bytes:
-    """The metadata that ckptool writes of tensors of some shapes and dtypes, one by one and in rows, and of objects."""
-    shapes = [(), (3,), (2, 3), (2, 3), (0, 4), (5, 1, 2)]
-    dtypes = [torch.float32, torch.bfloat16, torch.int64]
-    tensors = {f"layers.{at}.w": torch.zeros(shapes[at % 6], dtype=dtypes[at // 20]) for at in range(60)}
-    torch.save(
-        {"model": tensors, "same": [torch.ones(2) for _ in range(9)], "epoch": 3, "x" * 300: "y"}, folder / "a.pt"
-    )
-    ckptool.save(ckptool.convert(folder / "a.pt", "dcp", allow_loss=["containers"]), folder / "saved")
-    return (folder / "saved" / ".metadata").read_bytes()
+@pytest.mark.parametrize("made", [print, ValueError, torch.nn.Linear, pickle.Unpickler, torch.Tensor])
+def test_any_other_name_is_refused(made: Any) -> None:
+    metadata = many(tensors=1, ranks=1)
+    metadata.planner_data["x"] = made
+    with pytest.raises(MalformedError, match="which torch never writes there: loading it imports or runs it"):
+        read_listing(pickle.dumps(metadata), "")
 
 
-def test_what_ckptool_writes(tmp_path: Path) -> None:
-    data = own(tmp_path)
-    assert _as_written(data) == listed(data)
-    assert len(listed(data).values) == 71
-
-
-@pytest.mark.parametrize("kind", ["made", "dcp4", "own"])
-def test_what_is_accepted_is_without_flaws(kind: str, tmp_path: Path) -> None:
-    """Bytes changed at random: what is accepted is what any pickle is read to, with nothing to remark."""
-    data = own(tmp_path) if kind == "own" else (FIXTURES / "dcp4" / ".metadata").read_bytes()
-    data = pickle.dumps(many(tensors=4, ranks=4)) if kind == "made" else data
+def test_bytes_changed_at_random_are_never_read_as_something_else() -> None:
+    """What is read without a flaw is what ``pickle.loads`` reads."""
+    data = pickle.dumps(many(tensors=4, ranks=4))
     draw = random.Random(16)
     accepted = 0
     for _ in range(1500):
@@ -177,16 +202,83 @@ def test_what_is_accepted_is_without_flaws(kind: str, tmp_path: Path) -> None:
             del changed[at : at + draw.randrange(1, 9)]
         else:
             changed[at:at] = data[(other := draw.randrange(len(data))) : other + draw.randrange(1, 30)]
-        result = _as_written(bytes(changed))
-        if result is not None:
+        try:
+            found = read_listing(bytes(changed), "")
+        except MalformedError:
+            continue
+        if not found.flaws and not found.subclasses:
             accepted += 1
-            assert result == listed(bytes(changed))
+            assert (found.paths, found.items) == listed(bytes(changed))[1:]
     assert accepted
 
 
 def test_a_cut_one_is_refused() -> None:
     data = pickle.dumps(many(tensors=3, ranks=3))
     for end in range(0, len(data), 7):
-        assert _as_written(data[:end]) is None
+        with pytest.raises(MalformedError):
+            read_listing(data[:end], ".metadata")
+
+
+# -- hostile ones ------------------------------------------------------------------------------------------------------
+
+TUPLES = b"".join(b"h%ch%c\x86\x94" % (at, at) for at in range(100))
+HOSTILE = {
+    "a memo of gigabytes": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "a text of gigabytes": b"\x80\x04X\xff\xff\xff\x7f.",
+    "a frame of exabytes": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+    "bytes of exabytes": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.",
+    "more objects than bytes": b"\x80\x04" + b"]" * 2_000_000 + b".",
+    "a key of nested tuples": b"\x80\x04N\x85\x94" + TUPLES + b"0}h\x64Ns.",
+    "a key of tuples that share tuples": b"\x80\x04}N\x85\x94" + TUPLES.replace(b"\x94", b"\x94", 100) + b"Ns.",
+    "tuples nested a million times": b"\x80\x04}N" + b"\x85" * 400_000 + b"Ns.",
+    "tuples nested in twos": b"\x80\x04}N" + b"N\x86" * 400_000 + b"Ns.",
+    "an extension": b"\x80\x04\x82\x01.",
+    "a persistent id": b"\x80\x04NQ.",
+    "a call of a constant": b"\x80\x04NN\x85R.",
+    "a size copied from a list": b"\x80\x04ctorch\nSize\n](" + b"N" * 1000 + b"e\x85R.",
+    "a class with arguments": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN\x85\x81.",
+    "a set": b"\x80\x04\x8f(N\x90.",
+    "fields of a class": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\0\0\0aNsb.",
+    "fields of a function": b"\x80\x04ctorch\nSize\nN}X\x0c\0\0\0__defaults__Ns\x86b.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_one_is_refused_at_once(name: str) -> None:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(MalformedError):
-        read_listing(data[:-1], ".metadata")
+        read_listing(HOSTILE[name], ".metadata")
+    assert time.process_time() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def _shared(count: int, value: Any) -> Metadata:
+    """``value`` as the entry and the path of many names."""
+    names = [f"{number}" for number in range(count)]
+    return Metadata(dict.fromkeys(names, value), dict.fromkeys(names, ("a" * 5000,) * 200), {})
+
+
+def test_shared_parts_are_read_in_bounded_time() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((0,)))] * 30_000
+    value = TensorStorageMetadata(TensorProperties(), torch.Size((0,)), chunks)
+    data = pickle.dumps(_shared(20_000, value))
+    began = time.process_time()
+    found = read_listing(data, ".metadata")
+    assert found.flaws and time.process_time() - began < 5
+
+
+def test_no_stand_in_keeps_anything_of_a_file() -> None:
+    data = (FIXTURES / "dcp4" / ".metadata").read_bytes()
+    before = read(data)
+    for hostile in HOSTILE.values():
+        with pytest.raises(MalformedError):
+            read_listing(hostile, ".metadata")
+    assert read(data) == before
+
+
+def test_many_pieces_take_little_time() -> None:
+    """64,000 pieces of any kind took 0.8 seconds of an idle core at most; here the bound is loose."""
+    data = pickle.dumps(many(tensors=1000, ranks=8, transform_descriptors=["stream.zstd/1"]), 2)
+    began = time.process_time()
+    assert len(read_listing(data, ".metadata").items) == 8001
+    assert time.process_time() - began < 2
