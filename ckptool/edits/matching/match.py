@@ -42,7 +42,6 @@ from .report import (
     group_sizes,
     module_reports,
     not_strict,
-    other_number,
 )
 from .sizes import Cause
 from .steps import FROM_TARGET, FixStep, Steps, drop_steps, edit_command, edit_options
@@ -111,8 +110,7 @@ def match_checkpoint(
         other_model = other_model and not refuted
     program = program_of(checkpoint)
     loads = as_it_is and not best.misplaced and program is None
-    groups = group_sizes(checkpoint)
-    optimizers = compare_optimizers(groups, target.groups)
+    optimizers = compare_optimizers(group_sizes(checkpoint), target.groups)
     others = [item for item in optimizers if not item["fits"]]
     fits = loads and not others
     complete = fix is not None and fix["complete"]
@@ -141,8 +139,6 @@ def match_checkpoint(
         next_step = _from_program(case, steps if complete else (), complete or case.is_good(now))
         steps, fix = (), None
     notes = [*_notes(case, best.doubts if renaming is None else 0), *([refuted] if refuted else [])]
-    if not target.groups and target.kind != "error" and solved:
-        notes += other_number(groups, target.tensors, target.tied)
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,

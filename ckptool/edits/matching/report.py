@@ -10,8 +10,8 @@ from ...base.records import TypedDict
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import list_items
-from ..optimizers import BUFFERS, optimizers
-from .names import Comparison, Mismatch, Spec
+from ..optimizers import optimizers
+from .names import Comparison, Mismatch
 
 #: Maximum number of modules in the table, and of segments in their names.
 _GROUPS: Final = 12
@@ -156,8 +156,6 @@ def module_reports(comparison: Comparison) -> list[ModuleReport]:
 #: The number of parameters in each group, by the path of the optimizer.
 GroupSizes: TypeAlias = Mapping[str, tuple[int, ...]]
 
-_FLOATS: Final = ("float", "bfloat", "complex")
-
 
 class OptimizerReport(TypedDict):
     """An optimizer at ``path``: its group sizes here and in the target, and whether they are equal."""
@@ -188,22 +186,6 @@ def compare_optimizers(have: GroupSizes, wanted: GroupSizes) -> list[OptimizerRe
     return [
         {"path": path, "have": [*have[path]], "wanted": [*wanted[other]], "fits": have[path] == wanted[other]}
         for path, other in partners.items()
-    ]
-
-
-def other_number(have: GroupSizes, tensors: Mapping[str, Spec], tied: Mapping[str, str]) -> list[str]:
-    """Return notes on optimizers whose number of parameters differs from the model's, if its optimizer is unknown.
-
-    Names and dtypes only suggest which tensors are parameters, and an optimizer may omit frozen ones, so this is a note
-    and not a verdict.
-    """
-    names = [name for name, spec in tensors.items() if spec.dtype.startswith(_FLOATS) and name not in tied]
-    parameters = sum(name.rpartition(".")[2] not in BUFFERS for name in names)
-    return [
-        f"the optimizer at {path or '.'!r} has the state of {pluralize(sum(sizes), 'parameter')}, the target has"
-        f" {parameters:,}: an optimizer of all of them does not load it"
-        for path, sizes in have.items()
-        if names and sum(sizes) not in (parameters, len(names))
     ]
 
 

@@ -31,8 +31,6 @@ _COMPUTED: Final = regex(
     r"(?:relative_position_index|attention_bias_idxs|relative_coords_table|attn_mask|position_ids|inv_freq|freqs_cis|(?:cos|sin)_cached"
     r"|rotary_emb\.freqs|attn\.(?:masked_)?bias)\Z"
 )
-#: Vocabularies are padded to multiples of these numbers.
-_MULTIPLES: Final = (128, 64, 32, 16, 8)
 #: Numbers of processes that models are cut for.
 _PARTS: Final = (2, 4, 8, 16, 32, 64)
 #: A module within one of several equal blocks: ``layers.0.attention.wq``.
@@ -56,8 +54,10 @@ class Cause(NamedTuple):
     replaceable: bool = False
 
 
-#: A rule: the kind, a test for one tensor, and a function that makes the message from all tensors of this kind.
-_Rule: TypeAlias = "tuple[str, Callable[[Mismatch], bool], Callable[[Sequence[Mismatch], Mapping[str, Shape]], str]]"
+#: Makes the message from all tensors of a kind, and from the shapes of all tensors in the file.
+_Message: TypeAlias = "Callable[[Sequence[Mismatch], Mapping[str, Shape]], str]"
+#: A rule: the kind, a test for one tensor, and the message.
+_Rule: TypeAlias = "tuple[str, Callable[[Mismatch], bool], str | _Message]"
 
 
 def size_causes(mismatches: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> list[Cause]:
@@ -85,7 +85,8 @@ def size_causes(mismatches: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> 
         items = groups.get(kind)
         if items:
             computed = kind == "positions" and all(_COMPUTED.search(item.key) for item in items)
-            causes.append(Cause(kind, message(items, shapes), _keys(items), replaceable=computed))
+            text = message if isinstance(message, str) else message(items, shapes)
+            causes.append(Cause(kind, text, _keys(items), replaceable=computed))
     if rest and _is_head(rest, len(shapes)):
         causes.append(Cause("classes", _other_classes(rest), _keys(rest), replaceable=True))
     elif rest:
@@ -209,9 +210,8 @@ def _cut(ratio: float) -> str:
             " cut for as many processes; inspect and convert the folder with all parts"
         )
     return (
-        f"the model takes 1/{1 / ratio:.0f} of the rows or columns of each tensor: it is built for one of"
-        f" {1 / ratio:.0f} processes, and the file has whole tensors; build the model for one process, or load the file"
-        " with the library that cuts it"
+        f"the model takes 1/{1 / ratio:.0f} of the rows or columns of each tensor, as one of {1 / ratio:.0f} processes:"
+        " build it for one process, or load the file with the library that cuts it"
     )
 
 
@@ -236,19 +236,15 @@ def _other_vocabulary(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) ->
     saved, wanted = _rows(items[0])
     names = join_limited(list(dict.fromkeys(item.key for item in items)), most=4)
     number, more = abs(saved - wanted), wanted > saved
-    smaller, larger = sorted((saved, wanted))
-    if number * 2 > smaller:
+    if number * 2 > min(saved, wanted):
         return (
             f"there is one row for each token in {names}, {saved:,} in the file and {wanted:,} in the model, which is"
             f" another tokenizer: build the model with the tokenizer and the vocab_size of the file, {saved}"
         )
-    fits = (multiple for multiple in _MULTIPLES if larger % multiple == 0 and smaller % multiple)
-    multiple = next((multiple for multiple in fits if number < multiple), 0)
-    padding = f" ({larger:,} is a multiple of {multiple}, to which vocabularies are padded)" if multiple else ""
     after = f", and model.resize_token_embeddings({wanted}) after it" if more else ""
     return (
         f"the vocabulary has {saved:,} rows in the file and {wanted:,} in the model, where"
-        f" {pluralize(number, 'row')} {'was' if number == 1 else 'were'} {'added' if more else 'removed'}{padding},"
+        f" {pluralize(number, 'row')} {'was' if number == 1 else 'were'} {'added' if more else 'removed'},"
         f" in {names}: build the model with vocab_size={saved}, or call model.resize_token_embeddings({saved}) before"
         f" loading{after}"
     )
@@ -309,11 +305,6 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _says(text: str) -> Callable[[Sequence[Mismatch], Mapping[str, Shape]], str]:
-    """Return a message that does not depend on the tensors."""
-    return lambda items, shapes: text
-
-
 _EMPTY: Final = (
     "the tensors have no values: with DeepSpeed ZeRO-3 each rank holds a part of every weight, and one rank saved"
     " without gathering them; save again on all ranks, with trainer.save_model(), model.save_checkpoint() or"
@@ -346,17 +337,17 @@ _CHANNELS: Final = (
     " in_chans or in_channels)"
 )
 _RULES: Final[tuple[_Rule, ...]] = (
-    ("empty", _is_empty, _says(_EMPTY)),
-    ("quantized", _is_packed, _says(_QUANTIZED)),
-    ("partitioned-model", _of_model(_is_empty), _says(_PARTITIONED_MODEL)),
-    ("quantized-model", _of_model(_is_packed), _says(_QUANTIZED_MODEL)),
+    ("empty", _is_empty, _EMPTY),
+    ("quantized", _is_packed, _QUANTIZED),
+    ("partitioned-model", _of_model(_is_empty), _PARTITIONED_MODEL),
+    ("quantized-model", _of_model(_is_packed), _QUANTIZED_MODEL),
     ("positions", _is_position, _other_positions),
     ("squeezed", _is_squeezed, _squeezed),
-    ("flat", _is_flat, _says(_FLAT)),
-    ("flat-model", _of_model(_is_flat), _says(_FLAT_MODEL)),
+    ("flat", _is_flat, _FLAT),
+    ("flat-model", _of_model(_is_flat), _FLAT_MODEL),
     ("adapter", _is_adapter, _other_rank),
     ("transposed", _is_transposed, _transposed),
     ("vocabulary", _is_vocabulary, _other_vocabulary),
-    ("speakers", lambda item: _other_rows(item) and bool(_SPEAKERS.search(item.key)), _says(_SPEAKER)),
-    ("channels", _is_input, _says(_CHANNELS)),
+    ("speakers", lambda item: _other_rows(item) and bool(_SPEAKERS.search(item.key)), _SPEAKER),
+    ("channels", _is_input, _CHANNELS),
 )

@@ -87,7 +87,7 @@ LANGUAGE: dict[str, Callable[[int], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", LANGUAGE)
-@pytest.mark.parametrize(("saved", "wanted"), [(100, 101), (101, 100), (100, 104), (40, 48), (64, 61)])
+@pytest.mark.parametrize(("saved", "wanted"), [(100, 101), (101, 100), (40, 48)])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, tmp_path: Path) -> None:
     """The call that is named, on the real model, makes it take the file; no command drops the embedding."""
@@ -96,7 +96,6 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
     kind, message = cause(report)
     assert kind == "vocabulary" and f"{saved} rows in the file and {wanted} in the model" in message
     assert f"{abs(saved - wanted)} row" in message and ("added" if wanted > saved else "removed") in message
-    assert ("is a multiple of" in message) == ((saved, wanted) in ((100, 104), (40, 48), (64, 61)))
     model.resize_token_embeddings(int(re.findall(r"resize_token_embeddings\((\d+)\) before", message)[0]))
     model.load_state_dict(have)
     if prefix:
@@ -202,14 +201,10 @@ def test_a_mask_that_the_model_computes_is_left_out(tmp_path: Path) -> None:
 #: Names for the whole, and for its parts.
 FUSIONS = {
     "timm": ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
-    "swapped words": ("attention.query_key_value", ("attention.query", "attention.key", "attention.value")),
     "other modules": ("attention.self_attn.Wqkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj")),
-    "attention": ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     "baichuan": ("self_attn.W_pack", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "fms": ("attn.in_proj.qkv_fused", ("attn.in_proj.query", "attn.in_proj.key", "attn.in_proj.value")),
     "two": ("attn.to_kv", ("attn.to_k", "attn.to_v")),
     "mlp": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    "w12": ("mlp.w12", ("mlp.w1", "mlp.w2")),
     "glu": ("ff.wg1_fused", ("ff.wg", "ff.w1")),
 }
 SIZE = 8

@@ -160,18 +160,6 @@ def test_a_drop_touches_no_other_state_dict(tmp_path: Path) -> None:
     assert list(result["model"]) == list(one) and list(result["other"]) == list(made["other"])
 
 
-def test_names_of_one_state_dict_change_in_that_one(tmp_path: Path) -> None:
-    plain = filled(Net()).state_dict()
-    prefixed = {f"module.{name}": value for name, value in plain.items()}
-    made = {"model": prefixed, "ema": dict(prefixed), "epoch": 1}
-    source, target = saved(made, tmp_path / "a.pth"), saved({"ema": plain}, tmp_path / "b.pth")
-    report = fixed(source, target, tmp_path / "out.pth")
-    assert report["state_dict"] == "ema"
-    assert report["fix"]["command"].endswith(f"--key ema --strip-module -o {tmp_path / 'a.fits.pth'}")
-    result = torch.load(tmp_path / "out.pth")
-    assert list(result["model"]) == list(prefixed) and list(result["ema"]) == list(plain)
-
-
 def test_of_several_state_dicts_the_best_is_meant_or_the_named(tmp_path: Path) -> None:
     plain = filled(Net()).state_dict()
     made = {"other": Block(3).state_dict(), "model": plain, "ema": {f"module.{n}": v for n, v in plain.items()}}
@@ -455,22 +443,6 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
-def test_nothing_is_written_where_nothing_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.pth"
-    call = ["match", str(FIXTURES / "ddp4_training.pth"), str(FIXTURES / "bare.pth"), "--apply", "-o", str(out)]
-    assert run(call) == 4
-    assert "no edit makes it fit" in capsys.readouterr().err and not out.exists()
-
-
-def test_a_part_is_written_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = saved(nn.DataParallel(Net()), tmp_path / "a.pth"), saved(Net(9), tmp_path / "b.pth")
-    assert run(["match", str(source), str(target), "--apply", "-o", str(tmp_path / "out.pth")]) == 1
-    told = capsys.readouterr().out
-    assert "22 of 24 keys load now; what remains:" in told
-    assert "head.weight is 5x12 here, 9x12 in the target" in told
-    assert "head.weight" in torch.load(tmp_path / "out.pth")
-
-
 # -- real checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -540,16 +512,6 @@ def test_the_message_tells_what_the_model_expects(prefix: str, wrapped: bool, ta
     assert report["fix"]["complete"]
     assert typed(report["fix"]["command"], tmp_path / "b.pth") == 0
     load(tmp_path / "b.pth")
-
-
-def test_the_message_tells_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pth")
-    with pytest.raises(RuntimeError) as caught:
-        nn.Linear(2, 5).load_state_dict(torch.load(tmp_path / "a.pth"))
-    (tmp_path / "train.log").write_text(f"step 1\nTraceback ...\n{caught.value}\n", encoding="utf-8")
-    assert run(["match", str(tmp_path / "a.pth"), "--error", str(tmp_path / "train.log"), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert [item["key"] for item in report["size_mismatches"]] == ["weight", "bias"]
 
 
 #: Parts of names that a message of torch prints as they are.
@@ -642,14 +604,6 @@ def test_groups_of_optimizers_are_compared_as_torch_does(
         assert typed(report["next"], out) == 0
         model.load_state_dict(torch.load(out)["model"])
         assert "optimizer" not in torch.load(out)
-
-
-def test_an_optimizer_of_a_part_of_the_model_is_remarked(tmp_path: Path) -> None:
-    whole, part = tmp_path / "whole.pth", tmp_path / "part.pth"
-    _, model = trained(whole, 8)
-    trained(part, 6)
-    assert "6 parameters, the target has 8" in " ".join(ckptool.match(part, model, anywhere=True)["notes"])
-    assert not ckptool.match(whole, model, anywhere=True)["notes"]
 
 
 def normed(how: Callable[[nn.Module], nn.Module]) -> nn.Module:
