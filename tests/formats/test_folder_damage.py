@@ -198,6 +198,7 @@ def test_a_file_that_is_not_what_it_was(
     refused(folder, name, tmp_path, capsys)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_a_file_that_may_not_be_read(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +221,7 @@ def same_advice(folder: Path) -> None:
     assert any(report["advice"] in item["message"] for item in errors) or not errors
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_inspect_and_validate_advise_the_same_without_a_file(kind: str, name: str, tmp_path: Path) -> None:
     folder = made(kind, tmp_path / "model")

@@ -126,6 +126,7 @@ def _facts(folder: Folder) -> dict[str, Any]:
         }
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("path", [*CHECKPOINTS, *MADE])
 def test_a_folder_in_memory_reads_as_on_a_disk(path: str, tmp_path: Path) -> None:
     place = tmp_path / path
@@ -143,6 +144,7 @@ def test_a_folder_in_memory_reads_as_on_a_disk(path: str, tmp_path: Path) -> Non
     assert _facts(MemoryFolder(str(place), files)) == on_disk
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("path", [*CHECKPOINTS, *MADE])
 def test_a_folder_in_memory_without_its_last_file(path: str, tmp_path: Path) -> None:
     place = tmp_path / "folder"

@@ -166,6 +166,7 @@ def test_other_things_under_that_name_are_named(content: bytes, kind: str) -> No
         assert caught.value.kind == kind
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("cut", range(8, 345, 7))
 def test_what_stands_before_a_cut_is_saved(cut: int, tmp_path: Path) -> None:
     source = (FIXTURES / "model.safetensors").read_bytes()

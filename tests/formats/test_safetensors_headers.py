@@ -228,6 +228,7 @@ SPELLINGS: dict[str, tuple[dict[str, Any], Any, bool]] = {
 }
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("last", [False, True], ids=["metadata first", "metadata last"])
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("more", range(9))

@@ -191,6 +191,7 @@ def test_partial_sums_are_refused_by_name(tmp_path: Path) -> None:
         whole(RANKS / "partial", tmp_path / "one.pth")
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", sorted(path.name for path in RANKS.iterdir() if path.is_dir()))
 def test_no_other_folder_is_taken(name: str) -> None:
     known = folder_format(str(RANKS / name))
