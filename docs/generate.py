@@ -23,15 +23,11 @@ from ckptool import __version__
 from ckptool.base import dtypes
 from ckptool.base.findings import CODES, Effect
 from ckptool.base.prefixes import WRAPPERS
-from ckptool.base.steps import as_step
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.recipes.recipe import built_in, built_in_names
 from ckptool.formats.zip_kinds import ZIPS
-from ckptool.remote.store import MESSAGES, Failed, error_of
-from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.finders import KnownError
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
 from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,7 +293,7 @@ def block(language: str, text: str) -> str:
 #: Titles of the parts of the error list, by the first error of each part.
 _PARTS = {
     "no-bytecode": "Programs and libraries that read checkpoints",
-    "module-prefix": "Loading a state dict",
+    "extra-state": "Loading a state dict",
     "no-such-device": "Devices",
     "lfs-pointer": "Damaged files, and files of other kinds",
     "old-torch": "Versions and classes",
@@ -319,56 +315,31 @@ def codes() -> str:
     return tabulate(rows, headers=["Code", "Meaning", "Check", "Effect"], tablefmt="pipe")
 
 
-def remote_errors() -> str:
-    """Return the messages about remote files, with their next steps."""
-    places = {
-        "https://HOST/model.pth": ("listing", "address", "whole", "password", "refused"),
-        "hf://ORGANISATION/MODEL": ("repository", "revision", "gated", "names", "hub"),
-        "sftp://HOST/model.pth": ("fsspec", "package", "scheme"),
-    }
-    failures = [Failed(kind, 400 if kind == "status" else 503) for kind in MESSAGES]
-    place_of = {kind: place for place, kinds in places.items() for kind in kinds}
-    found = [error_of(failed, place_of.get(failed.kind, "s3://BUCKET/model.pth")) for failed in failures]
-    steps = {error.what: as_step(error.step) for error in found}
-    rows = [(what, step.advice or f"`{step}`" * bool(step)) for what, step in steps.items()]
-    return tabulate(rows, headers=("message", "next step"), tablefmt="github")
-
-
 def errors() -> str:
-    """Return the errors that people search for, after a table of contents."""
-    contents: list[str] = []
+    """Return the errors that people search for: message, cause, command."""
     entries: list[str] = []
     for error in KNOWN_ERRORS:
         if part := _PARTS.get(error.name):
-            contents += ["", f"{part}:", ""]
             entries += [f"## {part}", ""]
-        contents.append(f"- [``` {_title(error)} ```](#{error.name})")
         entries.append(_error(error))
-    return "\n".join([*contents[1:], "", *entries])
-
-
-def _title(error: KnownError) -> str:
-    message = error.message.replace('"conv1.weight", ... ', "... ")
-    return message if len(message) < 100 else message[:97].rstrip(" .") + " ..."
+    return "\n".join(entries)
 
 
 def _error(error: KnownError) -> str:
     found = explanation(error.message)
     assert found is not None
     assert found.error is error, error.name
-    step = error.step(error.example, found.details)
-    # Do not wrap messages, so that a search for a whole message finds it.
-    lines = [
-        f"### {error.name}",
-        "",
-        block("text", "\n".join((error.message, *error.alike))),
-    ]
-    lines += ["", *wrap(error.why_of(found.details), 118), "", block("console", f"$ {step.line}")]
-    if error.python:
-        # Add a blank line after imports, as ruff does.
-        python = re.sub(r"\A((?:(?:import|from) .*\n)+)", r"\1\n", error.python_for(error.example, found.details))
-        lines += ["", "In Python:", "", block("python", python)]
+    lines = [f"### {error.name}", "", f"    {_shortened(error.message, _LONGEST)}"]
+    lines += ["", *wrap(error.why_of(found.details), 118)]
+    if error.step != _LOOK:
+        lines += ["", f"    $ {error.command_for(error.example, found.details)}"]
     return "\n".join([*lines, ""])
+
+
+#: The command of errors that only the file tells more about; the page names it once.
+_LOOK: Final = "inspect {path}"
+#: The most characters of a message on the page, which is not wrapped, so that a search finds it.
+_LONGEST: Final = 130
 
 
 #: What happens in each situation; a test in this folder records it.
@@ -378,7 +349,7 @@ _THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 def situations() -> str:
-    """Return how many situations end well, and a table for each group of them."""
+    """Return how many situations end well, and for each what is typed, answered and typed next."""
     records = json.loads(SITUATIONS.read_text(encoding="utf-8"))
     well = sum(not record["wrong"] for record in records.values())
     lines = [f"{len(records)} situations were rebuilt; {well} end well."]
@@ -386,24 +357,21 @@ def situations() -> str:
     for record in records.values():
         if record["group"] != group:
             group = record["group"]
-            lines += ["", f"## {group}", "", "| situation | ckptool says | commands |", "| --- | --- | --- |"]
-        lines.append(_situation(record))
+            lines += ["", f"## {group}", ""]
+        lines += _situation(record)
     return "\n".join(lines)
 
 
-def _situation(record: dict[str, Any]) -> str:
-    """Return the row of a situation."""
-    message = _shortened(record["message"], 160)
-    first = [record["what"]]
-    first += [f"`` {message} ``".replace("|", "\\|")] if message else []
-    first += [_THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record["where"])] if record["where"] else []
-    typed = []
-    for chain in record["commands"]:
-        commands = [" ".join(["ckptool", chain[0].replace("MESSAGE", "'...'")]), *chain[1:]]
-        typed.append("<br>".join(f"`{line}`".replace("|", "\\|") for line in commands))
+def _situation(record: dict[str, Any]) -> list[str]:
+    """Return the item of a situation: what happened, the answer, and the commands of one way to ask."""
+    where = _THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record["where"])
+    chain = next((each for each in record["commands"] if each[0].startswith("explain")), record["commands"][0])
+    commands = chain[1:] if chain[0].startswith("explain") else [f"ckptool {chain[0]}", *chain[1:]]
+    lines = [f"- {record['what']}{f' ({where})' if where else ''}", _cell(_shortened(record["says"], 100))]
+    lines += [f"`{command}`" for command in commands]
     if record["wrong"]:
-        typed.append(f"**not right**: {_cell(record['wrong'])}")
-    return f"| {'<br>'.join(first)} | {_cell(_shortened(record['says'], 400))} | {'<br><br>'.join(typed)} |"
+        lines.append(f"**not right**: {_cell(record['wrong'])}")
+    return ["\\\n  ".join(lines)]
 
 
 def _shortened(text: str, most: int) -> str:

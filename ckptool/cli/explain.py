@@ -13,7 +13,7 @@ from ..files.archives import open_any
 from ..files.folders import folder_at
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
-from .messages import is_checkpoint, is_log, is_partly_read, is_waited_for, lists_files, piped, read_message
+from .messages import is_checkpoint, is_log, is_waited_for, piped, read_message
 from .options import InputPath, format_option
 from .render import clean, emit, emit_json, say, step_lines
 
@@ -68,15 +68,12 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
             step = command("explain", path)
             raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
         text, path = path, text
-    unasked = not text and piped() and not (path and is_partly_read())
+    unasked = not text and piped()
     text = STDIN if unasked else text
     log = text if text == STDIN or is_log(text) or _FILE_NAME.fullmatch(text) else ""
     if path and unasked and is_waited_for():
         say("reading the message from standard input; < /dev/null leaves it out")
     text = read_message(log, _MOST) if log else text
-    if path and unasked and lists_files(text):
-        line = f"{command('explain', path)} < /dev/null"
-        raise click.UsageError(f"Standard input is a list of files, which explain took for the message.\n  -> {line}")
     if not path and not text.strip():
         where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"
         raise click.UsageError(f"There is no message{where}. {_HOW}")

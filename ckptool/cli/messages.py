@@ -22,19 +22,15 @@ _UTF_16: Final = b"\xff\xfe"
 
 
 def piped() -> bool:
-    """Return whether standard input is a pipe or a file, not a terminal, /dev/null or closed."""
+    """Return whether standard input is a pipe or a file, not a terminal, /dev/null or closed; nor a file that another
+    program, such as ``while read``, began to read.
+    """
     try:
-        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+        mode, number = os.fstat(sys.stdin.fileno()).st_mode, sys.stdin.fileno()
+        begun = stat.S_ISREG(mode) and os.lseek(number, 0, os.SEEK_CUR) > 0
     except (AttributeError, OSError):
         return False
-
-
-def is_partly_read() -> bool:
-    """Return whether standard input is a file that another program, such as ``while read``, began to read."""
-    try:
-        return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
-    except (AttributeError, OSError):
-        return False
+    return not (stat.S_ISCHR(mode) or begun)
 
 
 def is_waited_for() -> bool:
@@ -45,12 +41,6 @@ def is_waited_for() -> bool:
         return not select.select([sys.stdin.fileno()], [], [], 2)[0]
     except (AttributeError, OSError, ValueError):
         return False
-
-
-def lists_files(text: str) -> bool:
-    """Return whether every line of a text is the path of a file or folder."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return bool(lines) and all(map(exists, lines))
 
 
 def is_log(path: str) -> bool:

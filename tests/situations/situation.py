@@ -291,7 +291,8 @@ class Fits(NamedTuple):
         """Run the lines that are printed for Python, with a model of the person."""
         loading = self._replace(extra=True)
         model = self.model()
-        own = type("Mine", (), {"load_state_dict": lambda _, state, strict=True: loading.into(model, state)})()
+        methods = {"load_state_dict": lambda _, state, strict=True: loading.into(model, state)}
+        own = type("Mine", (), {**methods, "state_dict": lambda _: model.state_dict()})()
         try:
             exec(compile(lines, "<printed>", "exec"), {"torch": torch, "model": own})
         except Exception as error:

@@ -1,38 +1,57 @@
-"""Find the known error in a text, and answer for the file that it is about."""
+"""Explain a message: find the known error in the text, ask the file, and make the answer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from typing import Final, Literal
 
+from ...base.errors import CkptoolError
+from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
 from ...base.lazy import regex
-from ...base.records import NamedTuple, TypedDict
-from ...base.steps import STDIN, Line, NextStep, advised, argument, as_step, command
-from ...base.text import cut
+from ...base.records import TypedDict
+from ...base.steps import STDIN, AnyStep, Line, NextStep, advised, argument, as_step, command
+from ...checkpoint.checkpoint import Checkpoint, away
+from ...checkpoint.programs import convert_step, program_of
+from ...edits.flat_params import flat_state_dicts
 from ...edits.matching.state_dict_errors import read_error
-from .finders import UNKNOWN, Answer, Details, KnownError
-from .known_errors import KNOWN_ERRORS
+from ...formats.opening import open_checkpoint
+from ...formats.rank_part import part_of
+from ...safety.storages import storage_flaws
+from ..edit_steps import edit_step, sanitize_step, together
+from ..inspection import FindingReport, inspection
+from ..validate import report_on
+from .facts import NAMED, contents, fitting_case, global_names, runnable, signs, step_of, words
+from .file_answers import ANSWERS, Answer
+from .known_errors import (
+    Case,
+    Details,
+    KnownError,
+    as_python,
+    command_line,
+    explanation,
+    load_lines,
+    message_in,
+    named,
+    without_colours,
+)
 
-#: Colour codes, which torch and notebooks put into messages.
-_COLOUR: Final = regex(r"\x1b\[[\d;]*m")
-#: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
-_WRAP: Final = regex(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
-#: The first line of an exception, as Python, pytest and torchrun print it.
-_RAISED: Final = regex(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
-#: The longest message that a report repeats, in characters.
-_LONGEST: Final = 240
+#: The beginning of the answer to a message that is not known.
+UNKNOWN: Final = "No explanation is known for this message."
 #: What to do without a file.
 _NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
+#: Steps that change nothing.
+_LOOKING: Final = ("inspect ", "keys ", "match ", "scan ", "get ")
+#: The end of the answer without a message, for a file without findings.
+_GIVE_IT: Final = "If a program does not load it, give explain the message too"
 #: Names of checkpoints in a message.
 _NAMED: Final = regex(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
-
-
-class Explanation(NamedTuple):
-    """A known error found in a text, with the details taken from the text."""
-
-    error: KnownError
-    details: Details
+#: Findings of ``inspect`` that do not explain a message by themselves.
+_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "other-names"))
+#: Findings about devices, and about classes, whose steps one command can combine.
+_DEVICES: Final = frozenset(("device", "device-objects", "map-location"))
+_CLASSES: Final = frozenset(("weights-only", "module"))
 
 
 class ExplainReport(TypedDict):
@@ -70,81 +89,180 @@ def explain(text: str, path: str = "") -> ExplainReport:
 def explain_log(text: str, path: str, log: str) -> ExplainReport:
     """Explain a message as ``explain`` does. ``log`` is the file that it was read from, for the next command, or ""."""
     found = explanation(text)
+    error, details = found or (None, {})
     message = message_in(text, found)
-    name = found.error.name if found is not None else ""
-    cause: Literal["file", "elsewhere", "unknown"] = "unknown"
     if path:
-        from .answers import answer_for  # imported late: it opens files
-
-        error, details = found or (None, {})
-        answer = answer_for(path, _COLOUR.sub("", text), error, {**details, "log": log or STDIN})
-        cause = answer.cause
-    elif found is not None:
-        error, details = found
-        why = f"{error.why_of(details)} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
-        answer = Answer(why, _again(text, message, log), error.python_for(error.example, details))
+        answer = _for_file(path, without_colours(text), error, {**details, "log": log or STDIN})
+    elif error is not None:
+        step = "" if error.step.startswith(_LOOKING) else error.command_for(error.example, details)
+        usual = f" Usually '{step}' helps." if step else ""
+        why = f"{error.why_of(details)}{usual} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
+        answer = Answer(why, _again(text, message, log), error.python_for(error.example, details), "unknown")
     else:
-        answer = Answer(f"{UNKNOWN} {_NAME_IT}, and explain says what inspect finds.", _again(text, message, log))
+        why = f"{UNKNOWN} {_NAME_IT}, and explain says what inspect finds."
+        answer = Answer(why, _again(text, message, log), cause="unknown")
     return ExplainReport(
         schema="ckptool.explain/1",
-        name=name,
+        name=error.name if error is not None else "",
         message=message,
         path=path,
-        cause=cause,
+        cause=answer.cause,
         why=advised(answer.why, answer.step),
         next=as_step(answer.step).line,
         python=answer.python,
     )
 
 
-def explanation(text: str) -> Explanation | None:
-    """Return the known error in a message or a traceback, or None."""
-    plain = _COLOUR.sub("", text)
-    wrapped = (_WRAP.sub(between, plain) for between in (" ", ""))
-    return next((found for each in (plain, *wrapped) for found in _found(each)), None)
-
-
-def _found(text: str) -> Iterator[Explanation]:
-    for error in KNOWN_ERRORS:
-        details = error.find(text)
-        if details is not None:
-            yield Explanation(error, details)
-
-
-def message_in(text: str, found: Explanation | None) -> str:
-    """Return the message in a text, in one line and shortened: the last exception that has the known error.
-
-    Without an exception, it is the first line that has the known error; for an unknown error, the last exception, or
-    else the first line.
-    """
-    lines = [line for line in _COLOUR.sub("", text).splitlines() if line.strip()]
-    blocks: list[list[str]] = []
-    others: list[str] = []
-    for line in lines:
-        raised = _RAISED.match(line)
-        if raised:
-            blocks.append([raised[1]])
-        elif line.startswith(("Traceback", "During handling", "The above exception")):
-            others.append(line)
-        elif blocks:
-            blocks[-1].append(line)
-        else:
-            others.append(line)
-    candidates = [" ".join(" ".join(block).split()) for block in reversed(blocks)]
-    candidates += [" ".join(line.split()) for line in others]
-    if found is not None:
-        candidates.sort(key=lambda each: found.error.find(each) is None)  # keeps the order of equal candidates
-    return cut(candidates[0], _LONGEST) if candidates else ""
-
-
-def _again(text: str, message: str, log: str) -> NextStep:
-    """Return the command that explains the message for the file that it names; no step if there is no such file."""
-    named = next((name for name in _NAMED.findall(text) if os.path.exists(name)), "")
-    if not named:
-        return NextStep()
+def _again(text: str, message: str, log: str) -> AnyStep:
+    """Return the command that explains the message for the file that it names; "" if there is no such file."""
+    path = next((name for name in _NAMED.findall(text) if os.path.exists(name)), "")
+    if not path:
+        return ""
     alone, whole = explanation(message), explanation(text)
     enough = alone is not None and whole is not None and alone.error is whole.error and read_error(text) is None
     short = enough or text.strip() == message
     if short and "'" in message and message.isprintable() and not set(message) & set('"$`\\!'):
-        return as_step(Line(f'ckptool explain "{message}" {argument(named)}'))  # easier to read than quoted quotes
-    return command("explain", message if short else log or STDIN, named)
+        return as_step(Line(f'ckptool explain "{message}" {argument(path)}'))  # easier to read than quoted quotes
+    return command("explain", message if short else log or STDIN, path)
+
+
+# -- the answer for a file ---------------------------------------------------------------------------------------------
+
+
+def _for_file(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
+    """Return the answer for a file; ``error`` is the known error in the text, or None.
+
+    ``details`` also has the ``log`` that the text comes from, or ``-``.
+    Raise UnreadableError if there is no such file.
+    """
+    unknown = error is None and bool(text.strip())
+    details = {**details, "named": "yes" if os.path.basename(path) in text else "no"}
+    try:
+        checkpoint = open_checkpoint(path)
+    except FileNotFoundError:
+        raise
+    except CkptoolError as unreadable:
+        if isinstance(unreadable.__cause__, OSError):
+            raise  # there is no such file, or it must not be read
+        for case in error.cases if error is not None else ():
+            if case.unreadable and re.search(case.unreadable, unreadable.what):
+                step = command_line(case.step, path, details) if case.step else ""
+                return Answer(f"{path}: {unreadable.what}. {named(case.why, path, details)}", as_step(Line(step)))
+        answer = Answer(f"{path}: {unreadable.what}", unreadable.step)
+        return _unknown(answer, path, damaged=True) if unknown else answer
+    with checkpoint:
+        checkpoint = checkpoint.lenient()
+        flaws = [*checkpoint.container.problems, *storage_flaws(checkpoint)]
+        damaged = any(flaw.level == "error" for flaw in flaws)
+        part = part_of(checkpoint)
+        if part is not None and part.cut:
+            whole = command("inspect", part.folder) if part.folder else part.whole
+            answer = Answer(f"{path}: {part.message}", whole)  # an edit of one part alone would be useless
+        elif any(flaw.code == FLAT_PARAMETERS for flaw in flaws) or flat_state_dicts(checkpoint):
+            answer = Answer(f"{path}: {FLAT_MESSAGE}")
+        elif error is None or damaged:
+            answer = _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
+        else:
+            editable = not any(flaw.effect for flaw in flaws)
+            answer = _known(checkpoint, text, error, details, editable=editable)
+        if unknown:
+            return _unknown(answer, path, damaged=damaged)
+        if error is None and answer.cause == "elsewhere":
+            answer = answer._replace(why=f"{answer.why}. {_GIVE_IT}.")
+        return answer._replace(python=runnable(checkpoint, answer.python))
+
+
+def _unknown(answer: Answer, path: str, *, damaged: bool) -> Answer:
+    """Return the answer to a message that is not known: what inspect finds. Only for a file that is damaged or no
+    checkpoint, the step of inspect follows: nobody knows what else the message needs.
+    """
+    findings = answer.why.removeprefix(f"{path}: ").rstrip(".")
+    step = as_step(answer.step) if damaged else NextStep()
+    end = "" if step.advice else "."  # advice follows
+    return Answer(f"{UNKNOWN} inspect says of {path}: {findings}{end}", step, cause="unknown")
+
+
+def _known(checkpoint: Checkpoint, text: str, error: KnownError, details: Details, *, editable: bool) -> Answer:
+    """Return the answer to a known error, from the first case whose signs the file has, from the error's function, or
+    from the findings. If the file cannot be edited, cases with a command and functions do not count.
+    """
+    cases = [case for case in error.cases if editable or not case.step]
+    case = fitting_case(cases, signs(checkpoint, details), details) if cases else None
+    if case is not None:
+        return _of_case(case, checkpoint, details)
+    own = ANSWERS[error.answer](checkpoint, text, error, details) if error.answer and editable else None
+    answer = own or _by_findings(checkpoint, error, details)
+    line = as_step(answer.step).line
+    if own is None or program_of(checkpoint) is None or not line.startswith("ckptool"):
+        return answer
+    # No command edits the entries of a program.
+    step = convert_step(checkpoint) if checkpoint.state_dicts else as_step("")
+    why = f"{checkpoint.path} is a program with its code, not a file of weights"
+    return Answer(f"{why}: take the weights out first." if step.commands or not step else f"{why}.", step)
+
+
+def _of_case(case: Case, checkpoint: Checkpoint, details: Details) -> Answer:
+    """Return the answer of a case."""
+    path, facts = checkpoint.path, words(checkpoint, details)
+    step = step_of(case, checkpoint, facts)
+    code = {**facts, "load": load_lines(path, facts["place"])}
+    python = named(case.python.strip().replace("{path}", as_python(path)), path, code)
+    why = named(case.why, path, facts)
+    return Answer(why, as_step(Line(step)) if step else "", python, "elsewhere" if case.elsewhere else "file")
+
+
+def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
+    """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them without a known one."""
+    path, every = checkpoint.path, inspection(checkpoint, judged=False)["findings"]
+    errors = [item for item in every if item["level"] == "error"]
+    topic = error.topic if error is not None else None
+    name = details.get("name", "") if topic is not None and topic.codes >= _CLASSES and not errors else ""
+    if topic is not None and name and not name.isdigit() and not any(name in each for each in global_names(checkpoint)):
+        why = f"{path}: {contents(checkpoint)}. It does not name {name}. {topic.absent}."
+        return Answer(why, cause="elsewhere")
+    if topic is not None:
+        mine = [item for item in every if item["code"] in topic.codes]
+    else:
+        mine = [item for item in every if item["code"] not in _REMARKS and (item["level"] != "note" or item["next"])]
+    mine = list({item["message"]: item for item in (*errors, *mine)}.values())
+    whole = topic is not None and topic.whole
+    if not errors and (whole or not mine):
+        validated = report_on(checkpoint, quick=not whole)
+        bad = [check["message"] for check in validated["checks"] if check["status"] == "fail"]
+        if bad:
+            step = Line(validated["next"]) if validated["next"] else validated["advice"]
+            return Answer(f"{path}: {'; '.join(bad)}", as_step(step))
+    if not mine and topic is None:
+        return Answer(f"{path}: {contents(checkpoint)}, without findings", cause="elsewhere")
+    if not mine and topic is not None:
+        searched = "Every byte of it was read, and no damage was found" if whole else "It shows no cause of the message"
+        return Answer(f"{path}: {contents(checkpoint)}. {searched}. {topic.absent}.", cause="elsewhere")
+    messages = f"{path}: {'; '.join(item['message'].rstrip('.') for item in mine[:NAMED])}."
+    if error is None:
+        return Answer(messages, _step_of(every, mine))
+    if errors or not error.topic.sure:
+        return Answer(messages, _step_for(checkpoint, mine, error, details))
+    python = error.python_for(path, details)
+    return Answer(f"{error.why_of(details)} {messages}", _step_for(checkpoint, mine, error, details), python)
+
+
+def _step_of(every: Sequence[FindingReport], mine: Sequence[FindingReport]) -> AnyStep:
+    """Return the command for some findings: the one that makes all edits, if inspect has one."""
+    steps = [item["next"] for item in mine if item["next"]]
+    all_edits = [item["next"] for item in every if item["code"] == "together"]
+    if all_edits and all(item["code"] != "dangerous-call" for item in mine):
+        steps = all_edits
+    return as_step(Line(steps[0])) if steps else ""
+
+
+def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport], error: KnownError, details: Details) -> AnyStep:
+    """Return the command for the findings that explain a known error, and for nothing else in the file."""
+    codes = {item["code"] for item in mine}
+    path = checkpoint.path
+    if codes <= _DEVICES:
+        # A machine that names its number of GPUs has one.
+        return as_step(Line(error.command_for(path, details)))
+    if codes <= _CLASSES and (plain := sanitize_step(checkpoint)):
+        to_cpu = edit_step("remap", path, word="cpu", to="cpu")
+        return together(path, [plain, to_cpu] if away(checkpoint) else [plain]) or plain
+    return _step_of((), mine)

@@ -1,351 +1,215 @@
-"""Answers for one file about its format, its optimizer, and the names that libraries look for."""
+"""Answers that need more than the signs of a file: for lists of keys, for one key, for a shape, for an optimizer."""
 
 from __future__ import annotations
 
-import os
-import re
-from typing import Final
+import json
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, TypeAlias
 
-from ...base.findings import JOINED
+from ...base.errors import CkptoolError
 from ...base.lazy import regex
-from ...base.nearest import nearest
-from ...base.steps import NextStep, advice, command, is_folder, suggested_output
+from ...base.records import NamedTuple
+from ...base.steps import STDIN, AnyStep, Line, Setting, as_step, command, suggested_output, tree_step
 from ...base.text import join_limited, pluralize, shape_text
-from ...checkpoint.checkpoint import Checkpoint, Target, Tied
-from ...checkpoint.container import is_complete
-from ...checkpoint.objects import list_items, values_of
-from ...checkpoint.paths import within
-from ...checkpoint.quantized import quantization
-from ...checkpoint.survey import StateDict
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.objects import values_of
+from ...checkpoint.paths import spell_key
+from ...edits.matching.causes import EMBEDDINGS, HEADS
+from ...edits.matching.match import match_checkpoint
+from ...edits.matching.report import MatchReport
 from ...edits.matching.sizes import size_causes, sizes_text
-from ...edits.matching.state_dict_errors import Mismatch
+from ...edits.matching.state_dict_errors import Mismatch, StateDictError, prefix_between, read_error
+from ...edits.matching.steps import LAYOUT, edit_command
+from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states, state_owners
-from ...files.sources import FolderSource
-from ...formats.losses import entries_outside
-from ...formats.outputs import OUTPUTS
-from ...pickles.nodes import Global
+from ...formats.empty_weights import empty_weights, gather_step
 from ..edit_steps import edit_step
-from .answers import NAMED, contents, entry_answer, join_sentences, likeliest, load_lines
-from .finders import Answer, Details, as_python, sentence
-
-#: Options by which the groups of an optimizer tell which one it is; the first one counts.
-WRITERS: Final = {
-    "dampening": "SGD", "centered": "RMSprop", "rho": "Adadelta", "lr_decay": "Adagrad", "etas": "Rprop",
-    "lambd": "ASGD", "beta2_decay": "Adafactor", "momentum_decay": "NAdam", "amsgrad": "Adam or AdamW",
-}  # fmt: skip
-#: Options that torch looks up in groups without a default.
-OPTIONS: Final = ("betas", "momentum", *WRITERS)
+from .facts import NAMED, contents, pickled_suffix
+from .key_lists import COMPUTED, sentence
+from .known_errors import Details, KnownError, load_lines
 
 
-def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for an optimizer of other parameters, or without a value that torch looks for: weights load without it."""
-    path, found, wanted = checkpoint.path, optimizers(checkpoint.graph), details.get("entry", "")
-    if not found:
-        return Answer(f"{path} holds no optimizer: {contents(checkpoint)}.", cause="elsewhere")
-    reasons = [(item, _unfit(checkpoint, item, wanted)) for item in found]
-    broken = [item for item, reason in reasons if reason]
-    if not broken:
-        return Answer(f"{path} has {wanted!r} wherever its optimizer needs it.", cause="elsewhere")
-    why = f"{path}: {join_sentences(reason for _, reason in reasons if reason)}"
-    if not wanted:
-        why += ", and your optimizer has another number or other groups. Layers were added, removed or frozen since"
-    why += ". The weights load without the optimizer, which then starts afresh."
-    return Answer(why, drop_step(path, entries_to_drop(checkpoint, broken).values()))
+class Answer(NamedTuple):
+    """The answer for one file: the cause in words, the step, and Python lines.
 
-
-def _unfit(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
-    """Describe where an optimizer lacks a value, or return ""; for no value, describe the size of the optimizer."""
-    graph, place = checkpoint.graph, repr(optimizer.path) if optimizer.path else "it"
-    if not wanted:
-        size = sum(len(list_items(graph.nodes[group.params])) for group in optimizer.groups)
-        return f"{place} has {pluralize(size, 'parameter')}"
-    options = {name for group in optimizer.groups for name in values_of(graph, group.ref)}
-    writer = next((name for option, name in WRITERS.items() if option in options), "another optimizer")
-    if wanted in OPTIONS:
-        return "" if wanted in options else f"{writer} saved {place}, and its groups have no {wanted!r}"
-    states = parameter_states(graph, optimizer)
-    lacking = {ref: own for ref, own in states.items() if wanted not in own}
-    if not lacking:
-        return ""
-    if len(lacking) == len(states):
-        names = join_limited(list(next(iter(lacking.values()))))
-        return f"{writer} saved {place} with {names} for each parameter, and your optimizer expects {wanted!r}"
-    owners = state_owners(checkpoint)
-    keys = join_limited([repr(owners[ref][1]) for ref in lacking if ref in owners], most=NAMED)
-    number = f"{len(lacking):,} of {pluralize(len(states), 'parameter')}{f' ({keys})' if keys else ''}"
-    return f"{place} lacks {wanted!r} for {number}: load_state_dict() or step() raises KeyError"
-
-
-def other_entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for an entry other than the weights; an optimizer may look for "step" in the state of a parameter."""
-    frame = text.rpartition('  File "')[2]
-    if details["entry"] == "step" and (frame == text or re.search(r"torch[/\\]optim", frame)):
-        answer = optimizer_answer(checkpoint, text, details)
-        if answer is not None and answer.cause == "file":
-            return answer
-    return entry_answer(checkpoint, text, details)
-
-
-def weights_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where code takes a state dict for a model: name the place of the weights."""
-    path = checkpoint.path
-    if checkpoint.survey.modules:
-        return None
-    dicts = checkpoint.state_dicts
-    if not dicts:
-        return None
-    place = likeliest(dicts, "state_dict").path
-    where = f"in its entry {place!r}" if place else "at its top level"
-    why = (
-        f"{path} holds a state dict {where}, not a model. Build the model with its own code, then load the"
-        " state dict into it."
-    )
-    return Answer(
-        why,
-        python=f"model = Net()\n{load_lines(path, place)}\nmodel.load_state_dict(state)\nmodel.eval()",
-        cause="elsewhere",
-    )
-
-
-def loader_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where another function opened a file of torch.save: torch.load reads it."""
-    if checkpoint.traits.loader != "torch.load" or checkpoint.traits.loads != "file":
-        return None
-    path = checkpoint.path
-    why = f"torch.save wrote {path}, with {contents(checkpoint)}. Open it with torch.load."
-    return Answer(why, python=load_lines(path), cause="elsewhere")
-
-
-def suffix_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where torch.load opened safetensors: write what it reads."""
-    if not is_safetensors(checkpoint) or is_folder(checkpoint.path):
-        return None
-    path = checkpoint.path
-    lines = f"from safetensors.torch import load_file\nstate = load_file({as_python(path)})"
-    why = f"{path} is safetensors, whatever its name says, and torch.load reads pickles. load_file reads it as it is."
-    return Answer(why, edit_step("convert", path, word="torch", to_format="torch", extension=".pth"), lines)
-
-
-def is_safetensors(checkpoint: Checkpoint) -> bool:
-    """Return whether safetensors loads the file as it is."""
-    return checkpoint.traits.loader.startswith("safetensors")
-
-
-def safetensors_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where safetensors was expected: convert a file of torch.save."""
-    if is_safetensors(checkpoint) or not checkpoint.state_dicts:
-        return None
-    why = f"{checkpoint.path} is not safetensors, but {checkpoint.format}: {checkpoint.container.writer} wrote it."
-    return Answer(why, to_safetensors(checkpoint))
-
-
-def to_safetensors(checkpoint: Checkpoint, output: str = "") -> NextStep:
-    """Return the command that writes the weights as safetensors, one for each state dict, with a choice wherever
-    ``convert`` needs one.
-
-    Return an empty step if tensors with values would be lost. Only one state dict can have the given ``output``.
+    ``cause`` is "file" if the file causes the message, "elsewhere" if it has no sign of the cause, and "unknown" for a
+    message that is not known.
     """
-    dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
-    if output and len(dicts) > 1:
-        return NextStep()
-    steps = [_converted(checkpoint, item, output, alone=len(dicts) == 1) for item in dicts]
-    if not all(steps) or len(steps) > _MOST_COMMANDS:
-        return NextStep()
-    return advice(*steps)
+
+    why: str
+    step: AnyStep = ""
+    python: str = ""
+    cause: Literal["file", "elsewhere", "unknown"] = "file"
 
 
-#: The most commands in one answer.
-_MOST_COMMANDS: Final = 4
+#: A function of the checkpoint, the text, the known error and its details. It returns None to leave the answer to the
+#: findings of the error's topic.
+_Function: TypeAlias = Callable[[Checkpoint, str, KnownError, Details], Answer | None]
+
+#: What the keys of a file can prove: loaders may rename keys before load_state_dict sees them.
+_ANOTHER: Final = "The message is about another file, or the program renames the keys first"
+#: Names of factors of an adapter, and the parts that PEFT adds to names when it loads one.
+_LORA: Final = regex(r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
+_ADAPTER_NAME: Final = regex(r"(?:\.modules_to_save\.[a-z]\w*|(?<=\.lora_[AB])\.default)(?=\.)")
 
 
-def _converted(checkpoint: Checkpoint, chosen: StateDict, output: str, *, alone: bool) -> NextStep:
-    """Return the command that writes one state dict as safetensors, or an empty step if tensors would be lost."""
-    tensors = checkpoint.survey.tensors_in([chosen.path])
-    shared = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
-    storages = set(shared)
-    tied: Tied = "keep-first" if len(storages) < len(shared) else ""
-    inside = [entry.tensor for entry in checkpoint.survey.tensors if within(entry.path, chosen.path)]
-    if chosen.path and any(tensor.storage not in storages for tensor in inside):
-        return NextStep()  # such as the tensors of an extra state, unlike copies of the others
-    target = Target("safetensors", chosen.path, tied)
-    losses = [*entries_outside(checkpoint, chosen), *OUTPUTS["safetensors"].writer().fit(checkpoint, target).losses]
-    if any(loss.drops for loss in losses if loss.kind != "entries"):
-        return NextStep()
-    word = "" if alone else re.sub(r"\W+", "_", chosen.path).strip("_")
-    output = output or suggested_output(checkpoint.path, word, ".safetensors")
-    if output == checkpoint.path:
-        output = suggested_output(checkpoint.path, "2", ".safetensors")
-    return command(
-        "convert",
-        checkpoint.path,
-        output=output,
-        key="" if alone and chosen.confidence == "high" else chosen.path or ".",
-        tied=tied,
-        allow_loss=[*dict.fromkeys(loss.kind for loss in losses)],
-    )
+# -- lists of keys -----------------------------------------------------------------------------------------------------
 
 
-def safetensors_copy(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where safetensors refused to save a model: convert the checkpoint that torch.save wrote."""
+def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
+    """Answer for the keys that ``load_state_dict`` complains of: match the file with the model in the message."""
+    path = checkpoint.path
+    names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
+    if any(map(_LORA.search, names)) and not any(map(_ADAPTER_NAME.search, names)):
+        text = _ADAPTER_NAME.sub("", text)
+    error = read_error(text)
+    if error is None:
+        return None
     if not checkpoint.state_dicts:
-        return None
-    path = checkpoint.path
-    if is_safetensors(checkpoint):
-        return Answer(f"{path} is safetensors already. The message comes from saving another model.", cause="elsewhere")
-    refused = f", which refuses {details['name']!r}: it is not a tensor" if details.get("name") else ""
-    why = (
-        f"{path} holds {contents(checkpoint)}. The message comes from saving it with save_file{refused}; convert writes"
-        " the tensors without loading them."
-    )
-    return Answer(why, to_safetensors(checkpoint))
+        return Answer(f"{path}: there is no state dict in it", tree_step(path), cause="elsewhere")
+    if proof := _another_file(checkpoint, error, names):
+        return Answer(f"{_ANOTHER}: {path} {proof}.", cause="elsewhere")
+    if any(item.saved == (0,) for item in error.mismatched) and (empty := empty_weights(checkpoint)):
+        return Answer(f"{path}: {empty}", gather_step(checkpoint))
+    log = "error.txt" if details["log"] == STDIN else details["log"]
+    try:
+        report, steps, edited = match_checkpoint(checkpoint, target_in_error(checkpoint, text, log))
+    except CkptoolError as other:
+        return Answer(f"{path}: {other.what}", other.step, cause="elsewhere")
+    if report["fits"]:
+        fits = f"{path} has the {pluralize(report['keys'], 'key')} that the model wants"
+        if any(".parametrizations." in f".{key}" for key in error.missing):
+            return Answer(f"{fits}: torch renames those of weight_norm when it loads them.", cause="elsewhere")
+        return Answer(f"{_ANOTHER}: {fits}.", cause="elsewhere")
+    fix, load = report["fix"], load_lines(path, report["state_dict"])
+    line = report["next"] or (fix["command"] if fix is not None else "")
+    why = f"{path}: {_difference(report, error)}"
+    if differing := (fix or report)["size_mismatches"]:
+        keys = ", ".join(json.dumps(item["key"]) for item in report["size_mismatches"] or differing)
+        python = f"{load}\nfor key in [{keys}]:\n    del state[key]\nmodel.load_state_dict(state, strict=False)"
+        more = f" {sentence(report['advice'])}" if line and report["causes"] else ""
+        return Answer(f"{why}{more}", _line(line), python if line and report["advice"] else "")
+    if fix is None:
+        lenient = f"{load}\nmodel.load_state_dict(state, strict=False)" if "strict=False" in report["advice"] else ""
+        return Answer(why, _line(line), "" if line else lenient)
+    moves = [step for step in steps or () if step.option != "drop"]
+    python = known.python_for(path, details, report["state_dict"]) if details.get("renamed") else ""
+    if all(step.option in ("extract", "to") for step in moves):
+        python = f"{load}\nmodel.load_state_dict(state)"
+    dropped = fix["dropped"]
+    if dropped and python:
+        python = f"{python[:-1]}, strict=False)"
+    if dropped and not all(key.endswith(COMPUTED) for key in dropped):
+        # strict=False ignores these keys, and no edit needs to remove them.
+        renames = any(step.option not in LAYOUT for step in moves)
+        why = f"{path}: the model has no place for {pluralize(len(dropped), 'key')}: {join_limited(dropped, most=3)}."
+        why += " strict=False ignores them; if they matter, build the model with the layers that they belong to."
+        why += " The other keys have other names in the model, which the command changes." if renames else ""
+        step = edit_command(path, moves, suggested_output(path, "fits"), edited) if renames else ""
+        return Answer(why, step, python)
+    if Setting("error").option in line and details["log"] == STDIN:
+        return Answer(f"{why} Save the message as error.txt, then '{line}'.")
+    return Answer(why, _line(line), python if fix["complete"] else "")
 
 
-def metadata_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a safetensors file whose header does not name the framework."""
-    path = checkpoint.path
-    if not is_safetensors(checkpoint) or "format" in checkpoint.container.metadata:
-        return None
-    why = f"{path}: its header does not name the framework, which transformers wants as format=pt."
-    return Answer(why, edit_step("convert", path, word="pt", extension=".safetensors", metadata="format=pt"))
+def _line(line: str) -> AnyStep:
+    return as_step(Line(line)) if line else ""
 
 
-def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where transformers or diffusers looks for weights under a fixed name: write them under that name."""
-    path = checkpoint.path
-    if is_folder(path) or not checkpoint.state_dicts or os.path.basename(path) in text:
-        return None
-    name = "diffusion_pytorch_model.safetensors" if "diffusion_pytorch_model" in text else "model.safetensors"
-    output = os.path.join(os.path.dirname(path), name)
-    if os.path.exists(output):
-        return None
-    why = f"{path} is whole, but the program looks for {name}, next to a config.json that describes the model."
-    return Answer(why, to_safetensors(checkpoint, output))
+def _another_file(checkpoint: Checkpoint, error: StateDictError, names: set[str]) -> str:
+    """Return the proof that a message is about another file, its own keys or shapes, or ""."""
+    own = error.with_keys_of(names).unexpected
+    if own and not {*own} & (names | {entry.key for entry in checkpoint.survey.entries}):
+        before, added = prefix_between(own, names), prefix_between(own, error.missing)
+        if before and added and f".{added}" in f".{before}":
+            return f"has keys that begin with {before!r}, which has {added!r} in it"
+        if not before:
+            return f"has none of the keys that the model does not expect, such as {error.unexpected[0]!r}"
+        if error.missing and {*error.missing} <= names:
+            return f"has the keys that the message calls missing, such as {error.missing[0]!r}"
+    shapes = {(entry.key, entry.tensor.shape) for entry in checkpoint.survey.tensors}
+    for item in error.with_keys_of(names).mismatched:
+        if any(shape == item.saved and f".{key}".endswith(f".{item.key}") for key, shape in shapes):
+            return ""
+    first = next(iter(error.mismatched), None)
+    return f"has no {first.key!r} of the shape {shape_text(first.saved)}" if first is not None else ""
 
 
-def folder_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a folder of per-rank files: if all of them are there, join the weights."""
-    folder = isinstance(checkpoint.source, FolderSource)
-    if (
-        not folder
-        or is_safetensors(checkpoint)
-        or not checkpoint.state_dicts
-        or not is_complete(checkpoint.container.problems)
-    ):
-        return None
-    why = f"{checkpoint.path} is complete: {contents(checkpoint)}. The weights can be joined into one file."
-    return Answer(why, to_safetensors(checkpoint))
-
-
-def legacy_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where mmap needs the format of torch 1.6: write the file in it."""
-    if not checkpoint.traits.storages_in_sequence:
-        return None
-    why = f"{checkpoint.path} is in the format of torch 1.5 and earlier, whose tensors cannot be mapped."
-    return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
-
-
-def old_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where torch 1.5 or earlier loads a file of torch 1.6 or later: write it in the old format."""
-    if checkpoint.traits.loader != "torch.load" or checkpoint.traits.no_checksums:
-        return None
-    if OUTPUTS["legacy"].writer().fit(checkpoint, Target("legacy")).losses:
-        return Answer(f"{checkpoint.path} holds what torch 1.5 cannot hold. Upgrade torch.")
-    why = (
-        f"{checkpoint.path} is in the format of torch 1.6, and your torch is older. Upgrade torch, or convert the file."
-    )
-    return Answer(why, edit_step("convert", checkpoint.path, word="legacy", to_format="legacy"))
-
-
-#: How messages about kernels spell dtypes.
-_KERNEL_DTYPES: Final = {"Half": "float16", "BFloat16": "bfloat16"}
-
-
-def dtype_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for tensors of a dtype that the user's torch lacks, or cannot compute with: cast them to float32, which
-    holds every value.
-    """
-    path, dtype = checkpoint.path, _KERNEL_DTYPES.get(details["name"], details["name"])
-    number = sum(entry.tensor.dtype == dtype for entry in checkpoint.survey.tensors)
-    if not number:
-        return None
-    lacks = "cannot compute with here" if details["name"] in _KERNEL_DTYPES else "does not know"
-    why = f"{path} has {pluralize(number, 'tensor')} of the dtype {dtype}, which your torch {lacks}."
-    if "float" not in dtype:
-        return Answer(f"{why} Upgrade torch.")
-    return Answer(f"{why} Upgrade torch, or cast them.", edit_step("cast", path, word="float32", to_dtype="float32"))
-
-
-def meta_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a model on the device meta: say whether the file has values for it."""
-    tensors = checkpoint.survey.tensors
-    without = sum(entry.tensor.location == "meta" for entry in tensors)
-    if without or not tensors:
-        return None  # a finding says so
-    lines = f"{load_lines(checkpoint.path)}\nmodel.load_state_dict(state, assign=True)"
-    why = f"{checkpoint.path} has values for its {pluralize(len(tensors), 'tensor')}. Load them with assign=True."
-    return Answer(why, python=lines, cause="elsewhere")
-
-
-def quantized_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a program that needs plain weights: name the format of the quantized ones."""
-    found = quantization(checkpoint)
-    if not found:
-        return None
-    why = f"{checkpoint.path} is quantized: {found.words}. The converter needs plain weights: give it the model before"
-    return Answer(f"{why} it was quantized, or dequantize it with the library that quantized it.")
-
-
-def joined_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a class that a file needs because its tensors are in other files: write them as one file."""
-    problems = checkpoint.container.problems
-    if not checkpoint.state_dicts or all(item.code != JOINED for item in problems) or not is_complete(problems):
-        return None
-    why = f"{checkpoint.path}: {checkpoint.container.writer}. Written as one file they need no other library."
-    return Answer(why, to_safetensors(checkpoint))
-
-
-def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for an index of shards without metadata: write a new one."""
-    if "index" not in " ".join(problem.message for problem in checkpoint.container.problems):
-        return None
-    why = f"{checkpoint.path}: its shards are whole, but the index lacks 'metadata', which transformers reads."
-    return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
-
-
-#: The state of a parameter that is known by its number.
-_BY_NUMBER: Final = regex(r"(\S*optim\w*(?:\.\S+)?\.state)\.\d+\.")
-
-
-def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer where torch.distributed.checkpoint does not find a name: say which names are similar."""
-    wanted = details["name"]
-    names = [entry.path for entry in checkpoint.survey.tensors]
-    path = checkpoint.path
-    if wanted in names:
-        return Answer(f"{path} has {wanted!r}. The message is about another folder.", cause="elsewhere")
-    inside = _BY_NUMBER.match(wanted)
-    if inside and any(name.startswith((f"{inside[1]}.", f"{inside[1]}[")) for name in names):
-        return Answer(
-            f"{path} has no {wanted!r}: the state of the optimizer is kept by the names of the parameters, such as"
-            f" {next(name for name in names if name.startswith(inside[1]))!r}, not by their numbers. Load it with"
-            " get_optimizer_state_dict and set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which"
-            " use names; or load the model alone."
+def _difference(report: MatchReport, error: StateDictError) -> str:
+    """Say how the file's keys differ from the model's keys, and how many load."""
+    fix, wanted = report["fix"], pluralize(report["wanted"], "key")
+    fewer, more = prefix_between(error.missing, error.unexpected), prefix_between(error.unexpected, error.missing)
+    causes = [cause["message"] for cause in report["causes"]]
+    reasons = " ".join(map(sentence, causes or [report["advice"]]))
+    if differing := (fix or report)["size_mismatches"]:
+        shapes = {item.key: item for item in error.mismatched}
+        shown = [shapes[item["key"]] for item in differing if item["key"] in shapes] or list(error.mismatched)
+        return f"{sizes_text(shown)}. {reasons}"
+    if fix is None and not (report["loads"] or report["wanted"] != report["keys"] or causes):
+        by_order = edit_step("edit", report["path"], word="fits", rename_like="names.pth", by_order=True)
+        return (
+            "all keys have other names than the model's keys. If it is the same model with its layers renamed, the"
+            " names have to be paired one by one: save the model's with torch.save(model.state_dict(), 'names.pth'),"
+            f" then '{by_order}' pairs them by order and shape."
         )
-    near = [name for name in names if name.endswith("." + wanted) or wanted.endswith("." + name)][:NAMED]
-    near = near or nearest(wanted, names)
-    similar = f" Similar names are {join_limited([repr(name) for name in near])}." if near else ""
-    why = (
-        f"{path} has no {wanted!r}.{similar} Build the state dict to fill with the names of the folder; if only the"
-        " optimizer is missing, load the model alone."
-    )
+    if fix is None:
+        absent = join_limited(report["missing"], most=3) if report["loads"] else ""
+        in_it = f"{report['loads']:,} of {wanted} of the model are in it."
+        return " ".join(filter(None, (in_it, absent and f"Not in it: {absent}.", reasons)))
+    sizes = f"{sizes_text(error.mismatched)}. " if error.mismatched else ""
+    if causes:
+        text = f"{'; '.join(causes)}."
+    elif report["state_dict"] and not report["placed"]:
+        text = f"the weights are in its entry {report['state_dict']!r}."
+    elif fix["dropped"] and not report["missing"]:
+        text = f"it has keys that the model does not have, and the command {'; '.join(fix['notes'])}."
+    elif fewer:
+        text = f"its keys begin with {fewer!r}, and the model's keys do not."
+    elif more:
+        text = f"keys of the model begin with {more!r}, and the file's keys do not."
+    else:
+        text = "its keys have other names than the model's keys."
+    text = f"{sizes}{text} {fix['loads']:,} of {wanted} load after the command."
+    if not fix["complete"]:
+        both = (("still missing", fix["missing"]), ("still unexpected", fix["unexpected"]))
+        rest = "; ".join(f"{kind}: {join_limited(keys, most=3)}" for kind, keys in both if keys)
+        untrained = " With strict=False the missing keys stay untrained, with initial values." if fix["missing"] else ""
+        text += f" {sentence(rest)}{untrained}"
+    return text
+
+
+# -- one key, one shape ------------------------------------------------------------------------------------------------
+
+
+def _for_one_key(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
+    """Answer for a tensor that code takes out of the state dict by its name."""
+    path, wanted = checkpoint.path, details["entry"]
+    names = {str(checkpoint.graph.nodes[key]): item for item in checkpoint.state_dicts for key, _ in item.items}
+    fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
+    if fewer and not all(name.startswith(fewer) for name in names):
+        why = f"{path} has {fewer + wanted!r} in place of {wanted!r}, and other keys do not begin with {fewer!r}"
+        return Answer(f"{why}: match compares all names with a file that the code loads.")
+    if fewer:
+        why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
+        return Answer(why, edit_step("strip-module", path, word="plain", strip_prefix=fewer))
+    more = next((wanted.removesuffix(name) for name in names if wanted.endswith("." + name)), "")
+    if more and not any(name.startswith(more) for name in names):
+        why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
+        return Answer(why, edit_step("add-module", path, word="prefixed", add_prefix=more))
+    tied = next((name for name in names if name.endswith(EMBEDDINGS)), "")
+    if tied and wanted.endswith(HEADS):
+        base = names[tied].path
+        copy = f"{path}:{spell_key(base, tied)}={spell_key(base, wanted)}"
+        output = suggested_output(path, "untied", pickled_suffix(checkpoint))
+        why = f"{path} has no {wanted!r}: it is tied to {tied!r}. The code needs the tensor under both names."
+        return Answer(why, command("edit", path, output=output, merge_entry=copy))
+    why = f"{path} has no key {wanted!r}. The code expects another model, or another version of it."
     return Answer(why, command("keys", path))
 
 
-def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+def _for_a_shape(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
     """Answer for a tensor of another shape whose key the message does not name in full."""
-    saved, wanted = (
-        tuple(int(size) for size in details[name].replace(",", " ").split()) for name in ("saved", "wanted")
-    )
+    saved, wanted = (tuple(map(int, details[name].replace(",", " ").split())) for name in ("saved", "wanted"))
     entries = [entry for entry in checkpoint.survey.tensors if entry.tensor.shape == saved]
     entries = [entry for entry in entries if entry.key.endswith(details["name"])] or entries
     if not entries:
@@ -357,10 +221,43 @@ def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     return Answer(f"{checkpoint.path}: {sizes_text(found)}. {why}")
 
 
-def newer_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for a file of a newer torch: every torch reads safetensors."""
-    named = any(node.name == details["name"] for _, node in checkpoint.graph.of_type(Global))
-    if not checkpoint.state_dicts or not named:
-        return None
-    why = f"{checkpoint.path}: a newer torch saved it, with {details['name']}. Every torch reads safetensors."
-    return Answer(why, to_safetensors(checkpoint))
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _for_an_optimizer(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
+    """Answer for an optimizer of other parameters, or without a value that torch looks for: weights load without it."""
+    path, found, wanted = checkpoint.path, optimizers(checkpoint.graph), details.get("entry", "")
+    if not found:
+        return Answer(f"{path} holds no optimizer: {contents(checkpoint)}.", cause="elsewhere")
+    reasons = {item.path: _lack(checkpoint, item, wanted) if wanted else "" for item in found}
+    broken = [item for item in found if reasons[item.path] or not wanted]
+    if not broken:
+        return Answer(f"{path} has {wanted!r} wherever its optimizer needs it.", cause="elsewhere")
+    why = "; ".join(filter(None, reasons.values())) or "it holds an optimizer of another number of parameters or groups"
+    why = f"{path}: {why}. The weights load without the optimizer, which then starts afresh."
+    return Answer(why, drop_step(path, entries_to_drop(checkpoint, broken).values()))
+
+
+def _lack(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
+    """Describe where an optimizer lacks a value, or return ""."""
+    graph, place = checkpoint.graph, repr(optimizer.path) if optimizer.path else "the optimizer"
+    states = parameter_states(graph, optimizer)
+    lacking = {ref: own for ref, own in states.items() if wanted not in own}
+    options = {name for group in optimizer.groups for name in values_of(graph, group.ref)}
+    if wanted in options or (states and not lacking):
+        return ""
+    if len(lacking) == len(states):
+        others = join_limited(list(next(iter(lacking.values()), options)))
+        return f"another optimizer saved {place}: it has {others}, and yours looks for {wanted!r}"
+    owners = state_owners(checkpoint)
+    keys = join_limited([repr(owners[ref][1]) for ref in lacking if ref in owners], most=NAMED)
+    return f"{place} lacks {wanted!r} for {len(lacking):,} of {pluralize(len(states), 'parameter')} ({keys})"
+
+
+#: The functions by the names that rows of the table give as their ``answer``.
+ANSWERS: Final[Mapping[str, _Function]] = {
+    "keys": _for_keys,
+    "one key": _for_one_key,
+    "shape": _for_a_shape,
+    "optimizer": _for_an_optimizer,
+}

@@ -1,22 +1,284 @@
-"""All known errors: the message, its cause, the command that helps, and Python code that does the same.
+"""The known errors, which are rows of ``errors.toml``, and how a text is recognised as one of them.
 
-The tables are data: ``explanation`` finds the entry for a text, and ``docs/errors.md`` is generated from all entries.
-New errors and cases are rows of ``errors.toml``.
+``docs/errors.md`` is generated from the same rows.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from shlex import quote
+from typing import Any, Final, TypeAlias
 
-from .answers import entry_answer, key_answer
-from .class_errors import CLASS_ERRORS
-from .file_errors import DEVICE_ERRORS, FILE_ERRORS, FORMAT_ERRORS
-from .library_errors import LIBRARY_ERRORS
-from .state_dict_errors import STATE_DICT_ERRORS
-from .table import with_rows
+from ...base import addresses
+from ...base.findings import CODES, Effect
+from ...base.lazy import regex
+from ...base.records import NamedTuple
+from ...base.steps import argument, is_remote, suggested_output
+from ...base.text import cut
+from ...base.toml import parsed
+from ...checkpoint.paths import parse_path
+from .key_lists import MODEL_ENTRIES, acting_global, lists_keys
+
+_TABLE: Final = os.path.join(os.path.dirname(__file__), "errors.toml")
+#: Facts taken from the text, by name: a prefix, a key, a number.
+Details: TypeAlias = Mapping[str, str]
+#: The path of the file in a step, or with a word, a suffix or both, an unused name next to it: ``{path:cpu.pth}``.
+_PATH: Final = regex(r"\{path(?::(\w*)(\.\w+)?)?\}")
+#: The name of a file in the folder of the path.
+_BESIDE: Final = regex(r"\{beside:([^{}]*)\}")
+#: Signs in a traceback, by name: a frame of ``torch.load``, or the line that calls it; a line about a checkpoint.
+_PLACES: Final = {
+    "loading": r"torch[/\\]serialization\.py|torch\.load|[Uu]npickl|pickle\.load|find_class",
+    "file": r"(?i)load|ckpt|checkpoint|state|weight|resume|saved|pretrain",
+}
+_TRACEBACK: Final = "Traceback (most recent call last)"
+#: Colour codes, which torch and notebooks put into messages.
+_COLOUR: Final = regex(r"\x1b\[[\d;]*m")
+#: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
+_WRAP: Final = regex(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
+#: The first line of an exception, as Python, pytest and torchrun print it.
+_RAISED: Final = regex(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
+#: The longest message that a report repeats, in characters.
+_LONGEST: Final = 240
+
+
+class Topic(NamedTuple):
+    """What to look at in a file for a message.
+
+    ``looks_at`` names it. ``codes`` are the findings that confirm the cause. If the file has none of them, ``absent``
+    says what to compare. With ``whole``, every byte is read, because no metadata shows the damage. With ``sure``, these
+    findings confirm the error's own cause.
+    """
+
+    looks_at: str
+    codes: frozenset[str]
+    absent: str
+    whole: bool = False
+    sure: bool = True
+
+
+class Case(NamedTuple):
+    """What to answer for a file with these signs.
+
+    ``has`` and ``lacks`` are patterns for the lines of ``facts.signs``, with details filled in: each of ``has`` and
+    none of ``lacks`` must match a line. ``unreadable`` is a pattern for the error of a file that cannot be read as a
+    checkpoint; other cases do not apply to such a file. ``step`` and ``python`` are written as in ``KnownError``; a
+    step that begins with @ is computed (``facts.STEPS``). ``elsewhere`` marks an answer for a file that is not the
+    cause.
+    """
+
+    why: str
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    unreadable: str = ""
+    step: str = ""
+    python: str = ""
+    elsewhere: bool = False
+
+
+class KnownError(NamedTuple):
+    """A known error. ``message`` is its text as the library prints it, shortened by "..."; ``name`` is its anchor.
+
+    A text has the message if ``pattern`` matches; without a pattern, its lists of keys tell (``key_lists``). With
+    ``where``, a traceback counts only if this pattern, or the one of this name in ``_PLACES``, matches in it, or with
+    ``last`` in its last frame; a message alone always counts, because the user asks about a checkpoint. The named
+    groups of a match are the details, which are filled in where ``why``, ``step`` and ``python`` have a name in
+    braces, such as ``{prefix}``.
+
+    ``step`` is a command; ``{path}`` stands for the file, ``{path:cpu}`` for an unused name next to it. ``python`` has
+    lines that do the same, for the file ``example``; "" if there are none. ``alike`` are other messages with the same
+    cause. The first of the ``cases`` whose signs the file has is the answer; without one, the function ``answer``
+    looks at the file itself, and then the findings of ``topic`` count.
+    """
+
+    name: str
+    message: str
+    why: str
+    pattern: str = ""
+    where: str = ""
+    last: bool = False
+    step: str = "inspect {path}"
+    python: str = ""
+    alike: tuple[str, ...] = ()
+    example: str = "model.pth"
+    topic: Topic = Topic("", frozenset(), "")
+    answer: str = ""
+    cases: tuple[Case, ...] = ()
+
+    def why_of(self, details: Details) -> str:
+        """Return the cause, with the details filled in."""
+        return filled(self.why, details)
+
+    def command_for(self, path: str, details: Details) -> str:
+        """Return the command for a file."""
+        return command_line(self.step, path, details)
+
+    def python_for(self, path: str, details: Details, place: str = "") -> str:
+        """Return the Python lines for the state dict at a place in a file; "" if a detail that they need is empty."""
+        if any(not value and f"{{{name}}}" in self.python for name, value in details.items()):
+            return ""
+        lines = self.python.strip().replace(f'"{self.example}"', as_python(path))
+        return filled(lines, {**details, "load": load_lines(path, place)})
+
+
+class Explanation(NamedTuple):
+    """A known error found in a text, with the details taken from the text."""
+
+    error: KnownError
+    details: Details
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _read_table() -> dict[str, Any]:
+    with open(_TABLE, "rb") as file:
+        return parsed(file.read(), _TABLE, "the table of errors")
+
+
+def _errors(table: Mapping[str, Any]) -> Iterator[KnownError]:
+    for row in table["error"]:
+        fields = {key: _listed(value) for key, value in row.items()}
+        fields["pattern"] = fields.get("pattern", "").replace("{model_entries}", "|".join(MODEL_ENTRIES))
+        topic = table["topics"][fields.setdefault("topic", "FILE")]
+        effects = {getattr(Effect, name) for name in topic.get("effects", ())}
+        codes = {name for name, code in CODES.items() if any(effect in code.effect for effect in effects)}
+        fields["topic"] = Topic(
+            topic["looks_at"],
+            frozenset(codes | {*topic["codes"]} | {*fields.pop("codes", ())}),
+            fields.pop("absent", topic["absent"]),
+            topic.get("whole", False),
+            sure="codes" in row or fields["topic"] != "FILE",
+        )
+        cases = [each for each in table["case"] if row["name"] in each["of"]]
+        own = tuple(Case(**{key: _listed(value) for key, value in case.items() if key != "of"}) for case in cases)
+        yield KnownError(**fields, cases=own)
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
 
 #: The first error that matches counts.
-KNOWN_ERRORS: Final = with_rows(
-    (*STATE_DICT_ERRORS, *DEVICE_ERRORS, *FILE_ERRORS, *FORMAT_ERRORS, *CLASS_ERRORS, *LIBRARY_ERRORS),
-    {"entry": entry_answer, "key": key_answer},
-)
+KNOWN_ERRORS: Final = tuple(_errors(_read_table()))
+
+
+# -- recognising a text ------------------------------------------------------------------------------------------------
+
+
+def explanation(text: str) -> Explanation | None:
+    """Return the known error in a message or a traceback, or None."""
+    plain = without_colours(text)
+    wrapped = (_WRAP.sub(between, plain) for between in (" ", ""))
+    return next((found for each in (plain, *wrapped) for found in _found(each)), None)
+
+
+def without_colours(text: str) -> str:
+    """Return a text without the colour codes of a terminal."""
+    return _COLOUR.sub("", text)
+
+
+def _found(text: str) -> Iterator[Explanation]:
+    for error in KNOWN_ERRORS:
+        details = _details(error, text)
+        if details is not None:
+            yield Explanation(error, details)
+
+
+def _details(error: KnownError, text: str) -> Details | None:
+    """Return the details if a text has the error, otherwise None."""
+    if not error.pattern:
+        return acting_global(text) if error.name == "acting-global" else lists_keys(error.name, text)
+    _, *tracebacks = text.split(_TRACEBACK)
+    if not error.where or not tracebacks:
+        return _searched(error.pattern, text)
+    where = _PLACES.get(error.where, error.where)
+    for traceback in tracebacks:
+        place = traceback.rpartition('  File "')[2] if error.last else traceback
+        details = _searched(error.pattern, traceback)
+        if details is not None and re.search(where, place):
+            return details
+    return None
+
+
+def _searched(pattern: str, text: str) -> Details | None:
+    """Return the named groups of the last match: a traceback shows the line of code that makes a message first."""
+    matches = [*re.finditer(pattern, text)]
+    return {name: value or "" for name, value in matches[-1].groupdict().items()} if matches else None
+
+
+def message_in(text: str, found: Explanation | None) -> str:
+    """Return the message in a text, in one line and shortened: the last exception that has the known error.
+
+    Without an exception, it is the first line that has the known error; for an unknown error, the last exception, or
+    else the first line.
+    """
+    lines = [line for line in without_colours(text).splitlines() if line.strip()]
+    blocks: list[list[str]] = []
+    others: list[str] = []
+    for line in lines:
+        raised = _RAISED.match(line)
+        if raised:
+            blocks.append([raised[1]])
+        elif line.startswith(("Traceback", "During handling", "The above exception")):
+            others.append(line)
+        elif blocks:
+            blocks[-1].append(line)
+        else:
+            others.append(line)
+    candidates = [" ".join(" ".join(block).split()) for block in reversed(blocks)]
+    candidates += [" ".join(line.split()) for line in others]
+    if found is not None:
+        candidates.sort(key=lambda each: _details(found.error, each) is None)  # keeps the order of equal candidates
+    return cut(candidates[0], _LONGEST) if candidates else ""
+
+
+# -- filling in --------------------------------------------------------------------------------------------------------
+
+
+def filled(text: str, details: Details) -> str:
+    """Return a text with names of details replaced by their values; other braces are Python code."""
+    for name, value in details.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def named(text: str, path: str, details: Details) -> str:
+    """Return a text with the path, names next to it, and the details filled in."""
+
+    def unused(match: re.Match[str]) -> str:
+        word, suffix = match[1], match[2] or ""
+        if word is None:
+            return path
+        output = suggested_output(path, word, suffix)
+        return output if output != path else suggested_output(path, "2", suffix)
+
+    text = _BESIDE.sub(lambda match: os.path.join(os.path.dirname(path), match[1]), filled(text, details))
+    return _PATH.sub(unused, text)
+
+
+def command_line(step: str, path: str, details: Details) -> str:
+    """Return the command that a step describes, ready to type; ``{keys}`` stands for several arguments."""
+    words = []
+    for word in shlex.split(step):
+        if word == "{keys}":
+            words += [quote(key) for key in details["keys"].split("\n")]
+        else:
+            spell = argument if word.startswith(("{path", "{beside")) else quote
+            words.append(spell(named(word, path, details)))
+    return " ".join(words if words[0] == "git" else ["ckptool", *words])
+
+
+def as_python(path: str) -> str:
+    """Return a path as a Python string, in double quotes if possible; of an address, the name of the file."""
+    path = addresses.name(path) if is_remote(path) else path
+    return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
+
+
+def load_lines(path: str, place: str = "") -> str:
+    """Return the line of Python that loads a file, or what is at a place in it."""
+    steps = parse_path(place) if place else []
+    return f'state = torch.load({as_python(path)}, map_location="cpu")' + "".join(f"[{step!r}]" for step in steps)
