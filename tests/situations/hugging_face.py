@@ -176,6 +176,7 @@ def two_sets_of_weights() -> str:
     "convert pytorch_model.bin -o model.safetensors",
     cause="share|tied",
     ends=holds({"transformer.wte.weight": torch.ones(8, 4)}),
+    helps="--tied keep-first",
 )
 def tied_weights() -> str:
     weight = torch.ones(8, 4)

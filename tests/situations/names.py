@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from stand_ins import STATE, Net, place, state, trained
@@ -167,6 +168,12 @@ def image_size() -> str:
     return not_loading(Vit(17), "vits14.pth")
 
 
+def in_a_file(message: str) -> str:
+    """Save the message as error.txt, as the answer asks."""
+    Path("error.txt").write_text(message, encoding="utf-8")
+    return message
+
+
 class OldNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +192,14 @@ class NewNorm(nn.Module):
     "DiscreteSpeechMetrics#3",
     "a file with the new names of weight_norm is loaded into a module with the old ones",
     "explain MESSAGE model.pth",
+    "match model.pth --error error.txt --apply -o model.fits.pth",
     cause="weight_norm",
     ends=fits(OldNorm),
+    helps="save the message as error.txt, then 'ckptool match",
 )
 def weight_norm_new_to_old() -> str:
     torch.save(NewNorm().state_dict(), "model.pth")
-    return not_loading(OldNorm(), "model.pth")
+    return in_a_file(not_loading(OldNorm(), "model.pth"))
 
 
 @situation(
@@ -223,13 +232,16 @@ class Dense(nn.Module):
     "torchvision",
     "a DenseNet of an old torchvision: `norm.1` in place of `norm1`",
     "explain MESSAGE densenet121-a639ec97.pth",
+    "edit densenet121-a639ec97.pth --rename-like names.pth --by-order -o densenet121-a639ec97.fits.pth",
     cause="other names",
     ends=fits(Dense),
+    helps="names.pth --by-order",
 )
 def densenet() -> str:
     old = OrderedDict((key.replace("norm1", "norm.1").replace("conv1", "conv.1"), value)
                       for key, value in Dense().state_dict().items())  # fmt: skip
     torch.save(old, "densenet121-a639ec97.pth")
+    torch.save(Dense().state_dict(), "names.pth")  # as the answer asks
     return not_loading(Dense(), "densenet121-a639ec97.pth")
 
 
@@ -248,14 +260,16 @@ class Bert(nn.Module):
     "BERT of TensorFlow",
     "a BERT converted from TensorFlow: `LayerNorm.gamma` and `LayerNorm.beta`",
     "explain MESSAGE pytorch_model.bin",
+    "match pytorch_model.bin --error error.txt --apply -o pytorch_model.fits.bin",
     cause="gamma|other names",
     ends=fits(Bert),
+    helps="save the message as error.txt, then 'ckptool match",
 )
 def gamma_and_beta() -> str:
     old = OrderedDict((key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"), value)
                       for key, value in Bert().state_dict().items())  # fmt: skip
     torch.save(old, "pytorch_model.bin")
-    return not_loading(Bert(), "pytorch_model.bin")
+    return in_a_file(not_loading(Bert(), "pytorch_model.bin"))
 
 
 @situation(
