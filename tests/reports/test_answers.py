@@ -44,7 +44,7 @@ def test_what_lightning_reads_is_added(whole: bool, tmp_path: Path, monkeypatch:
     ("key", "saved", "wanted", "words"),
     [
         ("model.embed_tokens.weight", (32001, 8), (32000, 8), "resize_token_embeddings"),
-        ("pos_embed", (1, 197, 8), (1, 577, 8), "img_size"),
+        ("pos_embed", (1, 197, 8), (1, 577, 8), "image size"),
         ("layers.0.q.lora_A.default.weight", (16, 8), (8, 8), "rank"),
         ("h.0.attn.c_attn.weight", (8, 24), (24, 8), "transposed"),
         ("layers.0.mlp.weight", (32, 1), (8, 8), "bitsandbytes"),
