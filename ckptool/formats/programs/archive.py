@@ -147,9 +147,9 @@ def graph_of(archive: Archive, name: str) -> Graph | None:
         return None
 
 
-def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3) -> list[str]:
+def name_parts(noun: str, names: Sequence[str], *, rest: str = "") -> list[str]:
     """Return ``2 extra files (a and b)`` as a one-element list, with ``rest`` after the noun; [] without names."""
-    return [f"{pluralize(len(names), noun)}{rest} ({join_limited(names, most=most)})"] if names else []
+    return [f"{pluralize(len(names), noun)}{rest} ({join_limited(names, most=3)})"] if names else []
 
 
 def read_json(archive: Archive, record: Record) -> Any:
