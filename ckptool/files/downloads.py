@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Final, TypeVar
 
 from ..base import lazy
@@ -25,22 +25,11 @@ def expect_reads(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]
     """
     if not _any_remote():
         return
-    spans = [*spans_of(pieces, checksums)]
-    if missing := missing_of(spans):
-        remote = lazy.module("remote.source")
-        remote.announce(missing, path or missing[0].source.name, in_order=_in_order(spans))
-        before = accumulate((span.size for span in spans), initial=0)
-        prefetch(span for span, nbytes in zip(spans, before) if nbytes < remote.batch_size())
-
-
-def _in_order(spans: Iterable[Span]) -> bool:
-    """Return whether the bytes of each file are read from its beginning to its end."""
-    ends: dict[Source, int] = {}
-    for source, offset, _ in chain.from_iterable(map(origins, spans)):
-        if offset < ends.get(source, 0):
-            return False
-        ends[source] = offset
-    return True
+    spans = [*spans_of(pieces, ())]
+    if missing := missing_of([*spans, *(expected.span for expected in checksums)]):
+        nbytes = sum(span.size for span in missing)
+        read = dict.fromkeys(chain.from_iterable(map(origins, spans)))
+        lazy.module("remote.source").announce(read, nbytes, path or missing[0].source.name)
 
 
 def spans_of(pieces: Iterable[object], checksums: Iterable[ExpectedChecksum]) -> Iterator[Span]:

@@ -39,9 +39,8 @@ ENDS: Final = 256 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
-#: Reading ahead stops where an answer of at least so many bytes began: another reader was there, and what it read may
-#: be gone from memory.
-_LARGE: Final = 1 << 20
+#: Ranges with a gap of fewer bytes become one request, if what lies between them would not fit into memory.
+_NEAR: Final = 4 << 10
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
@@ -170,7 +169,7 @@ class RemoteSource(Source):
         self._next = -1  # where a reader would go straight on
         self._window = GAP
         self._asked: list[Range] = []  # ranges that threads download
-        self._announced: list[Range] = []  # ranges that are read later, in order
+        self._announced = _Announced()
         self._arrived = threading.Condition(allowance.lock)
 
     def begin(self) -> None:
@@ -216,23 +215,18 @@ class RemoteSource(Source):
                 self._arrived.wait()
                 kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
-                begin = gaps[0][0]
-                self._window = min(max(self._window, size) * 2, _AHEAD) if begin == self._next else GAP
-                end = offset + size
-                others = [at for at, _ in self._asked if at >= end]  # other threads read from there
-                ahead = max(self._announced_end(begin), begin + self._window, end)
-                self._next = min(ahead, self._blocks.next_large(end, self.size), *others)
-                wanted = begin, self._next - begin
-                missing = self.missing([wanted])
-                self._asked.append(wanted)
+                wanted = self._wanted(gaps[0][0], offset + size)
+                missing = self.missing(wanted)
+                self._asked += wanted
         if gaps:
             try:
                 self.allow(sum(span.size for span in missing))
-                requests = [part for span in missing for part in _requests(span)]
+                requests = [part for span in missing for part in _requests(*span[1:])]
                 kept += at_once(requests, lambda one: self.fetch(*one))
             finally:
                 with self._allowance.lock:
-                    self._asked.remove(wanted)
+                    for each in wanted:
+                        self._asked.remove(each)
                     self._arrived.notify_all()
         return _cut(sorted(kept), offset, size)
 
@@ -240,18 +234,23 @@ class RemoteSource(Source):
         """Return whether another thread asked for bytes of these ranges."""
         return any(at < begin + size and begin < at + count for at, count in self._asked for begin, size in gaps)
 
-    def _announced_end(self, begin: int) -> int:
-        """Return where the announced range around a byte ends, or ``begin`` if it was not announced."""
-        place = bisect_right(self._announced, (begin, self.size)) - 1
-        at, size = self._announced[place] if place >= 0 else (begin, 0)
-        return min(max(at + size, begin), begin + batch_size())
+    def _wanted(self, begin: int, end: int) -> list[Range]:
+        """Return what to ask for to read a range: also what was announced behind it, or what a reader comes to next."""
+        if announced := self._announced.taken(begin):
+            return [(begin, end - begin), *announced]
+        straight = 0 <= begin - self._next < GAP
+        self._window = min(max(self._window, end - begin) * 2, _AHEAD) if straight else GAP
+        others = [at for at, _ in self._asked if at >= end]  # other threads read from there
+        self._next = min(max(begin + self._window, end), self.size, *others)
+        return [(begin, self._next - begin)]
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         fetch(self.missing(ranges))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Read large ranges from now on wherever one of these begins."""
-        self._announced = _joined([*self._announced, *ranges])
+        """Ask for these ranges in large batches, in this order, once the first of a batch is read."""
+        with self._allowance.lock:
+            self._announced.add(ranges)
 
     def origin(self) -> Origin | None:
         """Return where the server finds the bytes to copy them, or None if it cannot copy."""
@@ -265,7 +264,12 @@ class RemoteSource(Source):
     def missing(self, ranges: Iterable[Range]) -> list[Span]:
         with self._allowance.lock:
             parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
-            return [Span(self, *gap) for gap in _joined(gap for _, gaps in parts for gap in gaps)]
+            gaps = [gap for _, gaps in parts for gap in gaps]
+        joined = _joined(gaps)
+        nbytes = sum(size for _, size in joined)
+        if nbytes > _room() and nbytes > 2 * sum(size for _, size in gaps):
+            joined = _joined(gaps, _NEAR)  # headers all over a large file: with all between them they fill the memory
+        return [Span(self, *gap) for gap in joined]
 
     def allow(self, nbytes: int) -> None:
         """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
@@ -317,6 +321,39 @@ def _reopened(address: str, settings: Settings, size: int, etag: str) -> RemoteS
     return RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, size, etag))
 
 
+class _Announced:
+    """What is read later, in that order. The lock of the allowance must be held."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Range | None] = []  # None for those that were taken
+        self._places: list[tuple[int, int]] = []  # the first byte of each piece, and its place in the list
+
+    def add(self, ranges: Iterable[Range]) -> None:
+        """Add ranges, cut into pieces of one request."""
+        pieces = (part for begin, size in ranges for part in _requests(begin, size))
+        self._pieces = [*filter(None, self._pieces), *pieces]
+        self._places = sorted((piece[0], at) for at, piece in enumerate(self._pieces) if piece)
+
+    def taken(self, begin: int) -> list[Range]:
+        """Take the pieces from the one with this byte on, as many as a batch may have; [] if none has it."""
+        place = bisect_right(self._places, (begin, len(self._pieces))) - 1
+        first = self._places[place][1] if place >= 0 else 0
+        piece = self._pieces[first] if place >= 0 else None
+        found: list[Range] = []
+        if piece is None or not piece[0] <= begin < sum(piece):
+            return found
+        self._pieces[first] = begin, sum(piece) - begin
+        room = batch_size()
+        for at in range(first, len(self._pieces)):
+            if piece := self._pieces[at]:
+                room -= piece[1]
+                if room < 0:
+                    break
+                found.append(piece)
+                self._pieces[at] = None
+        return found
+
+
 class Allowance:
     """What the files of one command share: the bytes that they may still download, and the memory for their bytes."""
 
@@ -324,8 +361,9 @@ class Allowance:
         self.limit = limit
         self.spent = 0
         self.lock = threading.RLock()
-        # Sizes of blocks in memory, in the order of their use: of the small ones, such as headers, and of the others.
-        self._used: tuple[dict[tuple[Blocks, int], int], ...] = {}, {}
+        # Sizes of blocks in memory, in the order of their use: those of small answers, such as headers, and the others.
+        self._small: dict[tuple[Blocks, int], int] = {}
+        self._others: dict[tuple[Blocks, int], int] = {}
         self._kept = 0
 
     def spend(self, nbytes: int, path: str) -> None:
@@ -334,32 +372,41 @@ class Allowance:
             _check(0, self.spent + nbytes, self.limit, path)
             self.spent += nbytes
 
-    def use(self, blocks: Blocks, begin: int, size: int) -> None:
-        """Record the use of a block, and forget the blocks that were used longest ago if memory is full.
+    def keep(self, blocks: Blocks, begin: int, size: int, *, small: bool) -> None:
+        """Record a new block, and forget the blocks that were used longest ago if memory is full.
 
-        Small ones are forgotten last: to ask for each again would be a request of its own.
+        Those of small answers are forgotten last: to ask for each again would be a request of its own.
         """
-        used = self._used[size >= GAP]
-        self._kept += size - used.pop((blocks, begin), 0)
-        used[blocks, begin] = size
+        (self._small if small else self._others)[blocks, begin] = size
+        self._kept += size
         while self._kept > LIMITS.remote_bytes:
-            self.forget(*next(iter(self._used[bool(self._used[1])])))
+            self.forget(*next(iter(self._others or self._small)))
+
+    def use(self, blocks: Blocks, begin: int) -> None:
+        """Record the use of a block."""
+        used = self._small if (blocks, begin) in self._small else self._others
+        used[blocks, begin] = used.pop((blocks, begin))
 
     def forget(self, blocks: Blocks, begin: int) -> None:
         place = blocks, begin
-        self._kept -= self._used[place in self._used[1]].pop(place)
+        self._kept -= (self._small if place in self._small else self._others).pop(place)
         blocks.remove(begin)
 
 
 def batch_size() -> int:
-    """Return the most bytes to announce at once: the batch before may still be needed, and the ends of objects."""
+    """Return the most bytes to announce at once."""
     return LIMITS.remote_bytes * 2 // 5
+
+
+def _room() -> int:
+    """Return the most bytes to fetch at once: the batch before may still be needed, and the ends of objects."""
+    return LIMITS.remote_bytes * 9 // 20
 
 
 def fetch(spans: Iterable[Span]) -> None:
     """Download spans of several objects at the same time, until they fill nearly half of the memory."""
     requests: list[tuple[RemoteSource, int, int]] = []
-    room = LIMITS.remote_bytes * 9 // 20  # the batch before this one may still be needed, and the ends of objects
+    room = _room()
     for source, offset, wanted in spans:
         assert isinstance(source, RemoteSource)
         size = min(wanted, room)
@@ -367,20 +414,23 @@ def fetch(spans: Iterable[Span]) -> None:
             break
         room -= size
         source.allow(size)
-        requests += ((source, *part) for part in _requests(Span(source, offset, size)))
+        requests += ((source, *part) for part in _requests(offset, size))
     at_once(requests, lambda request: request[0].fetch(*request[1:]))
 
 
-def announce(spans: Sequence[Span], path: str, *, in_order: bool = False) -> None:
-    """Raise RefusedError if the command under way may not download these spans, too. Nothing is read.
+def announce(spans: Iterable[Span], nbytes: int, path: str) -> None:
+    """Tell the order in which spans are read, of which ``nbytes`` must be downloaded. Nothing is read.
 
-    ``in_order`` says that each file is read from its beginning to its end.
+    Raise RefusedError if the command under way may not download so much more.
     """
-    before, nbytes = ANNOUNCED.get(), sum(span.size for span in spans)
+    before = ANNOUNCED.get()
     _check(before or 0, nbytes, current().max_download, path)
-    for source in {span.source for span in spans} if in_order else ():
+    ranges: dict[Source, list[Range]] = {}
+    for source, offset, size in spans:
+        ranges.setdefault(source, []).append((offset, size))
+    for source, read in ranges.items():
         if isinstance(source, RemoteSource):
-            source.announce(span[1:] for span in spans if span.source is source)
+            source.announce(read)
     if before is not None:
         ANNOUNCED.set(before + nbytes)
 
@@ -405,7 +455,6 @@ class Blocks:
         self._allowance = allowance
         self._begins: list[int] = []
         self._data: dict[int, bytes] = {}
-        self._large: list[int] = []  # where large answers began, whether or not they are still in memory
         self.answers = self.nbytes = 0
 
     def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
@@ -419,7 +468,7 @@ class Blocks:
             if start < end and start + len(self._data[start]) > at:
                 kept.append((start, self._data[start]))
                 at = start + len(self._data[start])
-                self._allowance.use(self, start, len(self._data[start]))
+                self._allowance.use(self, start)
         return kept, missing
 
     def add(self, begin: int, data: bytes) -> None:
@@ -429,14 +478,7 @@ class Blocks:
         for at, size in self.split(begin, begin + len(data))[1]:
             insort(self._begins, at)
             self._data[at] = data[at - begin : at - begin + size]
-            self._allowance.use(self, at, size)
-            if size >= _LARGE:
-                insort(self._large, at)
-
-    def next_large(self, begin: int, end: int) -> int:
-        """Return where the first large answer from ``begin`` on began, in memory or not; ``end`` without one."""
-        place = bisect_left(self._large, begin)
-        return self._large[place] if place < len(self._large) else end
+            self._allowance.keep(self, at, size, small=len(data) < GAP)
 
     def remove(self, begin: int) -> None:
         self._begins.remove(begin)
@@ -447,18 +489,17 @@ class Blocks:
             self._allowance.forget(self, begin)
 
 
-def _requests(span: Span) -> Iterator[Range]:
-    """Yield a span as ranges that are small enough for one request."""
-    end = span.offset + span.size
-    return ((at, min(REQUEST, end - at)) for at in range(span.offset, end, REQUEST))
+def _requests(begin: int, size: int) -> Iterator[Range]:
+    """Yield a range as ranges that are small enough for one request."""
+    return ((at, min(REQUEST, begin + size - at)) for at in range(begin, begin + size, REQUEST))
 
 
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges in order, those with a small gap between them as one."""
+def _joined(ranges: Iterable[Range], gap: int = GAP) -> list[Range]:
+    """Return ranges in order, those with fewer than ``gap`` bytes between them as one."""
     found: list[Range] = []
     for begin, size in sorted(ranges):
         last, length = found[-1] if found else (begin, 0)
-        if found and begin - (last + length) < GAP:
+        if found and begin - (last + length) < gap:
             found[-1] = last, max(length, begin + size - last)
         else:
             found.append((begin, size))

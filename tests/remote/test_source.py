@@ -199,19 +199,6 @@ def test_threads_that_go_straight_on_share_what_they_read_ahead(server: Server) 
 # -- bounds ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_read_before_is_read_ahead(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reader takes the second half of an object; memory forgets it before another reader comes to its beginning."""
-    monkeypatch.setattr(source, "LIMITS", source.LIMITS._replace(remote_bytes=16 * MIB))
-    data = random.Random(5).randbytes(60 * MIB)
-    server.put("bucket", "long", data)
-    found = open_remote("s3://bucket/long", Settings(server.url))
-    server.clear()
-    for first in (30, 0):
-        for at in range(first * MIB, (first + 30) * MIB, MIB):
-            assert found.read(at, MIB) == data[at : at + MIB]
-    assert server.down < 60 * MIB + MIB
-
-
 def test_a_large_download_is_refused_before_the_first_byte(opened: Open, server: Server) -> None:
     found = opened(max_download=2 * MIB)
     server.clear()
