@@ -39,7 +39,7 @@ ENDS: Final = 256 << 10
 #: The most bytes of one request, and the most that is read ahead of a reader that goes straight on.
 REQUEST: Final = 4 << 20
 _AHEAD: Final = 8 << 20
-#: Ranges with a gap of fewer bytes become one request, if what lies between them would not fit into memory.
+#: The same where larger gaps would fill the memory with bytes that nobody reads.
 _NEAR: Final = 4 << 10
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
@@ -216,7 +216,7 @@ class RemoteSource(Source):
                 kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
                 wanted = self._wanted(gaps[0][0], offset + size)
-                missing = self.missing(wanted)
+                missing = self._split(wanted, _NEAR)
                 self._asked += wanted
         if gaps:
             try:
@@ -262,14 +262,19 @@ class RemoteSource(Source):
         return self._blocks.answers, self._blocks.nbytes
 
     def missing(self, ranges: Iterable[Range]) -> list[Span]:
+        ranges = [*ranges]
+        spans = self._split(ranges, GAP)
+        if sum(span.size for span in spans) > _room():
+            near = self._split(ranges, _NEAR)
+            if sum(span.size for span in near) < sum(span.size for span in spans) // 2:
+                return near  # headers all over a large file: with all that lies between them they would fill the memory
+        return spans
+
+    def _split(self, ranges: Iterable[Range], gap: int) -> list[Span]:
+        """Return what of these ranges is not in memory; ranges with fewer than ``gap`` bytes between them as one."""
         with self._allowance.lock:
             parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
-            gaps = [gap for _, gaps in parts for gap in gaps]
-        joined = _joined(gaps)
-        nbytes = sum(size for _, size in joined)
-        if nbytes > _room() and nbytes > 2 * sum(size for _, size in gaps):
-            joined = _joined(gaps, _NEAR)  # headers all over a large file: with all between them they fill the memory
-        return [Span(self, *gap) for gap in joined]
+            return [Span(self, *each) for each in _joined((each for _, gaps in parts for each in gaps), gap)]
 
     def allow(self, nbytes: int) -> None:
         """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
@@ -419,9 +424,9 @@ def fetch(spans: Iterable[Span]) -> None:
 
 
 def announce(spans: Iterable[Span], nbytes: int, path: str) -> None:
-    """Tell the order in which spans are read, of which ``nbytes`` must be downloaded. Nothing is read.
+    """Record that spans are read in this order. Nothing is downloaded yet.
 
-    Raise RefusedError if the command under way may not download so much more.
+    Raise RefusedError if the command under way may not download ``nbytes`` more.
     """
     before = ANNOUNCED.get()
     _check(before or 0, nbytes, current().max_download, path)
@@ -494,7 +499,7 @@ def _requests(begin: int, size: int) -> Iterator[Range]:
     return ((at, min(REQUEST, begin + size - at)) for at in range(begin, begin + size, REQUEST))
 
 
-def _joined(ranges: Iterable[Range], gap: int = GAP) -> list[Range]:
+def _joined(ranges: Iterable[Range], gap: int) -> list[Range]:
     """Return ranges in order, those with fewer than ``gap`` bytes between them as one."""
     found: list[Range] = []
     for begin, size in sorted(ranges):
