@@ -137,7 +137,7 @@ def model_with(keys: dict[str, tuple[int, ...]]) -> torch.nn.Module:
 
 @pytest.mark.parametrize("other_head", [False, True])
 @pytest.mark.parametrize("lacking", ["file", "model"])
-@pytest.mark.parametrize("prefix", ["module.", "backbone.", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "backbone."])
 def test_keys_that_lack_a_prefix_are_renamed_and_printed_python_loads_the_same(
     prefix: str, lacking: str, other_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

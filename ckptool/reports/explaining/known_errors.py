@@ -218,19 +218,12 @@ def message_in(text: str, found: Explanation | None) -> str:
     """
     lines = [line for line in without_colours(text).splitlines() if line.strip()]
     blocks: list[list[str]] = []
-    others: list[str] = []
     for line in lines:
-        raised = _RAISED.match(line)
-        if raised:
+        if raised := _RAISED.match(line):
             blocks.append([raised[1]])
-        elif line.startswith(("Traceback", "During handling", "The above exception")):
-            others.append(line)
-        elif blocks:
+        elif blocks and not line.startswith(("Traceback", "During handling", "The above exception")):
             blocks[-1].append(line)
-        else:
-            others.append(line)
-    candidates = [" ".join(" ".join(block).split()) for block in reversed(blocks)]
-    candidates += [" ".join(line.split()) for line in others]
+    candidates = [" ".join(" ".join(block).split()) for block in (*reversed(blocks), *([line] for line in lines))]
     if found is not None:
         candidates.sort(key=lambda each: _details(found.error, each) is None)  # keeps the order of equal candidates
     return cut(candidates[0], _LONGEST) if candidates else ""
