@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from ...base.prefixes import WRAPPERS
 from ...base.records import NamedTuple
 from .names import Comparison, Spec, compare, heads_agree, suffixes
 from .pairing import Agreement, Pairing, pair_names
@@ -17,6 +18,17 @@ NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
 _TRIED: Final = 4
 #: The most changes of prefixes in a row; the names of the target are easier to read than more.
 _IN_A_ROW: Final = 2
+#: Names that tools are known to change: weight_norm before torch 2.0, norms of TensorFlow, DenseNet in torchvision
+#: before 0.3, and the adapter's name in a live PEFT model.
+_KNOWN: Final = tuple(
+    tuple(FixStep("rename-regex", text) for text in texts)
+    for texts in (
+        (r"s/parametrizations\.(\w+)\.original0$/\1_g/", r"s/parametrizations\.(\w+)\.original1$/\1_v/"),
+        (r"s/(^|\.)gamma$/\1weight/", r"s/(^|\.)beta$/\1bias/"),
+        (r"s/(^|\.)(norm|conv)\.([12])\./\1\2\3./",),
+        (r"s/\b(lora_\w+)\.default\b/\1/",),
+    )
+)
 
 
 class Candidate(NamedTuple):
@@ -65,7 +77,8 @@ def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
     for begin in (start, *([space.candidate(*unwrapped)] if unwrapped else [])):
         current = begin
         for _ in range(_IN_A_ROW):
-            found = (_after(current, step) for step in _prefix_steps(current.names, space.wanted))
+            tries = (*((step,) for step in _prefix_steps(current.names, space.wanted)), *_KNOWN)
+            found = (_after(current, *steps) for steps in tries)
             tried = [each for new in found if new and _gains(current, each := space.candidate(*new))]
             current = max((current, *tried), key=lambda candidate: candidate.rank)
             if not tried or current.fit.complete:
@@ -81,12 +94,16 @@ def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
     return best
 
 
-def _after(candidate: Candidate, step: FixStep) -> tuple[Steps, list[str]] | None:
-    """Return the steps and names after one more step, or None if it changes nothing or two names would become equal."""
-    names = list(map(renaming(step, candidate.names), candidate.names))
+def _after(candidate: Candidate, *steps: FixStep) -> tuple[Steps, list[str]] | None:
+    """Return the steps and names after more steps, or None if they change nothing or two names would become equal."""
+    names, taken = candidate.names, candidate.steps
+    for step in steps:
+        before = names
+        names = list(map(renaming(step, names), names))
+        taken = (*taken, step) if names != before else taken
     if names == candidate.names or len({*names}) < len(names) or "" in names:
         return None
-    return (*candidate.steps, step), names
+    return taken, names
 
 
 def _gains(before: Candidate, after: Candidate) -> bool:
@@ -125,6 +142,8 @@ def _prefix_steps(names: Sequence[str], wanted: Mapping[str, Spec]) -> Iterator[
     for (old, new), _ in votes.most_common(_TRIED):
         if old == "module." and not new:
             yield FixStep("strip-module")
+        elif old and not new and {*old[:-1].split(".")} <= WRAPPERS.keys():
+            yield FixStep("wrappers")
         elif not new or not old:
             yield FixStep("strip-prefix", old) if old else FixStep("add-prefix", new)
         elif not NOT_IN_GLOBS & {*old, *new}:

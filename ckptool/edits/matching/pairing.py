@@ -146,7 +146,7 @@ def pair_names(
 
     steps: tuple[Callable[[], dict[str, str]], ...] = (
         lambda: pairing.equal(ours, theirs) if pairing is not None else {},
-        lambda: alike(ours, theirs),
+        lambda: alike(ours, theirs, by_name=pairing is not None),
         lambda: _siblings(pairs, ours, theirs),
         lambda: _in_order(ours, theirs) if pairing is not None else {},
     )
@@ -156,8 +156,11 @@ def pair_names(
     return pairs
 
 
-def alike(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> dict[str, str]:
-    """Pair names that agree and have equal shapes, the longest common end first, where no other name has this end."""
+def alike(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], *, by_name: bool = True) -> dict[str, str]:
+    """Pair names that agree and have equal shapes, the longest common end first, where no other name has this end.
+
+    Without ``by_name``, the end and the shape are enough.
+    """
     known = None not in theirs.values()  # a message about missing keys does not say their shapes
     left = [{name: plain_segments(name) for name in side} for side in (ours, theirs)]
     pairs: dict[str, str] = {}
@@ -167,7 +170,7 @@ def alike(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> dict[str, s
             other = there.get(signature)
             if own not in left[0] or other is None or other not in left[1]:
                 continue
-            if agrees(ours[own], theirs[other]) and names_agree(own, other):
+            if agrees(ours[own], theirs[other]) and (not by_name or names_agree(own, other)):
                 pairs[own] = other
                 del left[0][own], left[1][other]
 

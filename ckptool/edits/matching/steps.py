@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
 from ...base.errors import TargetError
@@ -12,7 +13,7 @@ from ...base.patterns import escaped
 from ...base.prefixes import unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import NextStep, Setting, command
-from ..keys import Rename, stripping
+from ..keys import Rename, parse_regex, stripping
 
 #: Options that do not change names.
 LAYOUT: Final = frozenset(
@@ -44,7 +45,7 @@ Steps: TypeAlias = tuple[FixStep, ...]
 def renaming(step: FixStep, names: Iterable[str]) -> Rename:
     """Return the function by which a step renames one name, given all names in the state dict.
 
-    Raise TargetError for a step that does not rename by a prefix.
+    Raise TargetError for a step that does not rename.
     """
     if step.option == "strip-module":
         return stripping("module.")
@@ -57,6 +58,9 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
     if step.option == "rename":  # made by this package: a prefix, and a star on both sides
         old, new = (side.removesuffix("*") for side in step.value.split("=", 1))
         return lambda name: new + name.removeprefix(old) if name.startswith(old) else name
+    if step.option == "rename-regex":
+        pattern, replacement, count = parse_regex(step.value)
+        return partial(pattern.sub, replacement, count=count)
     raise TargetError(f"{step.option!r} does not rename")
 
 
