@@ -84,7 +84,7 @@ _MAKING: Final = b"]}R\x81\x85\x86\x87"
 _FEW_OBJECTS, _BYTES_PER_OBJECT = 250_000, 4
 
 
-def _checked(data: bytes) -> tuple[bytes, int]:
+def _checked(data: bytes) -> tuple[bytearray, int]:
     """Return a pickle that the standard unpickler reads in bounded time and memory, and the size of the original.
 
     Only opcodes are accepted that a pickler of protocol 2 or later writes here. Sizes are those of the file, memo
@@ -96,13 +96,14 @@ def _checked(data: bytes) -> tuple[bytes, int]:
     if sum(map(data.count, _MAKING)) > _FEW_OBJECTS + len(data) // _BYTES_PER_OBJECT:
         raise _Refused("it makes more objects than a file of its size can list")
     match = _runs(min(len(data) >> 17, 255))
-    parts: list[bytes] = [data[:2]]
+    checked = bytearray(data[:2])  # a list of its parts would take several times its size
     at = 2
     while True:
         run = match(data, at)
         assert run is not None  # it matches nothing as well
         plain, special = run.groups()
-        parts += (plain, _AS_PAIRS.get(special, b""))
+        checked += plain
+        checked += _AS_PAIRS.get(special, b"")
         at = run.end()
         if special and len(special) > 1 and int.from_bytes(special[1:], "little") > len(data) - at:
             raise _Refused("it is cut: a frame ends after the file")
@@ -112,11 +113,11 @@ def _checked(data: bytes) -> tuple[bytes, int]:
         if code in (op.SHORT_BINUNICODE, op.BINUNICODE):
             width = 1 if code == op.SHORT_BINUNICODE else 4
             end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
-            parts.append(data[at:end])
+            checked += data[at:end]
             at = end
         elif code == op.STOP:
-            parts.append(b".")
-            return b"".join(parts), at + 1
+            checked += b"."
+            return checked, at + 1
         elif code < 0:
             raise _Refused("it is cut: it ends before its last opcode")
         else:
