@@ -75,8 +75,8 @@ def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
     else:
         jobs.append(references.copy(path, output)._replace(reset=back))
         rows = [row._replace(against=COPY) for row in rows]
-        if references.understands(tool, "repack"):
-            repack = command(tool, "repack", source=path, output=output)
+        if references.understands(tool, "edit"):
+            repack = command(tool, "edit", "--repack", source=path, output=output)
             repaired = Check("strip", original, output)
             jobs.append(repack._replace(reset=_edited(back, edit), check=repaired))
             rows.append(Row(repack.name, COPY, reader=True))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .edits.cast import cast
     from .edits.convert import convert
     from .edits.devices import DeviceMap, remap
-    from .edits.entries import Scalar, drop, extract, keep, unset
+    from .edits.entries import Scalar, drop, extract, keep
     from .edits.entries import set_entry as set
     from .edits.keys import add_prefix as add_module
     from .edits.keys import strip_prefix as strip_module
@@ -119,7 +119,6 @@ __all__ = [
     "strip_module",
     "strip_wrappers",
     "undo",
-    "unset",
     "update_config",
     "validate",
     "wrap",
@@ -136,7 +135,7 @@ _NAMES = {
     "edits.cast": ("cast",),
     "edits.convert": ("convert",),
     "edits.devices": ("DeviceMap", "remap"),
-    "edits.entries": ("Scalar", "drop", "extract", "keep", "set", "unset"),
+    "edits.entries": ("Scalar", "drop", "extract", "keep", "set"),
     "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
     "edits.lora": ("merge_lora",),
     "edits.matching.match": ("match",),

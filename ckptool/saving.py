@@ -359,9 +359,9 @@ class NumberedVersion(VersionReport):
 
 
 class HistoryReport(TypedDict):
-    """The report of ``history``, schema ``ckptool.history/1``."""
+    """The report of ``history``, schema ``ckptool.undo/1``."""
 
-    schema: Literal["ckptool.history/1"]
+    schema: Literal["ckptool.undo/1"]
     path: str
     bytes: int
     versions: list[NumberedVersion]
@@ -398,7 +398,7 @@ def history(path: CheckpointOrPath) -> HistoryReport:
     listed: list[NumberedVersion] = [
         {"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)
     ]
-    return {"schema": "ckptool.history/1", "path": source.name, "bytes": source.size, "versions": listed}
+    return {"schema": "ckptool.undo/1", "path": source.name, "bytes": source.size, "versions": listed}
 
 
 def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = False) -> UndoReport:

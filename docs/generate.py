@@ -147,13 +147,13 @@ def commands() -> str:
 #: What the placeholders of arguments and values in help texts stand for.
 PLACEHOLDERS: Final = {
     "A": "a checkpoint to describe or compare: a PATH",
-    "ADAPTER": "a PEFT adapter: a folder with adapter_config.json, or its file with the tensors",
     "B": "the checkpoint that is compared with A: a PATH",
     "CALLABLE": "a function or class in MODULE that makes a model without arguments",
     "DEVICE": "a device: `cpu`, `cuda:0`, `meta`",
     "DIR": "a folder to write to",
     "DTYPE": "a dtype: `bfloat16`, `float32`",
     "ENGINE": "where the work runs: `local`, `dask` or `dask=tcp://HOST:PORT`",
+    "FORMAT": "a format of checkpoints: `torch`, `safetensors`, `dcp`, `legacy`",
     "FAMILY": "a library and a family of models: `hf:llama`",
     "FILE": "a file to read, other than a checkpoint: a policy, a lock, a table, a list, a log",
     "FROM": "the device that tensors are on; `cuda:*` is any",
@@ -180,6 +180,7 @@ PLACEHOLDERS: Final = {
     "VALUE": "a value: JSON, or text",
     "VERSION": "a torch version: `2.6`",
     "W": "a number, the weight of a checkpoint",
+    "WORD": "one of the words that the option names",
     "WORDS": "words separated by commas, which the help of the option lists",
     "URL": "the address of a server: `https://minio.example.org`",
 }

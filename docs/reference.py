@@ -32,7 +32,6 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
             "drop",
             "keep",
             "set",
-            "unset",
             "merge",
             "average",
             "merge_lora",

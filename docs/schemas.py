@@ -55,8 +55,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "redact": (EditReport, PrivateReports, FailureReport),
     "sanitize": (SanitizeReport, FailureReport),
     "salvage": (SalvageReport, FailureReport),
-    "undo": (UndoReport, FailureReport),
-    "history": (HistoryReport, FailureReport),
+    "undo": (UndoReport, HistoryReport, FailureReport),
 }
 #: Types that report modules import only for type checkers, so that their annotations can be resolved here.
 _NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadReport, ValueDifference)}

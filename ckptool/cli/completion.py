@@ -38,7 +38,7 @@ Examples:
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, files and keys in a shell.
 
-    Keys come from the file named before them: behind --key, and for get, extract, drop, keep, set and unset. Devices,
+    Keys come from the file named before them: behind --key, and for get, extract, drop, and options of edit. Devices,
     dtypes, families of names and the words of --ignore are completed too.
     """
     found = get_completion_class(shell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from textwrap import wrap
 
 import click
 
@@ -20,39 +21,18 @@ from .render import say_model
 
 EPILOG = """\b
 Examples:
-  ckptool convert model.pth -o model.safetensors
-  ckptool convert model.safetensors -o model.pth
   ckptool convert training.ckpt -o model.safetensors
   ckptool convert gan.pth -o generator.safetensors --key netG
   ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
-  ckptool convert model-folder -o smaller --max-shard-size 200MB
-  ckptool convert model-folder -o model.safetensors
   ckptool convert model.pth -o model.dcp --to-format dcp
-  ckptool convert model.pth -o old.pth --to-format legacy
-  ckptool convert checkpoint-100 -o model.safetensors --key module --deepspeed-16bit
-  ckptool convert local-folder -o model.pth --unflatten init.pth
-  ckptool convert local-folder -o model.pth --model mypackage.models:build
   ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
-  ckptool convert llama-2-7b -o hf --to-format safetensors --max-shard-size 5GB --to-names hf:llama
-  ckptool convert model.safetensors -o split.safetensors --recipe my-model.toml
-  ckptool convert training.ckpt -o model.safetensors --use-ema
-  ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
-
-\b
-A recipe for --recipe is a TOML file of rules, names and axes on two sides; docs/recipes.md
-has all of it. This one splits a projection of queries, keys and values in every layer:
-  rest = "keep"
-  [[rule]]
-  a = "blocks.{L}.qkv.weight : (e|e|e), i"
-  b = ["blocks.{L}.q.weight : e, i", "blocks.{L}.k.weight : e, i", "blocks.{L}.v.weight : e, i"]
+  ckptool convert local-folder -o model.pth --unflatten init.pth
 
 \b
 Left out and listed, unless you say --strict: device tags, optimizer states and all other
 entries without weights, requires_grad, the order of elements that are not contiguous.
-
-\b
-What else may be lost, and is refused unless --allow-loss names it:
-""" + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
+Refused, unless --allow-loss names it (all accepts every kind):
+""" + "\n".join(wrap(", ".join(KINDS), 90, initial_indent="  ", subsequent_indent="  "))
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -61,14 +41,14 @@ What else may be lost, and is refused unless --allow-loss names it:
     "--deepspeed-16bit",
     flag_value="module",
     type=click.Choice(("module",)),
-    help="For DeepSpeed folders: use the 16-bit model weights, not the optimizer's fp32 masters.",
+    help="Take the 16-bit weights of a DeepSpeed folder.",
 )
 @step_option("unflatten", multiple=False)
 @model_option
 @step_option("use-ema", multiple=False)
 @step_option("to-names", multiple=False)
 @step_option("recipe", multiple=False)
-@click.option("--config", metavar=CONFIG.metavar, type=InputPath(), help=CONFIG.help)
+@click.option("--config", metavar=CONFIG.metavar, type=InputPath(), help="Numbers of the model, as config.json.")
 @writing
 def convert(
     paths: tuple[str, ...],
@@ -83,9 +63,8 @@ def convert(
 ) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
-    A single state dict is converted at once; what the target cannot hold beside it is left out and listed. Nothing is
-    written if tensors would be lost. The bytes of tensors stream from file to file. Every other command that writes
-    takes the same options, and does the same after its edit.
+    Nothing is written if tensors would be lost. DeepSpeed folders are converted with the fp32 masters of the optimizer
+    unless --deepspeed-16bit is given. Every other command that writes takes --to-format, too.
     """
     if unflatten is not None and model is not None:
         raise click.UsageError("--unflatten and --model exclude each other.")

@@ -229,5 +229,8 @@ def _ways_back(report: EditReport) -> list[str]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
     if not report["dry_run"] and reclaimed is None:
         lines.append("  note: the old version is still in the file; restore it, or write a copy without it")
-        lines += [*step_lines(undo_step(path).line), *step_lines(edit_step("repack", path, word="clean").line)]
+        lines += [
+            *step_lines(undo_step(path).line),
+            *step_lines(edit_step("edit", path, word="clean", repack=True).line),
+        ]
     return lines

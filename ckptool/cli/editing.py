@@ -354,7 +354,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
             say(f"note: {checkpoint.path}: {problem.message}, and the output contains all of it; without it")
-            tell_step(edit_step("repack", checkpoint.path, word="clean"))
+            tell_step(edit_step("edit", checkpoint.path, word="clean", repack=True))
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:

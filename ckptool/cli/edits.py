@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import click
 
+from ..base.errors import TargetError
 from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import Call, applied, calls
@@ -47,7 +48,7 @@ Fields: TypeAlias = Callable[[Checkpoint, Checkpoint], Mapping[str, Any]]
 EDIT_EPILOG = """\b
 Examples:
   ckptool edit in.pth -o out.pth --extract state_dict --strip-module --to-dtype bfloat16 --to cpu
-  ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --drop 'head.*' --set epoch=0
+  ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --keep 'backbone.*' --set epoch=0
   ckptool edit in.pth -o out.pth --exclude '*norm*' --to-dtype float16
   ckptool edit dcp/ -o out/ --extract model --to-dtype bfloat16 --to-format safetensors --max-shard-size 5GB
 """
@@ -56,10 +57,10 @@ Examples:
 class Ordered(GroupedCommand):
     """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed.
 
-    ``bare`` is the name of the option whose values may also stand after the paths, without it; "" for none.
+    ``bare`` is the parameter whose values may also stand after the paths, without its option; None for none.
     """
 
-    bare = ""
+    bare: Parameter | None = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -70,26 +71,33 @@ class Ordered(GroupedCommand):
             for param in order
             if (name := param.name) in ctx.params and param.opts[-1].startswith("--")
         ]
-        if self.bare and not ctx.resilient_parsing:
-            self._take_bare(ctx)
+        if self.bare is not None and not ctx.resilient_parsing:
+            self._take_bare(ctx, self.bare)
         return rest
 
-    def _take_bare(self, ctx: click.Context) -> None:
-        """Take the last words that are no files as values of the option ``bare``, or raise MissingParameter."""
-        option = next(param for param in self.params if f"--{self.bare}" in param.opts)
+    def _take_bare(self, ctx: click.Context, bare: Parameter) -> None:
+        """Take the last words that are no files as values of the parameter ``bare``."""
+        option = next(param for param in self.params if f"--{bare.spelled}" in param.opts)
         words, name = list(ctx.params["paths"]), str(option.name)
         several = isinstance(ctx.params[name], tuple)
         given: list[str] = []
-        wanted = several or ctx.params[name] is None
-        while wanted and len(words) > 1 and not exists(words[-1]) and ("=" in words[-1] or not several):
+        while len(words) > 1 and not exists(words[-1]) and _fits(bare, words[-1]):
+            if not several and (given or ctx.params[name] is not None):
+                break
             given.insert(0, words.pop())
-            wanted = several
         ctx.params["paths"] = tuple(words)
         if given:
             ctx.params[name] = (*ctx.params[name], *given) if several else given[0]
-        elif wanted and not several:
-            raise click.MissingParameter(ctx=ctx, param=option)
-        ctx.params["typed"] += [(self.bare, value) for value in given]
+        ctx.params["typed"] += [(bare.spelled, value) for value in given]
+
+
+def _fits(parameter: Parameter, text: str) -> bool:
+    """Return whether a text can be the value of a parameter."""
+    try:
+        parameter.parsed(text)
+    except TargetError:
+        return False
+    return True
 
 
 def __getattr__(name: str) -> click.Command:
@@ -120,10 +128,15 @@ def _command(kind: Edit) -> click.Command:
     command = (one_path if one else paths)(command)
     made = click.command(kind.name, Ordered, help=cleandoc(kind.summary), epilog=_epilog(kind.examples))(command)
     if bare:
-        made.bare = bare.spelled
-        argument = next(each for each in made.params if each.name == "paths")
-        argument.metavar = f"{argument.metavar} [{bare.metavar}]"
+        take_bare(made, bare)
     return made
+
+
+def take_bare(command: Ordered, parameter: Parameter) -> None:
+    """Let the values of a parameter stand after the paths of a command."""
+    command.bare = parameter
+    argument = next(each for each in command.params if each.name == "paths")
+    argument.metavar = f"{argument.metavar} [{parameter.metavar}]"
 
 
 def _ways(kind: Edit) -> list[Parameter]:
@@ -177,11 +190,8 @@ def step_option(name: str, multiple: bool = True) -> Callable[[Command], Command
     kind, parameter = STEPS[name]
     variable = name.replace("-", "_")
     step = (parameter or Parameter(variable))._replace(name=variable, argument=False)
-    if parameter is not None:
-        metavar = parameter.metavar.removesuffix("...")
-        metavar = metavar.strip("[]") if metavar.startswith("[") else metavar
-        metavar += ",..." * parameter.commas
-        step = step._replace(metavar=metavar)
+    metavar = step.metavar.removesuffix("...")
+    step = step._replace(metavar=metavar.strip("[]") if metavar.startswith("[") else metavar)
     return _added(step, name, step.help or kind.title, multiple=multiple)
 
 
@@ -204,11 +214,10 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
     _check(kind, values, {name for name, value in scope.items() if value})
     if kind.in_order:
         ways = {each.spelled for each in kind.parameters if each.step}
-        texts = [(each.step, text) for each, value in values.items() if each.argument for text in value]
         steps = [(each.spelled, value) for each, value in values.items() if not each.step]
         steps += [("key", how.key)] if how.key is not None else []
         steps += [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
-        edits = calls([*steps, *texts, *((name, value) for name, value in typed if name in ways)])
+        edits = calls([*steps, *((name, value) for name, value in typed if name in ways)])
     else:
         arguments = {name: scope[name] for name in kind.scope}
         for each, value in values.items():
@@ -224,6 +233,8 @@ def _check(kind: Edit, values: Mapping[Parameter, Any], chosen: set[str]) -> Non
     ways = _ways(kind)
     if ways and not any(each in values for each in ways):
         *first, last = (f"--{each.spelled}" for each in ways)
+        if not first:
+            raise click.UsageError(f"Missing option {last!r}.")
         raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
     for each in values:
         if {*each.excludes} & (chosen | {other.name for other in values}):
@@ -267,13 +278,20 @@ _REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
 }
 
 
+#: The options of ``edit`` that apply an edit, and those that modify these, in the order of the table.
+_APPLY: Final = [name for name in STEPS if any(f"--{name}" in names for _, names in EDIT_HEADINGS)]
+_MODIFY: Final = list(
+    dict.fromkeys(each.spelled for name in _APPLY for each in STEPS[name][0].parameters if not each.step)
+)
+
+
 def _steps(command: Command) -> Command:
-    """Add the options of ``edit``, in the order of the table."""
-    for name, modifier in reversed([*MODIFIERS.items()]):
-        command = _added(modifier._replace(default=""), name, modifier.help)(command)
+    """Add the options of ``edit``."""
+    for name in reversed(_MODIFY):
+        command = _added(MODIFIERS[name]._replace(default=""), name, MODIFIERS[name].help)(command)
     command = include_option(exclude_option(command))
     command = click.option("--key", multiple=True, metavar="KEY", help=KEY)(command)
-    for name in reversed([*STEPS]):
+    for name in reversed(_APPLY):
         command = step_option(name)(command)
     return command
 
@@ -291,7 +309,7 @@ def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any)
     written once, at the end, in the format that its name or --to-format says; the last --key is then the state dict to
     write where the format holds one.
     """
-    names = {*STEPS, *MODIFIERS, "key", "include", "exclude"}
+    names = {*_APPLY, *_MODIFY, "key", "include", "exclude"}
     # A modifier may stand before or after its edit, so all modifiers are moved to the front.
     steps = sorted((step for step in typed if step[0] in names), key=lambda step: step[0] not in MODIFIERS)
     if not any(name in STEPS for name, _ in steps):

@@ -66,8 +66,10 @@ def get(path: str, key: str, output: str | None, force: bool, style: str) -> int
             check_output(output, checkpoint.sources, force=force)
             array = array_of(checkpoint, place.ref, place.path)
             if output.lower().endswith(CHECKPOINTS):
-                way = "keep" if output.lower().endswith(SAFETENSORS) else "extract"
-                step = as_step(command(way, path, place.path or ".", output=output))
+                place_of = place.path or "."
+                step = as_step(command("extract", path, place_of, output=output))
+                if output.lower().endswith(SAFETENSORS):
+                    step = as_step(command("edit", path, keep=place_of, output=output))
                 raise RefusedError("get writes arrays (.npy)", path=output, next=step)
             if array.widened:
                 say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")

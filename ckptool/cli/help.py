@@ -49,34 +49,19 @@ _RARE_HERE: Final = {
     "validate": ("--no-policy", "--torch", "--map-location", "--max-bytes"),
     "match": ("--strict",),
 }
-#: The headings of ``edit`` for its edits, by purpose.
+#: The options of ``edit`` that apply an edit, under headings by purpose.
 EDITS: Final[Headings] = (
-    ("Entries", tuple(f"--{name}" for name in ("extract", "wrap", "drop", "keep", "set", "unset", "for", "use-ema"))),
+    ("Entries", ("--extract", "--wrap", "--drop", "--keep", "--set", "--merge-entry", "--for", "--use-ema")),
     (
         "Keys",
         (
             *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
-            *("--rename", "--rename-regex", "--rename-table", "--rename-like", "--to-names", "--recipe"),
+            *("--rename", "--rename-table", "--rename-like", "--to-names"),
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),
-    (
-        "Values and bytes",
-        (
-            "--to-dtype",
-            "--vocab",
-            "--average",
-            "--merge-lora",
-            "--unflatten",
-            "--weight-norm",
-            "--slim",
-            "--dedupe",
-            "--tie",
-            "--untie",
-        ),
-    ),
-    ("Other checkpoints", ("--merge", "--merge-entry")),
-    ("Repair and publish", ("--sanitize", "--redact", "--repack")),
+    ("Values and bytes", ("--to-dtype", "--slim", "--dedupe", "--repack")),
+    ("Publish", ("--sanitize", "--redact")),
 )
 
 

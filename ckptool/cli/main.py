@@ -47,8 +47,7 @@ GROUPS: Final = {
         "lock": ("locks", "lock", "Record what a checkpoint holds, for validate --lock."),
     },
     "Edit": {
-        **_edits("strip-module", "add-module", "rename", "remap", "extract", "wrap", "drop", "keep", "set", "unset"),
-        **_edits("slim", "cast", "resize"),
+        **_edits("strip-module", "add-module", "rename", "remap", "extract", "drop", "slim", "cast", "resize"),
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
@@ -59,11 +58,7 @@ GROUPS: Final = {
         **_edits("sanitize"),
         "redact": ("redact", "redact", "Find and remove what a published file should not reveal."),
         "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
-        **_edits("repack"),
-    },
-    "History": {
-        "undo": ("versions", "undo", "Undo the last edit in place."),
-        "history": ("versions", "history", "List the edits made in place."),
+        "undo": ("versions", "undo", "Undo the last edit in place, or list all of them."),
     },
     "Shell": {
         "completion": ("completion", "completion", "Print the script that completes commands and keys."),

@@ -12,7 +12,7 @@ import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import CkptoolError, EngineError, TargetError, lost_a_slash, without_secrets
-from ..base.globs import SYNTAX, Globs, is_pattern
+from ..base.globs import Globs, is_pattern
 from ..base.records import NamedTuple
 from ..base.steps import command as command_line
 from ..base.steps import concealed, shell_words
@@ -121,7 +121,7 @@ def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return words(param.metavar or "", incomplete)
 
 
-KEY = "One state dict, by its path as inspect prints it ('.' for the root)."
+KEY = "One state dict, by its path ('.' is the root)."
 
 
 def key_option(command: Command) -> Command:
@@ -132,7 +132,7 @@ def key_option(command: Command) -> Command:
 
 
 def other_key_option(command: Command) -> Command:
-    text = "The state dict of the second file, by its path there."
+    text = "The state dict of the second file."
     option = click.option(
         "--other-key", metavar="KEY", help=text, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
     )
@@ -160,11 +160,11 @@ def no_values_option(command: Command) -> Command:
 
 
 def include_option(command: Command) -> Command:
-    return repeatable("--include", metavar="GLOB", help=f"Only matching keys ({SYNTAX})")(command)
+    return repeatable("--include", metavar="GLOB", help="Only keys that match a glob or re:REGEX")(command)
 
 
 def exclude_option(command: Command) -> Command:
-    return repeatable("--exclude", metavar="GLOB", help=f"No matching keys ({SYNTAX})")(command)
+    return repeatable("--exclude", metavar="GLOB", help="No keys that match a glob or re:REGEX")(command)
 
 
 def choosing(command: Command) -> Command:
@@ -275,10 +275,7 @@ def repeatable(*names: str, metavar: str, help: str, **how: Any) -> Callable[[Co
 
 
 def model_option(command: Command) -> Command:
-    text = (
-        "Use the model that this callable makes, on the meta device, instead of a file. This imports and runs your"
-        " code; no other option does."
-    )
+    text = "Use the model that this callable makes on the meta device, not a file. This runs your code."
     return click.option("--model", metavar="MODULE:CALLABLE", help=text)(command)
 
 
@@ -308,7 +305,7 @@ def format_option(formats: tuple[str, ...] = REPORT_FORMATS, default: str = "tab
 
 
 def strict_option(command: Command) -> Command:
-    text = "Fail on what is otherwise only reported: warnings, checks that could not be made, data that is left out."
+    text = "Fail on warnings and on data that is left out."
     return click.option("--strict", is_flag=True, help=text)(command)
 
 
@@ -400,7 +397,7 @@ class Writing(NamedTuple):
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
-_OUT_DIR = "The folder to write the outputs of several inputs to."
+_OUT_DIR = "The folder for the outputs of several inputs."
 _LINKS = "Also copy files that links point to outside of the folder."
 _CONFIG = "Also update the config.json of a folder where the edit makes it wrong."
 #: Options of ``writing``, in reverse order of the help. Those of ``converting`` come between the two groups.
@@ -444,31 +441,33 @@ def converting(command: Command) -> Command:
     from ..formats.outputs import TARGETS
 
     for option in (
-        repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add an entry to the header of safetensors"),
+        repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add to the header of safetensors"),
         click.option(
             "--part", is_flag=True, help="Accept a file that is only one part of a checkpoint, and write that part."
         ),
         click.option(
             "--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix."
         ),
-        click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB (powers of ten)."),
+        click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB."),
         click.option(
             "--tied",
             type=click.Choice(("keep-first", "clone")),
-            help="For tensors that share memory: keep only the first name, or copy each.",
+            metavar="WORD",
+            help="Tensors that share memory: keep-first or clone.",
         ),
         click.option(
             "--allow-loss",
             multiple=True,
             metavar="KIND",
             type=click.Choice((*KINDS, "all")),
-            help="Accept a loss of this kind (see convert --help); repeatable.",
+            help="Accept this loss, see convert --help; repeatable.",
         ),
         strict_option,
         click.option(
             "--to-format",
             type=click.Choice(TARGETS),
-            help="The format to write.  [default: by the suffix of -o, or as it is]",
+            metavar="FORMAT",
+            help=f"{', '.join(TARGETS)}; by default as -o says.",
         ),
     ):
         command = option(command)
@@ -528,5 +527,5 @@ def reclaim_option(command: Command) -> Command:
 
 
 def in_place_option(command: Command) -> Command:
-    text = "Edit the file itself: nearly instant, adds a few kB, reversible with ckptool undo."
+    text = "Edit the file itself, reversible with ckptool undo."
     return click.option("--in-place", is_flag=True, help=text)(command)

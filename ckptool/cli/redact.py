@@ -15,9 +15,9 @@ from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
 from ..edits.redact import KINDS, Kind, parse_kinds, private_and_left
+from ..edits.table import EDITS
 from .editing import EditRequest, edit_all
-from .edits import step_option
-from .help import GroupedCommand
+from .edits import Ordered, step_option, take_bare
 from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, Writing, choosing, paths, writing
 from .render import clean, step_lines
@@ -44,11 +44,11 @@ class PrivateReports(TypedDict):
 REDACT_EPILOG = """\b
 Examples:
   ckptool redact training.pth
-  ckptool redact training.pth --redact paths,users -o published.pth
-  ckptool redact training.pth --redact all --exclude model_args -o published.pth
+  ckptool redact training.pth paths,users -o published.pth
+  ckptool redact training.pth all --exclude model_args -o published.pth
 
 \b
-Words for --redact:
+Words for --redact, which may also stand after the paths:
   paths      shorten absolute paths to their last part
   users      replace names of users and hosts by 'user' and 'host'
   sources    empty the module sources that old files carry
@@ -57,12 +57,12 @@ Words for --redact:
 """
 
 
-@click.command(cls=GroupedCommand, epilog=REDACT_EPILOG)
+@click.command(cls=Ordered, epilog=REDACT_EPILOG)
 @paths
 @step_option("redact")
 @choosing
 @writing
-def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Writing) -> int:
+def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Writing, typed: object) -> int:
     """Find what a published file should not reveal, and remove what --redact names.
 
     Without --redact it only lists. --include and --exclude select by path. Read the list: no program can recognise
@@ -75,9 +75,12 @@ def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Wr
         style = "quiet" if how.quiet else how.style
         return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())
     named = {kind for words in redact for kind in parse_kinds(words)}
-    kinds = [kind for kind in KINDS if kind in named] + sorted(named - {*KINDS})
+    kinds = [kind for kind in KINDS if kind in named]
     edits = [Call("redact", {"kinds": kinds, **only.patterns})]
     return edit_all(EditRequest("redact", partial(applied, edits=edits)), paths, how)
+
+
+take_bare(redact, EDITS["redact"].parameters[0])
 
 
 def _list(path: str, *, only: Globs, style: str) -> Answer:

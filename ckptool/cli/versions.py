@@ -1,4 +1,4 @@
-"""The commands about edits in place: undo and history."""
+"""The undo command: list the edits made in place, and undo them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .render import clean, step_lines, table
 UNDO_EPILOG = """\b
 Examples:
   ckptool undo model.pth
+  ckptool undo model.pth --list
   ckptool undo model.pth --original
   ckptool undo *.pth --dry-run
 """
@@ -28,16 +29,21 @@ Examples:
 
 @click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
 @searched_paths
+@click.option("--list", "listed", is_flag=True, help="List the edits made in place, the oldest version first.")
 @click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
 @format_option()
 @quiet_option
-def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quiet: bool) -> int:
+def undo(paths: tuple[str, ...], listed: bool, original: bool, dry_run: bool, style: str, quiet: bool) -> int:
     """Undo the last edit in place: the file has its exact former bytes again.
 
-    Repeat it as often as there were edits; an interrupted edit counts as one. Exit 1: there is nothing to undo.
+    Repeat it as often as there were edits; an interrupted edit counts as one. --list only lists them; times are UTC.
+    Exit 1: there is nothing to undo.
     """
     style = "quiet" if quiet else style
+    if listed:
+        work = partial(_history, style=style)
+        return run_each(FileCommand("undo", style, work), _files(paths), Workers(), spaced=True)
     work = partial(_undo, original=original, dry_run=dry_run, style=style)
     return run_each(FileCommand("undo", style, work), _files(paths), Workers())
 
@@ -65,23 +71,6 @@ def _undone(report: UndoReport) -> list[str]:
     if report["left"]:
         lines.append(f"  {pluralize(report['left'], 'edit')} before it can be undone as well")
     return lines
-
-
-HISTORY_EPILOG = """\b
-Examples:
-  ckptool history model.pth
-  ckptool history model.pth --format json
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=HISTORY_EPILOG)
-@searched_paths
-@format_option()
-def history(paths: tuple[str, ...], style: str) -> int:
-    """List the edits made in place, the oldest version first. Times are UTC."""
-    return run_each(
-        FileCommand("history", style, partial(_history, style=style)), _files(paths), Workers(), spaced=True
-    )
 
 
 def _history(path: str, *, style: str) -> Answer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import frexp, inf, isfinite, ldexp
 from typing import Any
 
-from ..base.dtypes import DTYPES, Dtype, dtype_named
+from ..base.dtypes import DTYPES, Dtype
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
@@ -18,7 +18,7 @@ from ..checkpoint.objects import scalar, values_of
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import dotted, selected
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor, is_sharded
+from ..checkpoint.tensors import Tensor
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.planning import blaming_damage
 from ..values.elements import storage_reader
@@ -36,20 +36,18 @@ def average(
     *,
     weights: Sequence[float] | None = None,
     base: CheckpointOrPath | None = None,
-    sum_dtype: str = "float64",
     key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
     """Return the latest checkpoint with its floating-point tensors replaced by the mean over all checkpoints.
 
-    The latest has the highest epoch or step at its top level; without any, it is the first.
-    Only tensors in state dicts are averaged. The others must have the same state dicts with the same keys, shapes and
-    dtypes. Sums are computed in ``sum_dtype`` (float64 or float32), with one of ``weights`` per checkpoint (default:
-    equal). With a ``base``, the result is task arithmetic instead: the first checkpoint, plus the difference of each
-    other one from the base, times its weight (default: 1), rounded once. Integer tensors and everything else come from
-    the latest checkpoint, with a ``base`` from the first. Raise TargetError for invalid weights and dtypes,
-    RefusedError if the checkpoints do not match.
+    The latest has the highest epoch or step at its top level; without any, it is the first. Only tensors in state dicts
+    are averaged. The others must have the same state dicts with the same keys, shapes and dtypes. Sums are computed in
+    float64, with one of ``weights`` per checkpoint (default: equal). With a ``base``, the result is task arithmetic
+    instead: the first checkpoint, plus the difference of each other one from the base, times its weight (default: 1),
+    rounded once. Integer tensors and everything else come from the latest checkpoint, with a ``base`` from the first.
+    Raise TargetError for invalid weights and dtypes, RefusedError if the checkpoints do not match.
 
     >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
     >>> mean.changes[0].words
@@ -66,9 +64,6 @@ def average(
         opened.insert(0, opened.pop(latest))
         factors.insert(0, factors.pop(latest))
     opened += [] if base is None else [as_checkpoint(base)]
-    sums = dtype_named(sum_dtype)
-    if sums is None or sums.name not in ("float64", "float32"):
-        raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next=advice("take float64 or float32"))
     works = [Recomputation(checkpoint) for checkpoint in opened]
     work, opened = works[0], [each.checkpoint for each in works]
     first, *others = opened
@@ -117,16 +112,13 @@ def average(
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
         readers = tuple(map(storage_reader, others, keys[1:]))
-        work.compute(item, Averaging(item.dtype, tuple(factors), sums.name, base is not None), readers)
+        work.compute(item, Averaging(item.dtype, tuple(factors), base is not None), readers)
     if not tensors:
-        spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
-        plain = command("sanitize", first.path, local_parts=True)
-        way_out = plain + " makes plain tensors of what one rank had" if spread else ""
-        raise refusal("there is no floating tensor in a state dict to average", way_out)
-    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
+        raise refusal("there is no floating tensor in a state dict to average", "")
+    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in float64"
     if base is not None:
         terms = [f"{factor:+g} ({each.path} - {opened[-1].path})" for factor, each in zip(factors, others)]
-        summary = f"{pluralize(tensors, 'tensor')} computed in {sums.name}: {first.path} {join_limited(terms)}"
+        summary = f"{pluralize(tensors, 'tensor')} computed in float64: {first.path} {join_limited(terms)}"
     notes = [f"{pluralize(integers, 'tensor')} copied from {first.path} (not floating-point)"] if integers else []
     averaged = {state_dict.path for state_dict in selected(first, key)}
     kept = [entry.key for entry in first.survey.entries if "" not in averaged and entry.path not in averaged]
@@ -249,14 +241,13 @@ def _layout(tensor: Tensor) -> object:
 
 
 class Averaging(NamedTuple):
-    """How to average elements: the dtype, one factor per checkpoint, and the dtype of the sums.
+    """How to average elements: the dtype, and one factor per checkpoint.
 
     ``from_base``: differences from the last checkpoint are added to the first, each times its factor.
     """
 
     source: Dtype
     factors: tuple[float, ...]
-    sum_dtype: str
     from_base: bool = False
 
     @property
@@ -267,4 +258,4 @@ class Averaging(NamedTuple):
     def results(self, pieces: Iterator[list[bytes]], path: str) -> Iterator[bytes]:
         """Yield the weighted means, or sums of differences."""
         operation = compute.add_differences if self.from_base else compute.mean_elements
-        return (operation(parts, self.factors, self.source.name, self.sum_dtype) for parts in pieces)
+        return (operation(parts, self.factors, self.source.name) for parts in pieces)

@@ -1,8 +1,9 @@
-"""Edit entries: extract one as a standalone checkpoint, drop, keep, set, unset."""
+"""Edit entries: extract one as a standalone checkpoint, drop, keep, set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from math import inf, nan
 from typing import Final
 
@@ -70,16 +71,19 @@ def drop(
 ) -> Checkpoint:
     """Drop the entries and keys that match.
 
-    A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. With ``key``, the path
-    of a state dict, only keys in it are considered. ``include`` and ``exclude`` narrow the matches. A storage or object
-    that is also used elsewhere is kept there. ``prune_optimizer`` also drops the optimizer states of dropped
-    parameters. Raise RefusedError if a pattern matches nothing, or if it is unknown which state belongs to which
-    parameter.
+    A pattern matches top-level entries by key, and keys of state dicts by key or by whole path; another entry goes by
+    its exact path. With ``key``, the path of a state dict, only keys in it are considered. ``include`` and ``exclude``
+    narrow the matches. A storage or object that is also used elsewhere is kept there. ``prune_optimizer`` also drops
+    the optimizer states of dropped parameters. Raise RefusedError if a pattern matches nothing, or if it is unknown
+    which state belongs to which parameter.
 
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
     patterns, only = _patterns(checkpoint, globs), dotted(Globs(include, exclude), checkpoint)
+    # A path with brackets, such as lr_schedulers[0], would be a pattern for other names.
+    paths = [glob for glob in patterns if is_pattern(glob) and key is None and _is_entry(checkpoint, glob)]
+    patterns = {glob: pattern for glob, pattern in patterns.items() if glob not in paths}
     matched = dict.fromkeys(patterns, 0)
 
     def goes(name: str, path: str) -> bool:
@@ -91,8 +95,22 @@ def drop(
     inside = None if key is None else {item.path for item in selected(checkpoint, key)}
     by_name = not any(map(is_pattern, patterns))
     edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, prune_optimizer, by_name)
-    _refuse_unmatched(checkpoint, matched)
+    deeper = [glob for glob, count in matched.items() if not count and key is None and _is_entry(checkpoint, glob)]
+    _refuse_unmatched(checkpoint, {glob: count for glob, count in matched.items() if glob not in deeper})
+    if not any(matched.values()) and (paths or deeper):
+        edited = checkpoint
+    for path in (*paths, *deeper):
+        edited = unset(edited, path)
     return edited
+
+
+def _is_entry(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether a path leads to an entry of a mapping."""
+    with suppress(TargetError):
+        found = lookup(checkpoint, path)
+        place = slot(checkpoint, found.path) if found.path else None
+        return place is not None and place.number >= 0
+    return False
 
 
 def _patterns(checkpoint: Checkpoint, globs: Patterns) -> dict[str, Globs]:
@@ -191,7 +209,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     step = tree_step(checkpoint.path)
     deeper = Globs([missing[0], f"*.{missing[0]}"])
     if not near[missing[0]] and any(deeper.match(entry.path) for entry in survey.tensors):
-        step = as_step("patterns match entries and keys of state dicts; unset removes other entries")
+        step = as_step("patterns match entries and keys of state dicts; other entries go by their exact path")
     raise RefusedError(message, path=checkpoint.path, next=step)
 
 
@@ -319,7 +337,7 @@ def _similar_entry(checkpoint: Checkpoint, key: str, place: Slot, value: Scalar)
         return ()
     meant = key.removesuffix(name) + there[near[0]]
     output = suggested_output(checkpoint.path, "new")
-    step = command("set", checkpoint.path, f"{meant}={_spelled(value)}", output=output)
+    step = command("edit", checkpoint.path, set=f"{meant}={_spelled(value)}", output=output)
     return (f"{meant!r} is another entry; to set that one: {step}",)
 
 
@@ -328,6 +346,11 @@ def _spelled(value: Scalar) -> str:
     import json
 
     return value if isinstance(value, str) and as_scalar(value) == value else json.dumps(value)
+
+
+def parse_globs(text: str) -> tuple[str, ...]:
+    """Parse patterns separated by commas."""
+    return tuple(split_globs(text))
 
 
 def parse_pair(text: str) -> dict[str, Scalar]:
@@ -355,20 +378,15 @@ def as_scalar(text: str) -> Scalar:
     return value  # type: ignore[no-any-return]
 
 
-@takes_path
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Drop the entry at a path, whatever it holds; raise TargetError if nothing is there.
-
-    >>> list(ckptool.unset("training.pth", "optimizer"))
-    ['epoch', 'best_mIoU', 'state_dict']
-    """
+    """Drop the entry at a path, whatever it holds; raise TargetError if nothing is there."""
     entry = lookup(checkpoint, key)
     place = slot(checkpoint, entry.path) if entry.path else None
     if place is None or place.number < 0:
         raise TargetError(f"{key!r} is not an entry of a mapping", path=checkpoint.path)
     editor = GraphEditor(checkpoint.graph)
     editor.refill(place.holder, [item for number, item in enumerate(place.items) if number != place.number])
-    change = Change("unset", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
+    change = Change("drop", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
     return _without_unused(checkpoint, editor.done(), [change], by_name=True)
 
 

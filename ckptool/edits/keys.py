@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
@@ -38,15 +38,14 @@ def strip_prefix(
     prefix: str = "module.",
     *,
     key: str | None = None,
-    repeat: int | Literal["all"] = 1,
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
     """Strip a prefix of whole segments from the keys that have it.
 
     ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: all), ``include``
-    and ``exclude`` choose keys. ``repeat`` strips it that many times, "all" as often as it occurs. In ``_metadata`` the
-    entry for the stripped module replaces the entry for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
+    and ``exclude`` choose keys. In ``_metadata`` the entry for the stripped module replaces the entry for "", as in
+    torch's ``consume_prefix_in_state_dict_if_present``.
 
     Raise RefusedError if two keys would become one, TargetError if there is no state dict at ``key``.
 
@@ -56,12 +55,12 @@ def strip_prefix(
     state_dict: prefix 'module.' removed from 14 keys
     """
     head = _segments(prefix)
-    strip = stripping(prefix, repeat)
+    strip = stripping(prefix)
 
     def remark(names: Sequence[str]) -> tuple[AnyStep, ...]:
         stripped = [strip(name) for name in names]
         still = sum(name.startswith(head) for name in stripped)
-        notes = (advice(f"{still:,} of them still begin with it: ", Setting("repeat", "all")),) if still else ()
+        notes = (f"{still:,} of them still begin with it: strip it again",) if still else ()
         inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
         return (*notes, advice(f"{join_limited(inside)} still inside: ", Setting("wrappers"))) if inside else notes
 
@@ -69,23 +68,9 @@ def strip_prefix(
     return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)
 
 
-def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
-    """Return a function that strips the prefix from a name."""
-    head = _segments(prefix)
-    limit = repeat if isinstance(repeat, int) else 1 << 30
-    if limit < 1:
-        raise TargetError("the prefix must be stripped at least once")
-    if limit == 1:
-        return methodcaller("removeprefix", head)
-
-    def strip(name: str) -> str:
-        left, at = limit, 0
-        while left and name.startswith(head, at):
-            at += len(head)
-            left -= 1
-        return name[at:]
-
-    return strip
+def stripping(prefix: str) -> Rename:
+    """Return a function that strips the prefix from a name, once."""
+    return methodcaller("removeprefix", _segments(prefix))
 
 
 @takes_path
@@ -400,26 +385,19 @@ def _segments(prefix: str) -> str:
     return head
 
 
-def parse_repeat(text: str) -> int | Literal["all"]:
-    """Return how often a prefix is removed, a number or "all"; raise TargetError for other texts."""
-    if text == "all" or (text.isdecimal() and int(text)):
-        return "all" if text == "all" else int(text)
-    raise TargetError(f"the number of times is 1 or more, or 'all', not {text!r}")
-
-
 def is_sed(text: str) -> bool:
     """Return whether a text looks like ``s/OLD/NEW/``."""
     return re.match(r"s([/,#|]).+\1.*\1[gi]*$", text) is not None
 
 
-def parse_glob(text: str) -> tuple[str, str]:
-    """Parse ``OLD=NEW`` with wildcards; raise TargetError for other texts."""
+def parse_rename(text: str) -> dict[str, Any]:
+    """Parse ``OLD=NEW`` with wildcards, or ``s/OLD/NEW/`` as in sed; raise TargetError for other texts."""
+    if is_sed(text):
+        return {"regex": parse_regex(text)}
     old, equals, new = text.partition("=")
     if not (equals and old and new):
-        regex = advice("a regular expression is for ", Setting("rename_regex", None))
-        step = regex if is_sed(text) else "write 'backbone.*=encoder.*'"
-        raise TargetError(f"{text!r} is not OLD=NEW", next=step)
-    return old, new
+        raise TargetError(f"{text!r} is not OLD=NEW", next=f"write 'backbone.*=encoder.*', or {_REGEX_STEP[6:]}")
+    return {"glob": (old, new)}
 
 
 def parse_regex(text: str) -> tuple[re.Pattern[str], str, int]:

@@ -120,8 +120,7 @@ def drop_step(path: str, entries: Iterable[str]) -> NextStep:
     entries = list(dict.fromkeys(entries))
     if not entries or not all(entry and isinstance(parse_steps(entry)[-1].value, str) for entry in entries):
         return NextStep()
-    name = "drop" if all(map(str.isidentifier, entries)) else "unset"
-    return command(name, path, *entries, output=suggested_output(path, "weights"))
+    return command("drop", path, *entries, output=suggested_output(path, "weights"))
 
 
 def _values(graph: Graph, ref: Ref) -> list[Node]:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
-from ..base.globs import Globs, Patterns, split_globs
+from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
 from ..formats.opening import CheckpointOrPath, takes_path
-from .table import EDITS, MODIFIERS, STEPS, Parameter, function
+from .table import EDITS, MODIFIERS, STEPS, function
 
 if TYPE_CHECKING:
     from .matching.steps import FixStep
@@ -71,7 +71,7 @@ def calls(steps: Iterable[Step]) -> list[Call]:
     found: list[Call] = []
     scope: dict[str, Any] = {"key": None, "include": (), "exclude": ()}
     given: dict[str, Any] = {}
-    last, used = "", False
+    used = False
     for name, value in steps:
         if name == "key":
             scope["key"] = None if value == "*" else value
@@ -91,21 +91,11 @@ def calls(steps: Iterable[Step]) -> list[Call]:
                 if not each.step and each.spelled in given and not apart:
                     arguments |= each.parsed(given[each.spelled])
             if parameter is not None:
-                arguments |= parameter.parsed(_typed(parameter, value))
-                if parameter.rest and last == name:
-                    arguments[parameter.name] = found.pop().arguments[parameter.name] + arguments[parameter.name]
+                arguments |= parameter.parsed((value,) if parameter.many else value)
             found.append(Call(kind.name, arguments))
         else:
             raise TargetError(f"there is no edit {name!r}", next=command("edit", help=True))
-        last = name
     return found
-
-
-def _typed(parameter: Parameter, value: str | bool) -> object:
-    """Return the text of a step in the form that the parameter takes."""
-    if not parameter.many or not isinstance(value, str):
-        return value
-    return tuple(split_globs(value)) if parameter.commas else (value,)
 
 
 @takes_path

@@ -50,8 +50,7 @@ def wrap(checkpoint: Checkpoint, key: str = "", *, purpose: Purpose | None = Non
         root = editor.add(Dict([editor.add(key), checkpoint.graph.root]))
         checkpoint = checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {quoted(key)}")])
     elif purpose is None:
-        step = command("wrap", checkpoint.path, "state_dict", output=suggested_output(checkpoint.path, "wrapped"))
-        raise TargetError("the key to wrap it in is missing", path=checkpoint.path, next=advice("for example ", step))
+        raise TargetError("the key to wrap it in is missing", path=checkpoint.path, next="for example 'state_dict'")
     return checkpoint if purpose is None else fit_for(checkpoint, purpose)
 
 

@@ -453,7 +453,7 @@ def _chunk(work: Recomputation, block: Block, tensor: Tensor, dtype: Dtype, name
     path, width = work.checkpoint.path, dtype.itemsize
     body = work.checkpoint.body(tensor.storage)
     if body is None or not isinstance(body.piece, Span) or body.compressed:
-        step = command("repack", path) if body is not None else ""
+        step = command("edit", path, repack=True) if body is not None else ""
         raise RefusedError(f"the bytes of {quoted(block.source)} are not in one piece", path=path, next=step)
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride)) + 1 if tensor.numel else 0
     if tensor.offset < 0 or min(tensor.stride, default=0) < 0 or (tensor.offset + reach) * width > body.size:

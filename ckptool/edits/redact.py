@@ -107,9 +107,7 @@ def redact(
     """
     # A string is one kind of data, not one kind per letter.
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise TargetError(f"{unknown[0]!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
+    _refuse_unknown(kinds)
     items, left = private_and_left(checkpoint, kinds, only=Globs(include, exclude))
     before = checkpoint
     checkpoint = _with_texts(checkpoint, [item for item in items if item.holder is not None], left, kinds)
@@ -150,8 +148,15 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
 
 
 def parse_kinds(text: str) -> list[str]:
-    """Parse kinds separated by commas; ``all`` is every kind."""
-    return [*KINDS] if text == "all" else [kind.strip() for kind in text.split(",")]
+    """Parse kinds separated by commas; ``all`` is every kind. Raise TargetError for an unknown kind."""
+    kinds: list[str] = [*KINDS] if text == "all" else [kind.strip() for kind in text.split(",")]
+    _refuse_unknown(kinds)
+    return kinds
+
+
+def _refuse_unknown(kinds: Iterable[str]) -> None:
+    if unknown := next((kind for kind in kinds if kind not in KINDS), None):
+        raise TargetError(f"{unknown!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
 
 
 def find_private(

@@ -24,14 +24,13 @@ from ..checkpoint.tensors import Tensor, extent, is_contiguous
 from ..files.sources import Computed, Piece, Source, Span
 from ..formats.opening import takes_path
 from ..formats.pieces.chunks import Chunk, joined
-from ..values.elements import StorageReader, elements, reblocked, storage_reader, swapped
+from ..values.elements import StorageReader, as_in_file, elements, reblocked, storage_reader, swapped
 from ..values.torch.compute import mean_row
 from ..values.torch.loads import need_torch
 from .model_config import EMBEDDING, HEAD, with_vocabulary
 from .optimizers import optimizers
 from .outputs import suggested_edit
 from .recompute import Recomputation, SharedStorage, has_arithmetic, quantized_refusal
-from .slim import as_in_file
 from .storages import has_bits
 
 Fill = Literal["mean", "zero"]
@@ -70,34 +69,32 @@ def resize(
     checkpoint: Checkpoint,
     vocab: int | str,
     *,
-    multiple: int = 1,
     fill: Fill = "mean",
     key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Give the token embedding, the head and its bias ``vocab`` rows, rounded up to a ``multiple``.
+    """Give the token embedding, the head and its bias ``vocab`` rows; the text "+64" means 64 more than there are.
 
-    The text "+64" means 64 rows more than there are.
     The first rows are kept. New rows are the mean of all old rows, or zeros if ``fill`` is "zero", and in the bias of a
     tied head. The rows are summed in float64, in their order, and the mean is rounded once. Tied tensors stay tied. The
     ``config.json`` of a folder is updated. ``include`` names the tensors instead, for a model with other names. Raise
     RefusedError if there is no embedding, or several of different sizes, or it is quantized.
 
-    >>> ckptool.resize("model.pth", 10, multiple=8, fill="zero", include="fc.*").changes[0].words
-    'fc.weight and fc.bias: 2 -> 16 rows; new rows are zeros'
+    >>> ckptool.resize("model.pth", 10, fill="zero", include="fc.*").changes[0].words
+    'fc.weight and fc.bias: 2 -> 10 rows; new rows are zeros'
     """
     added = int(vocab) if isinstance(vocab, str) and _MORE.fullmatch(vocab) else 0
     if isinstance(vocab, str) and not added:
         raise _not_a_count(vocab)
-    if multiple < 1 or (not isinstance(vocab, str) and vocab < 1):
+    if not isinstance(vocab, str) and vocab < 1:
         raise TargetError("a vocabulary has one token or more", next=advice(Setting("vocab", "32000")))
     if fill not in ("mean", "zero"):
         raise TargetError(f"{fill!r} is not a way to fill rows", next=advice(Setting("fill", "mean")))
     work = Recomputation(checkpoint, key, Globs(include, exclude))
     tables = _tables(work, bool(include))
     old = tables[0].rows
-    rows = -(-(old + added if isinstance(vocab, str) else vocab) // multiple) * multiple
+    rows = old + added if isinstance(vocab, str) else vocab
     if rows == old:
         return work.done([Change("resize", key or "", 0, len(tables), f"there are {old:,} rows already")])
     if rows > old and fill == "mean":
@@ -262,16 +259,13 @@ def resized(reader: StorageReader, kept: Tensor, tensor: Tensor, rows: int, numb
         yield new.read(offset, _STEP)
 
 
-def parse_count(text: str) -> int:
-    """Parse a number of tokens; raise TargetError for other texts."""
+def parse_rows(text: str) -> int | str:
+    """Parse a number of tokens, or a text such as "+64" for that many more; raise TargetError for other texts."""
+    if _MORE.fullmatch(text):
+        return text
     if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text)):
         raise _not_a_count(text)
     return int(text)
-
-
-def parse_rows(text: str) -> int | str:
-    """Parse a number of tokens, or a text such as "+64" for that many more; raise TargetError for other texts."""
-    return text if _MORE.fullmatch(text) else parse_count(text)
 
 
 def _not_a_count(text: str) -> TargetError:

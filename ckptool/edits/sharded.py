@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..base.errors import RefusedError
+from ..base.steps import NextStep, command, suggested_output
+from ..base.suffixes import SAFETENSORS
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -60,6 +62,14 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
     summary = f"{pluralize(len(spread_entries), 'tensor')} replaced by what {owner} had of them"
     change = Change("local-parts", "", len(spread_entries), 0, summary, notes)
     return checkpoint.changed(editor.done(), [change], needs_relayout=True)
+
+
+def local_parts_step(checkpoint: Checkpoint) -> NextStep:
+    """Return the command that writes the part of one rank in this file as plain tensors."""
+    output = suggested_output(checkpoint.path, "plain", SAFETENSORS)
+    return "plain tensors of what one rank had: " + command(
+        "convert", checkpoint.path, allow_loss="shards", output=output
+    )
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:

@@ -14,7 +14,7 @@ from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.programs import program_of
 from ..checkpoint.selection import dotted
-from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
+from ..checkpoint.tensors import Storage, extent, is_contiguous, view_id
 from ..files.downloads import expect_reads
 from ..files.sources import Computed, Piece, Span, size_of
 from ..files.threads import run_in_threads
@@ -22,13 +22,12 @@ from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS
 from ..values.elements import (
     StorageReader,
+    as_in_file,
     dtype_of,
-    elements,
     storage_reader,
-    swapped,
     tensor_size,
-    whole_chunks,
 )
+from . import ties
 from .purposes import Purpose, fit_for
 from .recompute import Recomputation
 from .storages import Use, chosen_storages, repointed
@@ -43,24 +42,32 @@ def slim(
     *,
     dedupe: bool = False,
     purpose: Purpose | None = None,
+    tie: Iterable[tuple[str, str]] = (),
+    untie: Iterable[str] = (),
+    key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
     """Remove the bytes that no tensor reads: each view gets a storage of its own size.
 
     Tensors that overlap or nearly touch still share a storage. A view with gaps becomes contiguous if no other tensor
-    uses its storage. ``purpose`` "inference" first drops the entries of optimizers, schedulers and EMA. ``dedupe``
-    merges storages with equal bytes. ``include`` and ``exclude`` choose the tensors whose storages are cut. No value
-    changes.
+    uses its storage. ``purpose`` "inference" first drops the entries of optimizers, schedulers and EMA. Each pair in
+    ``tie`` makes the first name another name of the second one's tensor, if both hold the same bytes; each name in
+    ``untie`` gets a copy of its own. ``dedupe`` merges storages with equal bytes. ``key`` is the path of one state
+    dict, ``include`` and ``exclude`` choose the tensors whose storages are cut. No value changes.
 
     >>> ckptool.slim("training.pth", purpose="inference").changes[0].words
     'optimizer dropped: optimizer, 9.51 kB'
     """
     if purpose is not None:
         checkpoint = fit_for(checkpoint, purpose)
+    for names in tie:
+        checkpoint = ties.tie(checkpoint, names, key=key)
+    for name in untie:
+        checkpoint = ties.untie(checkpoint, name, key=key)
     only = dotted(Globs(include, exclude), checkpoint)
-    checkpoint = _without_slack(checkpoint, only)
-    return merged_doubles(checkpoint, include, exclude) if dedupe else checkpoint
+    checkpoint = _without_slack(checkpoint, key, only)
+    return merged_doubles(checkpoint, key=key, include=include, exclude=exclude) if dedupe else checkpoint
 
 
 class Cluster(NamedTuple):
@@ -79,11 +86,11 @@ class Cluster(NamedTuple):
         return not is_contiguous(first) and tensor_size(first) < self.end - self.begin
 
 
-def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
+def _without_slack(original: Checkpoint, key: str | None, only: Globs) -> Checkpoint:
     """Cut storages to the bytes that tensors read."""
     work = Recomputation(original)
     cut = made_dense = before = after = 0
-    for item in work.storages(chosen_storages(work.checkpoint, None, only)):
+    for item in work.storages(chosen_storages(work.checkpoint, key, only)):
         storage, clusters = item.storage, _clusters(item.uses, item.storage)
         pieces = [_piece(work.checkpoint, item.key, cluster) for cluster in clusters]
         size = sum(map(size_of, pieces))
@@ -144,12 +151,6 @@ def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
     return Computed(size, StorageReader.stored, (reader, cluster.begin, size))
 
 
-def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
-    """Yield the elements of a tensor, in the file's byte order."""
-    for data in whole_chunks(elements(storage, tensor), storage.width):
-        yield swapped(data, storage.width)
-
-
 def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Cluster) -> None:
     """Point a tensor at the storage of its cluster, which has ``numel`` elements."""
     tensor = use.tensor
@@ -158,11 +159,14 @@ def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Clust
     editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, shape=shape)
 
 
-def merged_doubles(original: Checkpoint, include: Patterns = (), exclude: Patterns = ()) -> Checkpoint:
+def merged_doubles(
+    original: Checkpoint, *, key: str | None = None, include: Patterns = (), exclude: Patterns = ()
+) -> Checkpoint:
     """Merge storages of state dicts with equal bytes, class and device; their tensors are then tied.
 
-    ``include`` and ``exclude`` choose tensors. Scalars and optimizer states stay separate, because they are independent
-    counters. Tensors of different state dicts stay separate too, because a model and its average will diverge.
+    ``key``, ``include`` and ``exclude`` choose tensors. Scalars and optimizer states stay separate, because they are
+    independent counters. Tensors of different state dicts stay separate too, because a model and its average will
+    diverge.
     """
     work = Recomputation(original)
     checkpoint, reader = work.checkpoint, work.reader
@@ -171,7 +175,7 @@ def merged_doubles(original: Checkpoint, include: Patterns = (), exclude: Patter
     homes: dict[str, set[int]] = {}
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
-    wanted = chosen_storages(checkpoint, None, Globs(include, exclude))
+    wanted = chosen_storages(checkpoint, key, Globs(include, exclude))
     alike: dict[object, dict[int | None, list[str]]] = {}
     for item in work.storages(wanted - apart):
         storage, body = item.storage, checkpoint.body(item.key)

@@ -17,28 +17,26 @@ class Parameter(NamedTuple):
     """A parameter of an edit: ``name`` is the keyword argument of its function.
 
     The command of the edit has it as an option ``--step``, or as ``--name`` with dashes for underscores; an
-    ``argument`` stands without dashes. ``option`` is its name where ``edit`` takes the value in another form. Without a
-    ``metavar`` it is a flag. ``many`` values make a tuple. ``parse`` is the function that turns the text, or the tuple
-    of texts, into the value; without a ``name`` it returns several arguments. ``kind`` says what a text names,
-    ``choices`` all valid texts. The parameters in ``excludes`` cannot be given together with this one.
+    ``argument`` stands without dashes. Without a ``metavar`` it is a flag. ``many`` values make a tuple. ``parse`` is
+    the function that turns the text, or the tuple of texts, into the value; without a ``name`` it returns several
+    arguments. ``kind`` says what a text names, ``choices`` all valid texts. The parameters in ``excludes`` cannot be
+    given together with this one. ``rest`` marks the parameter for all inputs after the first. A ``bare`` value may
+    also stand after the paths of its command.
 
-    ``ckptool edit`` has the same option: ``--step`` applies the edit with this value, unless another edit has that
-    name, and a parameter without a step modifies the steps of its edit. ``commas`` separate several values of a step.
-    ``rest`` marks the parameter for all inputs after the first; equal steps in a row give it their values together. The
-    value of a ``bare`` parameter may also stand after the paths of its command.
+    A step of ``edit`` is the same option: ``step`` applies the edit with this value, unless another edit has that name,
+    and a parameter without a step modifies the steps of its edit. ``ckptool edit`` has the steps that ``cli/help.py``
+    lists.
     """
 
     name: str
     help: str = ""
     metavar: str = ""
     step: str = ""
-    option: str = ""
     default: str = ""
     argument: bool = False
     many: bool = False
     rest: bool = False
     bare: bool = False
-    commas: bool = False
     kind: Literal["", "file", "device", "keys", "other_key"] = ""
     choices: tuple[str, ...] = ()
     parse: str = ""
@@ -47,7 +45,7 @@ class Parameter(NamedTuple):
     @property
     def spelled(self) -> str:
         """The name of the option, without its dashes."""
-        return self.option or self.step or self.name.replace("_", "-")
+        return self.step or self.name.replace("_", "-")
 
     def parsed(self, typed: Any) -> dict[str, Any]:
         """Return the arguments that the typed text, or the tuple of texts, stands for."""
@@ -61,8 +59,8 @@ class Edit(NamedTuple):
     ``scope`` names the parameters of the function that choose a state dict and keys. ``flag`` is true if ``ckptool
     edit`` applies it by ``--name`` alone. ``summary`` and ``examples`` are the help of its own command; without them it
     has none. ``in_place`` is false for edits that compute or move bytes, ``of_keys`` true for edits that rename keys,
-    ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: each option or argument of
-    the command is applied by itself, one after the other.
+    ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: each option of the command is
+    applied by itself, one after the other.
     """
 
     name: str
@@ -80,19 +78,17 @@ class Edit(NamedTuple):
 
 
 _GLOBS: Final = ("include", "exclude")
-_PRUNE: Final = Parameter("prune_optimizer", "Also remove the optimizer state of removed parameters.")
+_PRUNE: Final = Parameter("prune_optimizer", "Remove the optimizer state of removed parameters.")
 _PATTERNS: Final = Parameter("globs", metavar="GLOB...", argument=True, many=True, kind="keys")
 _PREFIX: Final = Parameter("prefix", metavar="PREFIX", default="module.")
 _PURPOSE: Final = Parameter(
     "purpose",
-    "inference: drop optimizer, scheduler and EMA entries; lightning: add what Lightning's loader reads.",
-    "inference",
+    "inference: drop what only training needs; lightning: add what its loader reads.",
+    "WORD",
     step="for",
     choices=("inference", "lightning"),
 )
-CONFIG: Final = Parameter(
-    "config", "With --to-names or --recipe: a JSON file with numbers of the model, as config.json.", "FILE", kind="file"
-)
+CONFIG: Final = Parameter("config", "For --to-names: numbers of the model, as config.json.", "FILE", kind="file")
 _WEIGHTS: Final = Parameter(
     "weights",
     "One weight per checkpoint, normalized to a sum of 1; for adapters, one factor each.",
@@ -100,12 +96,19 @@ _WEIGHTS: Final = Parameter(
     parse="average.parse_weights",
 )
 _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
+_WEIGHT_NORM: Final = Parameter(
+    "form",
+    "Name weight norms in the new or old way of torch, or fold them.",
+    "FORM",
+    step="weight-norm",
+    choices=("new", "old", "fold"),
+)
 
 _EDITS: Final = (
     Edit(
         "to-names",
         "recipes.named_as",
-        "Give a model the names and the layout of another library: hf:llama, meta:llama3, megatron:qwen3 ...",
+        "Names and layout of hf:llama, meta:llama3 ...",
         (Parameter("family", metavar="FAMILY", step="to-names"), CONFIG),
         scope=("key",),
         in_place=False,
@@ -113,7 +116,7 @@ _EDITS: Final = (
     Edit(
         "recipe",
         "recipes.apply_recipe",
-        "Rename, split, join and turn tensors by the rules of a TOML file.",
+        "Rename, split and join tensors by a TOML file.",
         (Parameter("recipe", metavar="FILE", step="recipe", kind="file"), CONFIG),
         scope=("key",),
         in_place=False,
@@ -121,7 +124,7 @@ _EDITS: Final = (
     Edit(
         "unflatten",
         "flat_params.unflatten_by",
-        "Split flat parameters of FSDP1, by the names, shapes and order of tensors in a checkpoint or lock file.",
+        "Split flat parameters of FSDP1 as OTHER says.",
         (Parameter("other", metavar="OTHER", step="unflatten", kind="file"),),
         scope=(),
         in_place=False,
@@ -143,12 +146,9 @@ _EDITS: Final = (
     Edit(
         "wrap",
         "purposes.wrap",
-        "Nest the whole checkpoint under a key.",
-        (Parameter("key", metavar="[NAME]", step="wrap", argument=True), _PURPOSE),
+        "Nest the checkpoint under a key of a new dict.",
+        (Parameter("key", metavar="NAME", step="wrap"),),
         scope=(),
-        summary="Nest the whole checkpoint under the key NAME of a new dict: the reverse of extract.",
-        examples="""ckptool wrap weights.pth state_dict -o wrapped.pth
-        ckptool wrap weights.pth --for lightning -o weights.ckpt""",
     ),
     Edit(
         "drop",
@@ -159,8 +159,8 @@ _EDITS: Final = (
         summary="""Remove entries or keys: the optimizer, the schedulers, a head.
 
         A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) matches top-level entries, and keys of state dicts by
-        name or by full path; with --key, only keys of that state dict. Bytes that nothing else uses are dropped. A
-        pattern without a match is refused.
+        name or by full path; with --key, only keys of that state dict. Any other entry goes by its exact path. Bytes
+        that nothing else uses are dropped. A pattern without a match is refused.
 
         With --in-place they stay in the file, for undo. --reclaim makes them holes, which take no space, and cannot be
         undone; it needs Linux and a filesystem that has holes.""",
@@ -171,51 +171,27 @@ _EDITS: Final = (
     Edit(
         "keep",
         "entries.keep",
-        "Keep some entries or keys and remove the rest.",
-        (_PATTERNS._replace(step="keep", commas=True), _PRUNE),
-        summary="""Keep some entries or keys and remove the rest.
-
-        A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) that matches top-level entries removes the others; one
-        that matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed;
-        --include and --exclude select among these.""",
-        examples="""ckptool keep training.pth state_dict epoch -o small.pth
-        ckptool keep model.pth 'backbone.*' -o backbone.pth""",
+        "Remove all other entries or keys.",
+        (Parameter("globs", metavar="GLOB,...", step="keep", kind="keys", parse="entries.parse_globs"), _PRUNE),
     ),
     Edit(
         "set",
         "entries.set_entry",
-        "Set scalar entries to other values.",
-        (Parameter("", "", "KEY=VALUE...", step="set", argument=True, kind="keys", parse="entries.parse_pair"),),
-        in_order=True,
+        "Set or add a scalar: JSON, else a string.",
+        (Parameter("", metavar="KEY=VALUE", step="set", kind="keys", parse="entries.parse_pair"),),
         scope=(),
-        summary="Set scalar entries to other values, or add them to an existing dict.",
-        examples="""ckptool set model.pth epoch=0 -o model.new.pth
-        ckptool set model.pth config.name=resnet18 config.pretrained=true -o model.new.pth
-
-        A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string.""",
-    ),
-    Edit(
-        "unset",
-        "entries.unset",
-        "Remove entries by their exact path.",
-        (Parameter("key", metavar="KEY...", step="unset", argument=True, kind="keys"),),
-        in_order=True,
-        scope=(),
-        summary="Remove entries by their exact path, whatever they are.",
-        examples="ckptool unset model.pth config.secret -o model.new.pth",
     ),
     Edit(
         "strip-module",
         "keys.strip",
         "Remove the prefix 'module.' from keys.",
         (
-            _PREFIX._replace(help="Remove this prefix instead, in whole segments.", step="strip-prefix"),
-            Parameter("repeat", "How often to remove the prefix.", "N|all", default="1", parse="keys.parse_repeat"),
+            _PREFIX._replace(help="Remove this prefix, in whole segments.", step="strip-prefix"),
             Parameter(
                 "wrappers",
-                "Remove the segments of all known wrappers: _orig_mod, _fsdp_wrapped_module, ...",
+                "Remove the names of all wrappers, such as _orig_mod.",
                 step="wrappers",
-                excludes=("prefix", "repeat"),
+                excludes=("prefix",),
             ),
         ),
         flag=True,
@@ -233,7 +209,7 @@ _EDITS: Final = (
         "add-module",
         "keys.add_prefix",
         "Add the prefix 'module.' to keys.",
-        (_PREFIX._replace(help="Add this prefix instead, in whole segments.", step="add-prefix"),),
+        (_PREFIX._replace(help="Add this prefix, in whole segments.", step="add-prefix"),),
         flag=True,
         of_keys=True,
         summary="""Add the prefix 'module.' to every key of every state dict in the file.
@@ -248,24 +224,16 @@ _EDITS: Final = (
         "Rename keys by pattern, table, or another checkpoint.",
         (
             Parameter(
-                "glob",
-                "Rename keys by a pattern (*, ?, [45], [a-c], [!x], {a,b}); each wildcard of NEW takes what that of OLD"
-                " matched.",
+                "",
+                "Rename keys by a pattern, or as sed does: s/OLD/NEW/.",
                 "OLD=NEW",
                 step="rename",
                 bare=True,
-                parse="keys.parse_glob",
-            ),
-            Parameter(
-                "regex",
-                "Rename keys by a regular expression, as in sed; flags g and i.",
-                "s/OLD/NEW/",
-                step="rename-regex",
-                parse="keys.parse_regex",
+                parse="keys.parse_rename",
             ),
             Parameter(
                 "table",
-                "Rename keys by a table: a JSON object, or two columns, old and new.",
+                "Rename keys by a table: JSON, or two columns.",
                 "FILE",
                 step="rename-table",
                 kind="file",
@@ -273,16 +241,21 @@ _EDITS: Final = (
             Parameter(
                 "like", "Rename keys by the names of another checkpoint.", "OTHER", step="rename-like", kind="file"
             ),
-            Parameter("by_order", "With --rename-like: pair the names in order; shapes must agree."),
+            Parameter("by_order", "With --rename-like: pair names by order and shape."),
+            _WEIGHT_NORM,
         ),
         of_keys=True,
         in_order=True,
         summary="""Rename keys of state dicts. Renames apply one after the other, in the order given.
 
+        Each wildcard of NEW (*, ?, [45], [a-c], [!x], {a,b}) takes what that of OLD matched. A regular expression has
+        the flags g and i. --weight-norm names weight norms as torch does now (new: parametrizations), as it did (old:
+        weight_g, weight_v), or makes plain weights of them (fold).
+
         _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
         two keys that would become one.""",
         examples="""ckptool rename model.pth 'backbone.*=encoder.*' -o renamed.pth
-        ckptool rename model.pth --rename-regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
+        ckptool rename model.pth 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
         ckptool rename model.pth --rename-table names.json -o renamed.pth
         ckptool rename model.pth --rename-like other.pth --by-order -o renamed.pth""",
     ),
@@ -293,7 +266,7 @@ _EDITS: Final = (
         (
             Parameter(
                 "to",
-                "Move tensors to this device, except those on cpu or meta.",
+                "Move tensors to this device, not those on cpu or meta.",
                 "DEVICE",
                 step="to",
                 kind="device",
@@ -301,7 +274,7 @@ _EDITS: Final = (
             ),
             Parameter(
                 "map",
-                "Move one device to another, as in cuda:*=cpu; repeatable.",
+                "Move one device to another: cuda:*=cpu; repeatable.",
                 "FROM=TO",
                 step="map",
                 many=True,
@@ -310,12 +283,12 @@ _EDITS: Final = (
             ),
             Parameter(
                 "visible",
-                "Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.",
+                "Renumber physical GPUs, like CUDA_VISIBLE_DEVICES.",
                 "N,N",
                 step="visible",
                 parse="devices.parse_visible",
             ),
-            Parameter("include_cpu", "With --to: also move tensors that are on cpu or meta."),
+            Parameter("include_cpu", "With --to: also move tensors on cpu or meta."),
             Parameter("strings", "Also change plain strings that name a device."),
         ),
         summary="""Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
@@ -335,12 +308,12 @@ _EDITS: Final = (
         (
             Parameter(
                 "to_dtype",
-                "Convert floating-point tensors to float32, bfloat16, float16, float8_e4m3fn ...",
+                "Convert floating-point tensors: float16, bf16, float32 ...",
                 "DTYPE",
                 step="to-dtype",
                 bare=True,
             ),
-            Parameter("no_overflow", "Refuse finite values that would become infinite or NaN."),
+            Parameter("no_overflow", "Refuse finite values that would become infinite."),
             Parameter("optimizer", "Also convert optimizer state."),
         ),
         in_place=False,
@@ -360,8 +333,9 @@ _EDITS: Final = (
         "resize.resize",
         "Give the token embedding and the head another number of rows.",
         (
-            Parameter("vocab", "The number of tokens; +N adds N.", "N", step="vocab", parse="resize.parse_rows"),
-            Parameter("multiple", "Round it up to a multiple of this.", "N", default="1", parse="resize.parse_count"),
+            Parameter(
+                "vocab", "The number of tokens; +N adds N.", "N", step="vocab", bare=True, parse="resize.parse_rows"
+            ),
             Parameter("fill", "Values of new rows.", "WORD", default="mean", choices=("mean", "zero")),
         ),
         in_place=False,
@@ -370,8 +344,8 @@ _EDITS: Final = (
         The first rows are kept, byte for byte. New rows are the mean of all old ones, or zeros. Tied tensors stay tied,
         and config.json of a folder gets the new vocab_size. Tensors are found by the names that libraries give them;
         with --include, exactly the matching ones are resized.""",
-        examples="""ckptool resize llama/ --vocab 32016 --multiple 64 -o llama-32064/
-        ckptool resize model.pth --vocab 100 --fill zero -o model.100.pth
+        examples="""ckptool resize llama/ 32064 -o llama-32064/
+        ckptool resize model.pth 100 --fill zero -o model.100.pth
         ckptool resize model.pth --vocab 100 --include 'tokens.weight' -o model.100.pth""",
     ),
     Edit("for", "purposes.fit_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
@@ -379,8 +353,27 @@ _EDITS: Final = (
         "slim",
         "slim.slim",
         "Drop bytes that no tensor uses.",
-        (_PURPOSE, Parameter("dedupe", _DEDUPE, step="dedupe")),
-        scope=_GLOBS,
+        (
+            _PURPOSE,
+            Parameter(
+                "tie",
+                "Make NAME another name of OTHER, if both hold the same bytes or NAME is missing; repeatable.",
+                "NAME=OTHER",
+                step="tie",
+                many=True,
+                kind="keys",
+                parse="ties.parse_names",
+            ),
+            Parameter(
+                "untie",
+                "Give a tied tensor a copy of its own; repeatable.",
+                "NAME",
+                step="untie",
+                many=True,
+                kind="keys",
+            ),
+            Parameter("dedupe", _DEDUPE, step="dedupe"),
+        ),
         flag=True,
         in_place=False,
         summary="""Drop bytes that no tensor uses: a slice of a large storage gets a storage of its own size.
@@ -392,32 +385,16 @@ _EDITS: Final = (
     Edit(
         "use-ema",
         "averages.use_ema",
-        "Give the model its averaged weights (EMA), under its own names, and remove the average.",
+        "Take the averaged weights in place of the model's.",
         scope=("key",),
         flag=True,
         in_place=False,
     ),
     Edit(
-        "tie",
-        "ties.tie",
-        "Make NAME another name of OTHER, if both hold the same bytes or NAME is missing.",
-        (Parameter("names", metavar="NAME=OTHER", step="tie", kind="keys", parse="ties.parse_names"),),
-        scope=("key",),
-        in_place=False,
-    ),
-    Edit(
-        "untie",
-        "ties.untie",
-        "Give a tied tensor a copy of its own.",
-        (Parameter("name", metavar="NAME", step="untie", kind="keys"),),
-        scope=("key",),
-        in_place=False,
-    ),
-    Edit(
         "weight-norm",
         "weight_norm.weight_norm",
-        "Name weight norms as torch does now (new: parametrizations), as it did (old: weight_g), or fold them.",
-        (Parameter("form", metavar="FORM", step="weight-norm", choices=("new", "old", "fold")),),
+        _WEIGHT_NORM.help,
+        (_WEIGHT_NORM,),
         in_place=False,
     ),
     Edit("dedupe", "slim.merged_doubles", _DEDUPE, scope=_GLOBS, flag=True, in_place=False),
@@ -426,13 +403,11 @@ _EDITS: Final = (
         "merge.merge_file",
         "Copy tensors or entries from other checkpoints.",
         (
-            Parameter("other", metavar="OTHER", step="merge", argument=True, kind="file"),
+            Parameter("other", metavar="OTHER", argument=True, kind="file"),
             Parameter(
                 "entry",
                 "Copy a whole entry of OTHER, by its path there, and to another path here.",
                 "KEY[=KEY]",
-                step="merge-entry",
-                option="entry",
                 many=True,
                 parse="merge.parse_entries",
                 excludes=_GLOBS,
@@ -451,7 +426,7 @@ _EDITS: Final = (
     Edit(
         "merge-entry",
         "merge.merge_file",
-        "Copy a whole entry from another checkpoint.",
+        "Copy an entry of another checkpoint.",
         (Parameter("", metavar="OTHER:KEY[=KEY]", step="merge-entry", kind="file", parse="merge.parse_source"),),
         scope=(),
         in_place=False,
@@ -461,15 +436,7 @@ _EDITS: Final = (
         "average.average_with",
         "Average the weights of several checkpoints.",
         (
-            Parameter(
-                "others",
-                "Average with other checkpoints, repeated one after the other.",
-                "OTHER",
-                step="average",
-                many=True,
-                rest=True,
-                kind="file",
-            ),
+            Parameter("others", metavar="OTHER", many=True, rest=True, kind="file"),
             _WEIGHTS,
             Parameter(
                 "base",
@@ -477,7 +444,6 @@ _EDITS: Final = (
                 "FILE",
                 kind="file",
             ),
-            Parameter("sum_dtype", "The dtype to sum in: float64 or float32.", "DTYPE", default="float64"),
         ),
         in_place=False,
         summary="""Average the weights of several checkpoints of one model.
@@ -496,15 +462,7 @@ _EDITS: Final = (
         "lora.merge_lora_files",
         "Merge LoRA and other PEFT adapters into a base model.",
         (
-            Parameter(
-                "adapters",
-                "Merge a PEFT adapter, a folder or its file, into the weights.",
-                "ADAPTER",
-                step="merge-lora",
-                many=True,
-                rest=True,
-                kind="file",
-            ),
+            Parameter("adapters", metavar="ADAPTER", many=True, rest=True, kind="file"),
             _WEIGHTS,
             Parameter("alpha", "The lora_alpha of adapters that record none.", "NUMBER", parse="lora.parse_alpha"),
         ),
@@ -524,7 +482,7 @@ _EDITS: Final = (
     Edit(
         "redact",
         "redact.redact",
-        "Remove what is private: all, or some of paths, users, sources, args.",
+        "Remove what is private: all, paths, users, sources, args.",
         (Parameter("kinds", metavar="WORDS", step="redact", parse="redact.parse_kinds"),),
         scope=_GLOBS,
         in_place=False,
@@ -535,9 +493,8 @@ _EDITS: Final = (
         "Make plain torch.load take a checkpoint, without running it.",
         (
             Parameter("as_state_dict", "Replace a pickled module by its state dict."),
-            Parameter("drop_unknown", "Drop what cannot be converted and holds no tensors, and name it."),
-            Parameter("drop_object", "Drop this too if it cannot be converted; repeatable.", "KEY", many=True),
-            Parameter("local_parts", "Replace a DTensor or ShardedTensor by the part of its rank."),
+            Parameter("drop_unknown", "Drop what has no plain form and holds no tensors."),
+            Parameter("drop_object", "Drop this if it has no plain form; repeatable.", "KEY", many=True),
         ),
         scope=(),
         flag=True,
@@ -552,23 +509,15 @@ _EDITS: Final = (
         ckptool sanitize training.pth --dry-run
         ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
         ckptool sanitize strange.pth --drop-unknown -o plain.pth
-        ckptool sanitize strange.pth --drop-object 'state_dict["fc.weight"]' -o plain.pth
-        ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth""",
+        ckptool sanitize strange.pth --drop-object 'state_dict["fc.weight"]' -o plain.pth""",
     ),
     Edit(
         "repack",
         "slim.repack",
-        "Rewrite a file in torch's own layout.",
+        "Rewrite the file in torch's own layout, nothing unused.",
         scope=(),
         flag=True,
         in_place=False,
-        summary="""Rewrite a file in torch's own layout: aligned, nothing compressed, nothing unused.
-
-        Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
-        whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.""",
-        examples="""ckptool repack edited.pth -o clean.pth
-        ckptool repack zipped.pth -o mappable.pth
-        ckptool repack *.pth --out-dir clean/""",
     ),
 )
 
@@ -576,8 +525,7 @@ _EDITS: Final = (
 EDITS: Final[Mapping[str, Edit]] = {edit.name: edit for edit in _EDITS}
 
 
-#: The options of ``ckptool edit`` that apply an edit: the edit, and the parameter that takes the value, or None for a
-#: flag.
+#: The options that apply an edit: the edit, and the parameter that takes the value, or None for a flag.
 STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
     name: (edit, parameter)
     for edit in _EDITS

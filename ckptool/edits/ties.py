@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import zip_longest
 from typing import Final
 
@@ -17,19 +17,16 @@ from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
-from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from ..safety.checksums import checksum
-from ..values.elements import elements, reblocked, storage_reader, tensor_size
+from ..values.elements import as_in_file, elements, reblocked, storage_reader, tensor_size
 from .recompute import Recomputation
-from .slim import as_in_file
 from .storages import has_bits, refuse_bits
 
 #: Bytes of two tensors that are compared at once.
 _STEP: Final = 1 << 20
 
 
-@takes_path
 def tie(checkpoint: Checkpoint, names: tuple[str, str], *, key: str | None = None) -> Checkpoint:
     """Make the first name another name of the second one's tensor, with one storage for both.
 
@@ -55,12 +52,10 @@ def tie(checkpoint: Checkpoint, names: tuple[str, str], *, key: str | None = Non
     return work.done(changes)
 
 
-@takes_path
 def untie(checkpoint: Checkpoint, name: str, *, key: str | None = None) -> Checkpoint:
     """Give a tensor that shares its storage with others a storage of its own, with the same values.
 
     ``key`` is the path of the state dict. Raise RefusedError if nothing else uses the storage.
-
     """
     work = Recomputation(checkpoint)
     changes = []
@@ -81,12 +76,15 @@ def untie(checkpoint: Checkpoint, name: str, *, key: str | None = None) -> Check
     return work.done(changes)
 
 
-def parse_names(text: str) -> tuple[str, str]:
-    """Parse ``NAME=OTHER``; raise TargetError for other texts."""
-    name, _, other = text.partition("=")
-    if not (name and other) or name == other:
-        raise TargetError(f"{text!r} is not NAME=OTHER", next="write lm_head.weight=model.embed_tokens.weight")
-    return name, other
+def parse_names(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Parse texts ``NAME=OTHER``; raise TargetError for others."""
+    pairs = []
+    for text in texts:
+        name, _, other = text.partition("=")
+        if not (name and other) or name == other:
+            raise TargetError(f"{text!r} is not NAME=OTHER", next="write lm_head.weight=model.embed_tokens.weight")
+        pairs.append((name, other))
+    return pairs
 
 
 def own_copy(work: Recomputation, name: str, tensor: Tensor) -> Ref:

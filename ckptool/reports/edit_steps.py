@@ -52,10 +52,9 @@ TOGETHER: Final[Mapping[str, tuple[str, Mapping[str, str], str]]] = {
     "add-module": ("", {"prefix": "add_prefix"}, "prefixed"),
     "remap": ("", {}, "cpu"),
     "extract": ("", {}, "weights"),
-    "wrap": ("", {}, "nested"),
     "cast": ("", {}, "cast"),
     "slim": ("slim", {}, "slim"),
-    "repack": ("repack", {}, "clean"),
+    "edit": ("", {}, "clean"),
 }
 
 

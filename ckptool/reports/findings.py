@@ -148,7 +148,7 @@ def findings(
 def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a note on a checkpoint in an archive that needs no other edit than to become a file."""
     if is_address(checkpoint.path) and not any(item.next or item.level == "error" for item in every):
-        step = edit_step("repack", checkpoint.path)
+        step = edit_step("edit", checkpoint.path, repack=True)
         yield Finding.of("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
 
 
@@ -237,15 +237,15 @@ def problem_steps(checkpoint: Checkpoint, codes: Collection[str]) -> dict[str, A
         CUT: lambda: rescue_step(checkpoint),
         "legacy-untyped": lambda: sanitize_step(checkpoint),
         DAMAGED: lambda: "get the file again",
-        **dict.fromkeys((DEFLATED, NO_INDEX, STALE_INDEX), lambda: edit_step("repack", path, word="clean")),
+        **dict.fromkeys((DEFLATED, NO_INDEX, STALE_INDEX), lambda: edit_step("edit", path, word="clean", repack=True)),
         UNJOINED: lambda: WHOLE,
         MISPLACED: lambda: RENAME_BACK,
         "torch-tar": lambda: edit_step("convert", path, word="converted"),
         "unpacked": lambda: edit_step("convert", path, extension=".pth"),
-        "no-folder": lambda: edit_step("repack", path, word="clean"),
+        "no-folder": lambda: edit_step("edit", path, word="clean", repack=True),
         "in-pieces": lambda: edit_step("convert", path, extension=".safetensors"),
         JOINED: lambda: _weights_step(checkpoint),
-        EDITED: lambda: edit_step("repack", path, word="clean"),
+        EDITED: lambda: edit_step("edit", path, word="clean", repack=True),
         "unfinished-edit": lambda: undo_step(path),
         PROGRAM: lambda: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
@@ -392,7 +392,9 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     shards = shards_of(checkpoint)
     if shards is None:
         return
-    step = edit_step("sanitize", checkpoint.path, word="plain", local_parts=True)
+    from ..edits.sharded import local_parts_step  # only for sharded tensors
+
+    step = local_parts_step(checkpoint)
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding.of("shards", "note", message, next=step)

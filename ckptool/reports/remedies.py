@@ -86,7 +86,7 @@ def remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> An
             checkpoint = after
     own = OUTPUTS.get(before.traits.writes_as)
     flat = isinstance(before.source, FolderSource) or (own is not None and own.one_state_dict)
-    extension = ".pth" if flat and any(item.command in ("wrap", "remap") for item in found) else ""
+    extension = ".pth" if flat and any(item.command in ("edit", "remap") for item in found) else ""
     steps += [item.step(path, extension) for item in found]
     if steps and not any(item.device for item in policy.each) and not policy.map_location and away(before):
         # without this it would not load on a machine without a GPU
@@ -142,6 +142,6 @@ def _remedies(checkpoint: Checkpoint, policy: Policy) -> Iterator[_Remedy]:
     elif layout == "wrapped":
         yield _Remedy("layout", "extract", "", word="weights", instead=_SEVERAL)
     else:
-        yield _Remedy("layout", "wrap", "state_dict", word="nested")
+        yield _Remedy("layout", "edit", settings=(Setting("wrap", "state_dict"),), word="nested")
     for dtype in dict.fromkeys(dtype for item in policy.each for dtype in item.dtype):
         yield _Remedy("dtype", "cast", settings=(Setting("to_dtype", dtype),), word=dtype)

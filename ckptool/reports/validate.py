@@ -323,7 +323,7 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
     if errors and errors <= {DEFLATED, NO_INDEX}:
-        return edit_step("repack", checkpoint.path, word="clean")
+        return edit_step("edit", checkpoint.path, word="clean", repack=True)
     if any(problem.ambiguous for problem in checkpoint.container.problems):
         return ""
     if errors == {EMPTY_WEIGHTS}:

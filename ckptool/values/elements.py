@@ -423,3 +423,9 @@ def gather_into(
         else:
             line = array(code, [source[begin]]) * count
         out[out_begin : out_begin + (count - 1) * out_step + 1 : out_step] = line
+
+
+def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
+    """Yield the elements of a tensor, in the file's byte order."""
+    for data in whole_chunks(elements(storage, tensor), storage.width):
+        yield swapped(data, storage.width)

@@ -35,7 +35,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "remap": ("cpu",),
     "rename": ({"module.conv1.weight": "first"},),
     "set": ("epoch", 3),
-    "unset": ("epoch",),
     "wrap": ("inner",),
 }
 #: Those that take two or more checkpoints, or write, or take a folder, a text, or a model with an embedding.

@@ -426,15 +426,6 @@ def test_changes_say_what_was_done() -> None:
         assert only == d and not ckptool.strip_module(checkpoint, key="netD").edited
 
 
-@pytest.mark.parametrize(("repeat", "left"), [(1, "module."), (2, ""), (5, ""), ("all", "")])
-def test_a_prefix_may_be_taken_off_more_than_once(repeat: Any, left: str) -> None:
-    with ckptool.open(fixture_path("module_twice.pth")) as checkpoint:
-        edited = ckptool.strip_module(checkpoint, repeat=repeat)
-        names = [entry.key for entry in edited.survey.tensors]
-        expected = [entry.key.replace("module.", "", 2) for entry in checkpoint.survey.tensors]
-        assert names == [left + name for name in expected]
-
-
 def test_a_prefix_is_whole_segments() -> None:
     for name in ("keep_submodule.pth", "bare.pth"):
         with ckptool.open(fixture_path(name)) as checkpoint:

@@ -26,7 +26,7 @@ CASES = (
     ("ckptool diff gan.pth gan.pth --key netG --other-key ne", ["netD", "netG"]),
     ("ckptool get gan.pth netG.module.fc", ["netG.module.fc.bias", "netG.module.fc.weight"]),
     ("ckptool drop bare.pth conv", ["conv1.bias", "conv1.weight"]),
-    ("ckptool unset gan.pth it", ["iter"]),
+    ("ckptool drop gan.pth it", ["iter"]),
     ("ckptool remap gan.pth --to cp", ["cpu"]),
     ("ckptool edit gan.pth --to mp", ["mps"]),
     ("ckptool cast gan.pth --to-dtype bf", ["bfloat16"]),

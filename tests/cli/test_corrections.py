@@ -104,7 +104,6 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
             "commas do not separate patterns; name them one by one",
         ),
         ("convert bare.pth -o whole.pth", "the output exists; replace it with --force, or choose another name"),
-        ("rename bare.pth --rename s/fc/head/ -o z.pth", "a regular expression is for --rename-regex"),
         ("rename bare.pth --rename fc=head -o z.pth", "did you mean 'fc.*'?"),
         ("keys training.pth --key optimizer", "to list all tensors in it, add --all"),
         ("merge bare.pth 'who*e.pth' -o z.pth", "the shell expands a pattern without quotes"),
@@ -122,8 +121,7 @@ def test_a_refusal_names_what_was_meant(typed: str, says: str, folder: Path) -> 
         "get training.pth ema",
         "extract training.pth ema -o z.pth",
         "drop training.pth ema -o z.pth",
-        "keep training.pth ema -o z.pth",
-        "unset training.pth ema -o z.pth",
+        "edit training.pth --keep ema -o z.pth",
         "edit training.pth --extract ema -o z.pth",
         "merge bare.pth training.pth --entry ema -o z.pth",
         "convert training.pth --key ema -o z.safetensors",
@@ -150,8 +148,11 @@ def test_a_part_of_the_name_of_an_entry_leads_to_the_entry(typed: str, folder: P
 
 @pytest.mark.parametrize("typed", ["epoc=4", "Epoch=4"])
 def test_an_entry_with_a_similar_name_is_named(typed: str, folder: Path) -> None:
-    said = say("set", "training.pth", typed, "-o", "z.pth")
-    assert said.code == 0 and "'epoch' is another entry; to set that one: ckptool set training.pth epoch=4" in said.out
+    said = say("edit", "training.pth", "--set", typed, "-o", "z.pth")
+    assert (
+        said.code == 0
+        and "'epoch' is another entry; to set that one: ckptool edit training.pth --set epoch=4" in said.out
+    )
 
 
 @pytest.mark.parametrize(

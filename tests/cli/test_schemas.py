@@ -44,15 +44,11 @@ LINES = {
     "rename": ["PATH --rename '*.weight=*.w' --dry-run"],
     "remap": ["PATH --to cuda:3 --include-cpu --strings --dry-run"],
     "extract": ["PATH state_dict --dry-run"],
-    "wrap": ["PATH model --dry-run", "PATH --for lightning --dry-run"],
     "drop": ["PATH '*.bias' --dry-run", "PATH '*.bias' --in-place --reclaim --dry-run"],
-    "keep": ["PATH '*.bias' --dry-run"],
-    "set": ["PATH epoch=1 --dry-run"],
-    "unset": ["PATH epoch --dry-run"],
     "slim": ["PATH --for inference --dedupe --dry-run"],
     "cast": ["PATH --to-dtype bf16 --dry-run"],
     "resize": ["PATH --vocab 7 --include '*head.*' --dry-run"],
-    "edit": ["PATH --sanitize --strip-module --to cpu --dry-run"],
+    "edit": ["PATH --repack --wrap model --set epoch=1 --dry-run", "PATH --sanitize --strip-module --to cpu --dry-run"],
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],
     "merge-lora": [f"PATH {OTHER} --dry-run"],
@@ -60,9 +56,7 @@ LINES = {
     "sanitize": ["PATH --drop-unknown --as-state-dict --dry-run"],
     "redact": ["PATH", "PATH --redact all --dry-run"],
     "salvage": ["PATH --dry-run"],
-    "repack": ["PATH --dry-run"],
-    "undo": ["PATH --dry-run"],
-    "history": ["PATH"],
+    "undo": ["PATH --dry-run", "PATH --list"],
 }
 
 
@@ -170,8 +164,8 @@ def report_of(*words: str | Path) -> Any:
 
 def test_versions_in_a_file(tmp_path: Path) -> None:
     path = shutil.copy(FIXTURES / "ddp4_training.pth", tmp_path)
-    assert {"names", "unused_bytes"} <= report_of("set", path, "epoch=1", "--in-place").keys()
-    assert len(report_of("history", path)["versions"]) == 2
+    assert {"names", "unused_bytes"} <= report_of("edit", path, "--set", "epoch=1", "--in-place").keys()
+    assert len(report_of("undo", path, "--list")["versions"]) == 2
     assert len(report_of("undo", path)["undone"]) == 1
 
 

@@ -203,7 +203,7 @@ def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     assert "aoti_load_package" in said.all and "torch.export.load" not in said.all
     said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt2")
     assert said.code == 0 and "the compiled code names cuda 1 time; it stays as it is" in said.all
-    said = say("wrap", path, "x", "-o", tmp_path / "out2.pt2")
+    said = say("edit", path, "--wrap", "x", "-o", tmp_path / "out2.pt2")
     assert said.code == 4 and "ckptool inspect" in said.all and "ckptool convert" not in said.all
 
 

@@ -200,9 +200,9 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 STEPS: tuple[Step, ...] = (
     ("strip-module", True), ("add-module", True), ("add-prefix", "net"), ("wrappers", True), ("slim", True),
     ("dedupe", True), ("to-dtype", "bfloat16"), ("to-dtype", "float32"), ("to-dtype", "float8_e5m2"), ("to", "cuda:1"),
-    ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
+    ("rename", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
     ("sanitize", True), ("repack", True), ("wrap", "inner"), ("extract", "state_dict"), ("drop", "*.scale"),
-    ("keep", "state_dict,optimizer"), ("unset", "log"), ("vocab", "7"),
+    ("keep", "state_dict,optimizer"), ("drop", "log"), ("vocab", "7"),
     ("tie", "other.weight=wte.weight"), ("untie", "head.weight"), ("use-ema", True), ("weight-norm", "new"),
     ("weight-norm", "fold"),
 )  # fmt: skip

@@ -142,13 +142,12 @@ def test_the_stripped_state_dict_loads_strictly(model: nn.Module, tmp_path: Path
 def test_a_wrapper_in_a_wrapper(tmp_path: Path) -> None:
     model = Versioned()
     state = parallel(nn.DataParallel(model))
-    found = edited(state, "strip_module", tmp_path, repeat="all")
-    expected = model.state_dict()
-    # 'module' is also a part of this model, and goes with the wrappers where it leads a name.
-    assert list(found) == [key.removeprefix("module.") for key in expected]
     once = edited(state, "strip_module", tmp_path)
     assert metadata(once) == metadata(parallel(model))
-    assert metadata(edited(state, "strip_module", tmp_path, repeat=2)) == metadata(expected)
+    found = edited(once, "strip_module", tmp_path)
+    expected = model.state_dict()
+    assert list(found) == list(expected)
+    assert metadata(found) == metadata(expected)
 
 
 def test_wrappers_in_the_middle(tmp_path: Path) -> None:

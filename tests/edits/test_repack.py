@@ -102,7 +102,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("end", ["wrap", "set", "unset"])
+@pytest.mark.parametrize("end", ["wrap", "set", "drop"])
 def test_the_layout_is_that_of_a_fresh_torch_save(name: str, end: str, out: Path, tmp_path: Path) -> None:
     """Edited in place twice and repacked: as torch.save lays out the same object in a file of the same name."""
     value = OBJECTS[name]()
@@ -111,11 +111,11 @@ def test_the_layout_is_that_of_a_fresh_torch_save(name: str, end: str, out: Path
     edits = {
         "wrap": (lambda c: ckptool.wrap(c, "w"), lambda: {"w": value}),
         "set": (lambda c: ckptool.set(c, "added", 7), lambda: {**value, "added": 7}),
-        "unset": (lambda c: ckptool.unset(c, first), lambda: {k: v for k, v in value.items() if k != first}),
+        "drop": (lambda c: ckptool.drop(c, first), lambda: {k: v for k, v in value.items() if k != first}),
     }
     edit, expected = edits[end]
     in_place(path, lambda c: ckptool.set(c, "other", 1))
-    in_place(path, lambda c: ckptool.unset(c, "other"))
+    in_place(path, lambda c: ckptool.drop(c, "other"))
     in_place(path, edit)
     repacked(path, out)
     (tmp_path / "fresh").mkdir()
@@ -166,7 +166,7 @@ FOREIGN = ("zip_deflated.pth", "zip_gaps.pth", "torch16.pth", "torch17.pth", "zi
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_the_command(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["repack", str(FIXTURES / name), "-o", str(out)]) == 0
+    assert run(["edit", str(FIXTURES / name), "--repack", "-o", str(out)]) == 0
     assert "rewritten in the layout of torch.save" in capsys.readouterr().out
     check_clean(out)
     assert oracle.difference(oracle.load(FIXTURES / name), mapped(out)) == ""

@@ -71,7 +71,7 @@ def test_rows_are_those_of_torch(
         folder = Path(name)
         torch.save(state, folder / "in.pth", _use_new_zipfile_serialization=not legacy)
         with ckptool.open(folder / "in.pth") as checkpoint:
-            ckptool.save(ckptool.resize(checkpoint, vocab, multiple=multiple, fill=fill), folder / "out.pth")  # type: ignore[arg-type]
+            ckptool.save(ckptool.resize(checkpoint, rows, fill=fill), folder / "out.pth")  # type: ignore[arg-type]
         found = oracle.load(folder / "out.pth")
     assert list(found) == list(state)
     for key in (NAME, HEAD, "lm_head.bias"):
@@ -113,12 +113,12 @@ def test_models_are_resized_as_transformers_does(kind: str, vocab: int, tmp_path
     own = model(kind, **MODELS[kind])
     own.save_pretrained(tmp_path / "in")
     before = {name: value.clone() for name, value in own.state_dict().items()}
-    own.resize_token_embeddings(vocab, pad_to_multiple_of=4)
-    said = say("resize", tmp_path / "in", "--vocab", str(vocab), "--multiple", "4", "-o", tmp_path / "out")
+    own.resize_token_embeddings(vocab)
+    said = say("resize", tmp_path / "in", str(vocab), "-o", tmp_path / "out")
     assert said.code == 0, said.all
     found, info = getattr(transformers, kind).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
-    assert found.config.vocab_size == own.config.vocab_size == -(-vocab // 4) * 4
+    assert found.config.vocab_size == own.config.vocab_size == vocab
     theirs = own.state_dict()
     assert found.state_dict().keys() == theirs.keys()
     for name, value in found.state_dict().items():
@@ -132,7 +132,9 @@ def test_models_are_resized_as_transformers_does(kind: str, vocab: int, tmp_path
 def test_the_fixture_of_the_corpus(tmp_path: Path) -> None:
     numbers = json.loads((EXPECTED / "case.json").read_text())["numbers"]
     path, out = EXPECTED / "in" / "model.pt", tmp_path / "out.pth"
-    ckptool.save(ckptool.resize(path, numbers["vocab"], multiple=numbers["pad_to_multiple_of"]), out)
+    ckptool.save(
+        ckptool.resize(path, -(-numbers["vocab"] // numbers["pad_to_multiple_of"]) * numbers["pad_to_multiple_of"]), out
+    )
     found, expected = oracle.load(out), load_file(EXPECTED / "expected.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], rtol=0, atol=NOISE) for name in found)
@@ -211,16 +213,15 @@ def test_a_tensor_of_as_many_rows_is_named(tmp_path: Path) -> None:
     assert ckptool.resize(path, 4).changes[-1].words == "there are 4 rows already"
 
 
-@pytest.mark.parametrize(("typed", "multiple", "rows"), [("+64", 1, 164), ("+5", 64, 128), ("+028", 64, 128)])
-def test_a_number_with_plus_is_added(typed: str, multiple: int, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("typed", "rows"), [("+64", 164), ("+028", 128)])
+def test_a_number_with_plus_is_added(typed: str, rows: int, tmp_path: Path) -> None:
     state = {"embed_tokens.weight": torch.randn(100, 8), "lm_head.weight": torch.randn(100, 8)}
     torch.save(state, tmp_path / "in.pth")
-    words = ["--multiple", str(multiple), "-o", tmp_path / "out.pth"]
-    assert say("resize", tmp_path / "in.pth", "--vocab", typed, *words).code == 0
+    assert say("resize", tmp_path / "in.pth", typed, "-o", tmp_path / "out.pth").code == 0
     found = torch.load(tmp_path / "out.pth")
     assert {tensor.shape for tensor in found.values()} == {(rows, 8)}
     assert all(torch.equal(found[name][:100], state[name]) for name in state)
-    assert ckptool.resize(tmp_path / "in.pth", typed, multiple=multiple).changes[0].words.startswith("embed_tokens")
+    assert ckptool.resize(tmp_path / "in.pth", typed).changes[0].words.startswith("embed_tokens")
 
 
 @pytest.mark.parametrize("typed", ["64k", "+", "+0", "++1", "-64", "+1.5", "+123456789012"])

@@ -66,7 +66,7 @@ def test_tensors_that_differ_by_damage_are_damaged(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(table.numpy().tobytes())] ^= 1
     path.write_bytes(data)
-    said = say("edit", path, "--tie", "a=b", "-o", tmp_path / "out.pth")
+    said = say("slim", path, "--tie", "a=b", "-o", tmp_path / "out.pth")
     assert said.code == 3 and "is damaged" in said.err and not (tmp_path / "out.pth").exists()
 
 
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(table.numpy().tobytes()) + 9] ^= 1
     path.write_bytes(data)
-    said = say("edit", path, "--untie", "a", "-o", tmp_path / "out.pth")
+    said = say("slim", path, "--untie", "a", "-o", tmp_path / "out.pth")
     assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all
 
 

@@ -138,5 +138,5 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[data.index(state[name].numpy().tobytes()) + 3] ^= 1
         path.write_bytes(data)
-        said = say("edit", path, "--weight-norm", "fold", "-o", tmp_path / "out.pth")
+        said = say("rename", path, "--weight-norm", "fold", "-o", tmp_path / "out.pth")
         assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all

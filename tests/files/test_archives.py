@@ -340,7 +340,7 @@ def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.Monke
         said = say("rename", f"{outer}!run/b.pth", "--rename-like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
         assert said.code == 0, said.all
         assert list(torch.load(f"{outer}.pth")) == ["a.weight", "a.bias"]
-        said = say("history", f"{outer}!run/b.pth")
+        said = say("undo", "--list", f"{outer}!run/b.pth")
         assert said.code == 0 and "2 versions" in said.out and "undo" not in said.out
         said = say("undo", f"{outer}!run/b.pth")
         assert said.code == 4 and "within an archive" in said.err and "then name the file inside" in said.err

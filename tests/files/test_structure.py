@@ -238,7 +238,7 @@ def test_every_writer_knows_what_is_deflated(edit: str, called: str, method: int
     out = tmp_path / {"safetensors": "out.safetensors", "dcp": "out"}.get(edit, "out.pth")
     path.write_bytes(archive(found.values()))
     other.write_bytes(plain({"v": TENSOR}))
-    arguments = {"repack": ["repack", path], "merge": ["merge", other, path]}.get(edit)
+    arguments = {"repack": ["edit", "--repack", path], "merge": ["merge", other, path]}.get(edit)
     done = say(*(arguments or ["convert", path, "--to-format", edit]), "-o", out)
     assert (done.code, say("validate", out).code) == (0, 0), done.err
     with ckptool.open(out) as checkpoint:

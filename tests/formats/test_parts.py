@@ -92,14 +92,11 @@ ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
     "redact": lambda path: ["--redact", "all"],
     "remap": lambda path: ["--to", "cuda:1"],
     "rename": lambda path: ["--rename", "layer.*=block.*"],
-    "repack": lambda path: [],
     "salvage": lambda path: [],
     "sanitize": lambda path: [],
     "set": lambda path: ["epoch=3"],
     "slim": lambda path: [],
     "strip-module": lambda path: [],
-    "unset": lambda path: ["head.weight"],
-    "wrap": lambda path: ["state_dict"],
 }
 
 

@@ -514,7 +514,7 @@ def test_deflated_storages_that_go_by_another_name(folder: str, command: str, tm
 
 
 @pytest.mark.parametrize("location", ["call", "none", "numel"])
-@pytest.mark.parametrize("command", ["repack", "convert --to-format legacy", "convert --to-format torch"])
+@pytest.mark.parametrize("command", ["edit --repack", "convert --to-format legacy", "convert --to-format torch"])
 def test_a_storage_that_is_not_understood_is_not_unused(
     location: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

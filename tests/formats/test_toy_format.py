@@ -84,7 +84,7 @@ def test_a_toy_under_another_name_gets_its_own_suffix(toy: Path) -> None:
 
 
 def test_an_edited_toy_is_a_file_of_torch(toy: Path, tmp_path: Path) -> None:
-    said = say("repack", toy, "-o", tmp_path / "out.pth")
+    said = say("edit", toy, "--repack", "-o", tmp_path / "out.pth")
     assert said.code == 0, said.all
     assert "rewritten in the layout of torch.save" in said.out
     loaded = torch.load(tmp_path / "out.pth", weights_only=True)

@@ -26,13 +26,9 @@ REST = {
     "edit": ["--to", "cpu"],
     "extract": ["."],
     "get": ["fc.bias"],
-    "keep": ["fc.*"],
     "remap": ["--to", "cpu"],
     "rename": ["--rename", "fc.*=head.*"],
     "resize": ["--vocab", "16"],
-    "set": ["epoch=1"],
-    "unset": ['["fc.bias"]'],
-    "wrap": ["state_dict"],
 }
 #: Members that options read, where that is not a checkpoint; what is added to the path; and options that go without
 #: those of ``REST``.
@@ -43,7 +39,7 @@ ALONE = {"--rename-table", "--rename-like"}
 #: Options in place of the second argument.
 INSTEAD = {"--error"}
 #: Inputs that need another model or another option than these tests have; their own tests give them addresses.
-OTHERS = {"--merge-lora", "--base", "--config"}
+OTHERS = {"--base", "--config"}
 
 #: Every parameter of a command that is the path of an input.
 INPUTS = [

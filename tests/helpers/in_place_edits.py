@@ -18,6 +18,7 @@ from output_checks import CRASHES, UNSUMMED, faked, on_meta, saved, works
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError, TargetError
+from ckptool.edits.entries import unset
 from ckptool.files.sources import open_source
 from ckptool.files.zips.reader import Archive, read_archive
 
@@ -46,7 +47,7 @@ def _extracted(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
 
 
 def _without_first(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.unset(checkpoint, _key(checkpoint))
+    return unset(checkpoint, _key(checkpoint))
 
 
 def _without_tensor(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:

@@ -39,9 +39,7 @@ KEEP_ALL = frozenset(("strip-module", "add-module", "rename", "remap", "wrap", "
 #: Edits that leave out what is not the weights, or not asked for.
 NARROW = frozenset(("slim", "drop", "keep", "extract", "to-format", "to-names"))
 #: Commands that only answer. Exit code 1 is an answer.
-ANSWERS = frozenset(
-    ("inspect", "keys", "get", "stats", "validate", "scan", "diff", "match", "hash", "explain", "history", "lock")
-)
+ANSWERS = frozenset(("inspect", "keys", "get", "stats", "validate", "scan", "diff", "match", "hash", "explain", "lock"))
 
 Words: TypeAlias = tuple[str, ...]
 Tensors: TypeAlias = "collections.Counter[tuple[str, tuple[int, ...], str]]"
@@ -402,7 +400,7 @@ class Walk:
             everywhere
             and values
             and storage_bytes(source) > storage_bytes(out)
-            and not edits & {"as-state-dict", "local-parts", "repack"}
+            and not edits & {"as-state-dict", "repack"}
         ):
             return f"{storage_bytes(source)} bytes of storages became {storage_bytes(out)}"
         if missing and "as-state-dict" in edits and "left out" in said.all:

@@ -33,7 +33,7 @@ from ckptool.formats import FOLDERS, folder_format
 UNSUMMED = {"dcp-safetensors", "torch-folder"}
 #: Commands that write something else than what they take from the records, or that edit files only.
 #: ``merge-lora`` needs an adapter for each model: see its own tests.
-OTHERS = {"report", "match", "lock", "repack", "merge-lora", "resize"}
+OTHERS = {"report", "match", "lock", "merge-lora", "resize"}
 
 
 class Record(NamedTuple):
@@ -68,14 +68,15 @@ def ways(folder: Folder, other: Path) -> dict[str, list[Words]]:
         "rename": [(path, "weight=w*", *some)],
         "remap": [(path, "--to", "cuda:1")],
         "extract": [(path, folder.entry)],
-        "wrap": [(path, "all")],
         "drop": [(path, folder.key)],
-        "keep": [(path, folder.key)],
-        "set": [(path, "of_the_test=1")],
-        "unset": [(path, folder.entry)],
         "slim": [(path,), (path, "--dedupe")],
         "cast": [(path, "--to-dtype", "float64")],
-        "edit": [(path, "--add-prefix", "net.", "--wrap", "all", *some), (path, "--to-dtype", "float16")],
+        "edit": [
+            (path, "--keep", folder.key),
+            (path, "--set", "of_the_test=1"),
+            (path, "--add-prefix", "net.", "--wrap", "all", *some),
+            (path, "--to-dtype", "float16"),
+        ],
         "merge": [(path, other), (other, path)],
         "average": [(path, other), (other, path)],
         "convert": [

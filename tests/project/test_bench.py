@@ -133,8 +133,8 @@ def test_every_command_has_its_peak_measured() -> None:
 
     measured = {command.name.split()[0] for command in peaks.COMMANDS}
     assert measured <= set(COMMANDS)
-    # Three are measured where files are edited in place, two read no checkpoint, and one needs an adapter.
-    elsewhere = {"completion", "explain", "history", "undo", "repack", "merge-lora"}
+    # One is measured where files are edited in place, two read no checkpoint, and one needs an adapter.
+    elsewhere = {"completion", "explain", "undo", "merge-lora"}
     assert set(COMMANDS) - measured <= elsewhere, "add it to bench/peaks.py"
 
 

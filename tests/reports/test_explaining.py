@@ -816,7 +816,7 @@ def piped(stdin: str, *words: str) -> str:
 
 def test_every_way_to_give_the_message_is_the_same(workplace: None) -> None:
     wanted = say("explain", "KeyError: 'state_dict'", PATH).out + "[exit 0]"
-    assert f"ckptool wrap {PATH} state_dict" in wanted
+    assert f"ckptool edit {PATH} --wrap state_dict" in wanted
     ways = [("cat train.log |", PATH), ("cat train.log |", "-", PATH), ("cat train.log |", PATH, "-")]
     ways += [("< train.log", PATH), ("< /dev/null", "train.log", PATH), ("< /dev/null", "shell.log", PATH)]
     ways += [("<&-", PATH, "train.log"), ("cat train.log |", "/dev/stdin", PATH)]

@@ -57,7 +57,7 @@ COMMANDS: dict[str, list[str]] = {
     "average": ["average", "IN", "OTHER"],
     "redact": ["redact", "IN", "--redact", "all"],
     "drop": ["drop", "IN", "a.*"],
-    "keep": ["keep", "IN", "state_dict"],
+    "keep": ["edit", "IN", "--keep", "state_dict"],
     "extract": ["extract", "IN", "state_dict"],
     "edit": ["edit", "IN", "--slim", "--to-dtype", "float16", "--to-dtype", "float32", "--strip-prefix", "a"],
 }

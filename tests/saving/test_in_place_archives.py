@@ -238,7 +238,7 @@ def test_nonsense_in_a_note(
     path.write_bytes(forged)
     assert len(ckptool.history(path)["versions"]) == 1
     assert ckptool.undo(path)["undone"] == []
-    for command in (["history"], ["undo"], ["undo", "--original"], ["inspect"], ["validate"], ["keys"]):
+    for command in (["undo", "--list"], ["undo"], ["undo", "--original"], ["inspect"], ["validate"], ["keys"]):
         assert run([*command, str(path)]) in (0, 1, 3)
         said = capsys.readouterr()
         assert "Traceback" not in said.err and "a bug" not in said.err
@@ -261,10 +261,10 @@ def test_a_former_version_that_is_no_archive(was: int, tmp_path: Path, capsys: p
     data = path.read_bytes()
     note = json.dumps([was, crc(data, was), "a \x1b[31m name\n\u202e", 10**17]).encode()
     path.write_bytes(forged := with_note(path, note))
-    assert run(["history", str(path)]) == 0
+    assert run(["undo", "--list", str(path)]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said and "\u202e" not in said
-    assert run(["history", str(path), "--format", "json"]) == 0
+    assert run(["undo", "--list", str(path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["versions"][-1]["time"] is None
     assert run(["undo", str(path)]) == 4
     assert "cannot be read, so nothing is cut off" in capsys.readouterr().err
@@ -344,10 +344,10 @@ def test_flipped_bits_in_what_was_appended(tmp_path: Path, capsys: pytest.Captur
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         for command in (
-            ["history"],
+            ["undo", "--list"],
             ["validate", "-q"],
             ["inspect"],
-            ["wrap", "x", "--in-place", "-q"],
+            ["edit", "--wrap", "x", "--in-place", "-q"],
             ["undo", "-q"],
         ):
             path.write_bytes(flipped)

@@ -129,7 +129,7 @@ def test_an_error_at_every_call(
 
         with monkeypatch.context() as patch:
             Spy(patch, fail)
-            code = run(["set", str(path), "n=1", "--in-place", "-q"])
+            code = run(["edit", str(path), "--set", "n=1", "--in-place", "-q"])
         said = capsys.readouterr().err
         if not called:
             assert code == 0 and deadline > 20

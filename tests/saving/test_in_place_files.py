@@ -46,7 +46,7 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
 def test_hard_links_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = copied(FIXTURES / "bare.pth", tmp_path), tmp_path / "other.pth"
     os.link(path, other)
-    assert run(["wrap", str(path), "w", "--in-place"]) == 0
+    assert run(["edit", str(path), "--wrap", "w", "--in-place"]) == 0
     assert "the file has 2 names (hard links): it changed under all of them" in capsys.readouterr().out
     assert path.samefile(other) and "w" in oracle.load(other)
 
@@ -156,7 +156,7 @@ def test_eight_processes_at_once(tmp_path: Path) -> None:
     """Each edit is done or refused, and those that are done are all there."""
     path = copied(FIXTURES / "plain_dict.pth", tmp_path)
     running = [
-        subprocess.Popen([*TOOL, "set", str(path), f"n{number}={number}", "--in-place", "-q"], env=ENVIRONMENT,
+        subprocess.Popen([*TOOL, "edit", path, "--set", f"n{number}={number}", "--in-place", "-q"], env=ENVIRONMENT,
                          stderr=subprocess.PIPE, text=True)
         for number in range(8)
     ]  # fmt: skip
@@ -203,7 +203,7 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("  -> ")]
     assert len(steps) == 2
-    for step, name_of_command in zip(reversed(steps), ("repack", "undo"), strict=True):
+    for step, name_of_command in zip(reversed(steps), ("edit", "undo"), strict=True):
         command = step.removeprefix("  -> ")
         assert command.startswith(f"ckptool {name_of_command} ") and command.isprintable()
         words = shlex.join(TOOL) + command.removeprefix("ckptool")
@@ -214,7 +214,7 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert path.read_bytes() == (FIXTURES / "bare.pth").read_bytes()
     out = next(file for file in tmp_path.iterdir() if file != path)
     assert "module.conv1.weight" in oracle.load(out) and len(ckptool.history(out)["versions"]) == 1
-    shown = tool("history", *given)
+    shown = tool("undo", "--list", *given)
     assert shown.returncode == 0
     refused = tool("edit", "--in-place", "--to-dtype", "float16", *given)
     assert refused.returncode == 4, refused.stderr
@@ -222,16 +222,16 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
 
 JSON = (
     (["strip-module", "--in-place"], 0),
-    (["set", "n=1", "--in-place"], 0),
-    (["set", "n=1", "--in-place", "--dry-run"], 0),
-    (["set", "n=2", "--in-place"], 0),
-    (["history"], 0),
+    (["edit", "--set", "n=1", "--in-place"], 0),
+    (["edit", "--set", "n=1", "--in-place", "--dry-run"], 0),
+    (["edit", "--set", "n=2", "--in-place"], 0),
+    (["undo", "--list"], 0),
     (["drop", "optimizer", "--in-place"], 0),
     (["undo", "--dry-run"], 0),
     (["undo"], 0),
     (["undo", "--original"], 0),
     (["undo"], 1),
-    (["history"], 0),
+    (["undo", "--list"], 0),
 )
 
 
@@ -247,14 +247,14 @@ def test_json_of_all(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert report["dry_run"] == ("--dry-run" in rest)
             assert report["dry_run"] or report["output_bytes"] == path.stat().st_size
     out = tmp_path / "out.pth"
-    assert run(["repack", str(path), "-o", str(out), "--format", style]) == 0
+    assert run(["edit", str(path), "--repack", "-o", str(out), "--format", style]) == 0
     assert json.loads(capsys.readouterr().out)["output_bytes"] == out.stat().st_size
 
 
 MAKERS = (
     ["strip-module"], ["add-module"], ["remap", "--to", "cpu"], ["rename", "--rename", "module.*=x.*"],
-    ["extract", "state_dict"], ["wrap", "w"], ["drop", "optimizer"], ["keep", "state_dict", "epoch"],
-    ["set", "n=1"], ["unset", "epoch"], ["slim", "--dedupe"], ["cast", "--to-dtype", "bfloat16"], ["repack"],
+    ["extract", "state_dict"], ["drop", "optimizer"], ["edit", "--keep", "state_dict,epoch"],
+    ["edit", "--set", "n=1"], ["slim", "--dedupe"], ["cast", "--to-dtype", "bfloat16"], ["edit", "--repack"],
     ["redact", "--redact", "all"],
     ["edit", "--strip-module", "--wrap", "net"], ["sanitize"],
 )  # fmt: skip

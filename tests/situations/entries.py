@@ -132,7 +132,7 @@ def _is_slim(output: str) -> None:
     "nomeroff-net#262, facebookresearch/nougat#165, stable-audio-tools#163, RSPrompter#48",
     "weights that Lightning did not save are given to `load_from_checkpoint`",
     "explain MESSAGE model.pth",
-    "wrap model.pth --for lightning -o model.ckpt",
+    "edit model.pth --for lightning -o model.ckpt",
     cause="Lightning|pytorch-lightning_version",
     ends=lambda output: _lightning(output),
 )

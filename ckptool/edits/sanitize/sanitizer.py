@@ -54,7 +54,7 @@ from ...safety.storages import storage_flaws
 from ...safety.torch_lists import NEWEST, allowed
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
-from ..sharded import local_parts as parts_of
+from ..sharded import local_parts_step
 from ..storages import check_bytes, misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
@@ -84,24 +84,20 @@ def sanitize(
     as_state_dict: bool = False,
     drop_unknown: bool = False,
     drop_object: Patterns = (),
-    local_parts: bool = False,
 ) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` in torch 2.6 and later does not load by default.
 
     ``as_state_dict`` turns pickled modules into their state dicts. ``drop_unknown`` drops objects that cannot be made
     plain (an entry of a mapping is dropped, in a list None takes its place). Objects with tensor values are dropped
-    only if a pattern in ``drop_object`` matches their path. ``local_parts`` replaces tensors that are sharded over
-    ranks by the part of one rank. Each change is in ``changes`` with its path. Raise RefusedError for other objects
-    that cannot be replaced by plain values, or if torch would still refuse the result. Raise MalformedError for a
-    damaged file.
+    only if a pattern in ``drop_object`` matches their path. Each change is in ``changes`` with its path. Raise
+    RefusedError for other objects that cannot be replaced by plain values, or if torch would still refuse the result.
+    Raise MalformedError for a damaged file.
 
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
     """
     # Use the newest list: the dtypes in it have no older form. Globals that only some programs register are not on it.
     names = allowed(NEWEST)
-    if local_parts:
-        checkpoint = parts_of(checkpoint)
     edited = checkpoint.lenient()
     drops = Drops(drop_unknown, (drop_object,) if isinstance(drop_object, str) else tuple(drop_object))
     for _ in range(_ROUNDS if drop_unknown or drop_object else 1):
@@ -248,16 +244,12 @@ def _refusal(
     if root_goes or (sanitizer.packed and owners):
         load = "load it where its classes are, if you trust it, and save module.state_dict()"
         return RefusedError(message, path=path, next=load if sanitizer.packed else "")
-    if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+    if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+        return RefusedError(message, path=path, next=local_parts_step(checkpoint))
+    if owners:
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
     drop = Setting("drop_unknown")
-    step = advice(drop, " leaves them out")
-    if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
-        step = advice(
-            Setting("local_parts"), " makes plain tensors of what one rank had", *(() if owners else (", ", step))
-        )
-        return RefusedError(message, path=path, next=step)
-    return RefusedError(message, path=path, next=step)
+    return RefusedError(message, path=path, next=advice(drop, " leaves them out"))
 
 
 def _plain_style(graph: Graph) -> Graph:

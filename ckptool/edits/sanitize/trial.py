@@ -8,7 +8,6 @@ from typing import Any, Final
 from ...base.errors import CkptoolError
 from ...base.steps import AnyStep, Setting, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.tensors import is_sharded
 from ...safety.storages import storage_flaws
 from ...safety.weights_only import weights_only
 from .sanitizer import sanitize
@@ -22,14 +21,13 @@ def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
     stopped = any(problem.blocks_edits or problem.ambiguous for problem in checkpoint.container.problems)
     if stopped or len(checkpoint.graph.nodes) > _MOST:
         return None
-    sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
     modules = bool(checkpoint.survey.modules)
     for drop_unknown in (False, True):
         try:
-            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown, local_parts=sharded)
+            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown)
         except CkptoolError:
             continue
-        flags = {"as_state_dict": modules, "local_parts": sharded, "drop_unknown": drop_unknown}
+        flags = {"as_state_dict": modules, "drop_unknown": drop_unknown}
         return tuple(name for name, wanted in flags.items() if wanted)
     return None
 

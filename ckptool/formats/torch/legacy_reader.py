@@ -112,7 +112,7 @@ class TorchLegacy(Container):
     @property
     def _repack_step(self) -> NextStep:
         name = self.source.name
-        return "make a zip of it first: " + command("repack", name, output=suggested_output(name, "clean"))
+        return "make a zip of it first: " + command("edit", name, output=suggested_output(name, "clean"), repack=True)
 
     def _locate(self) -> None:
         """Locate the storages. They are in key list order, each an int64 count of elements and the raw bytes."""

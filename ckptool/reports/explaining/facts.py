@@ -194,7 +194,7 @@ def _moved(checkpoint: Checkpoint, argument: str) -> str:
     if mapping(checkpoint.graph, checkpoint.graph.root) is None:
         return ""
     if place in ("", name):
-        return command("wrap", path, output=output, for_=purpose).line
+        return command("edit", path, output=output, for_=purpose).line
     settings = [Setting("merge_entry", f"{path}:{place}={name}")]
     settings += [Setting("drop", escaped(entry.key)) for entry in checkpoint.survey.entries if entry.path == place]
     return command("edit", path, output=output, settings=settings, for_=purpose).line

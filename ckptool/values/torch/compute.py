@@ -136,29 +136,27 @@ def _overflow_count(torch: Any, values: Any, result: Any) -> int:
     return int((lost if lost.dim() == 1 else lost.any(dim=1)).sum())
 
 
-def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
-    """Return the weighted mean of elements in their own dtype, summed in the dtype ``wide`` in the given order."""
+def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str) -> bytes:
+    """Return the weighted mean of elements in their own dtype, summed in float64 in the given order."""
     torch = need_torch("averaging values")
     own = torch_dtype(torch, dtype)
     total: Any = None
     for data, weight in zip(parts, weights):
-        values = torch.frombuffer(bytearray(data), dtype=own).to(torch_dtype(torch, wide))
+        values = torch.frombuffer(bytearray(data), dtype=own).double()
         total = values * weight if total is None else total.add_(values, alpha=weight)
     out, mean = _empty(torch, total.numel(), own)
     mean.copy_(total / sum(weights))
     return bytes(out)
 
 
-def add_differences(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
+def add_differences(parts: Sequence[bytes], weights: Sequence[float], dtype: str) -> bytes:
     """Return the first elements plus the weighted differences of the others from the last, in their own dtype.
 
-    The sum is computed in the dtype ``wide`` in the given order, and rounded once.
+    The sum is computed in float64 in the given order, and rounded once.
     """
     torch = need_torch("adding differences")
     own = torch_dtype(torch, dtype)
-    total, *others, base = (
-        torch.frombuffer(bytearray(data), dtype=own).to(torch_dtype(torch, wide), copy=True) for data in parts
-    )
+    total, *others, base = (torch.frombuffer(bytearray(data), dtype=own).to(torch.float64, copy=True) for data in parts)
     for values, weight in zip(others, weights):
         total += (values - base) * weight  # not add_(alpha=): some processors would skip the rounding of the product
     out, result = _empty(torch, total.numel(), own)

@@ -238,7 +238,7 @@ def test_in_place_and_back(maker: Maker, tmp_path: Path) -> None:
     path = make(maker, tmp_path / "m.pt")
     original = path.read_bytes()
     assert say("remap", path, "--map", "cpu=cuda:0", "--in-place").code == 0
-    assert say("repack", path, "-o", tmp_path / "clean.pt").code == 0
+    assert say("edit", path, "--repack", "-o", tmp_path / "clean.pt").code == 0
     assert tags(tmp_path / "clean.pt") == tags(path) and b"cuda:0" in b"".join(records(path).values())
     assert records(tmp_path / "clean.pt") == records(path)
     found = loaded(tmp_path / "clean.pt", map_location="cpu").state_dict()

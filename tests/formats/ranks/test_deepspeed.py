@@ -195,9 +195,8 @@ def test_every_command_takes_it(stage: str, tmp_path: Path) -> None:
         "cast": ("--to-dtype", "bfloat16"),
         "remap": ("--to", "cuda"),
         "extract": ("module",),
-        "set": ("epoch=3",),
         "slim": (),
-        "repack": (),
+        "edit": ("--repack", "--set", "epoch=3"),
         "sanitize": (),
     }
     for edit, words in edits.items():
