@@ -65,6 +65,11 @@ GROUPS: Final = {
     },
 }
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
+#: The commands of every day. The help of the program has a line for each of them, and only names the others.
+DAILY: Final = (
+    *("inspect", "keys", "explain", "scan", "validate", "diff", "match"),
+    *("strip-module", "remap", "edit", "convert", "merge-lora"),
+)
 
 
 def help_line(name: str) -> str:
@@ -75,7 +80,7 @@ def help_line(name: str) -> str:
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
-    ("1", "the answer is no: not valid, no match, it differs, not loaded by inspect --load, something lost by salvage"),
+    ("1", "the answer is no: not valid, no match, it differs, not loaded, something lost"),
     ("2", "usage: an unknown option, a missing -o, a device that torch could not restore"),
     ("3", "the input cannot be read, or is something else"),
     ("4", "refused: it would lose or overwrite something"),
@@ -212,20 +217,17 @@ class _Commands(Helpful, click.Group):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, COMMANDS))
-        for title, group in GROUPS.items():
-            with formatter.section(title):
-                # Pad the names, so that the help texts of all groups begin in one column.
-                formatter.write_dl([(name.ljust(width), help_line(name)) for name in group])
+        """Write a line for each command of every day, then the names of the others by group."""
+        with formatter.section("Every day"):
+            formatter.write_dl([(name, help_line(name)) for name in DAILY])
+        others = {title: [name for name in group if name not in DAILY] for title, group in GROUPS.items()}
+        with formatter.section("Others"):
+            formatter.write_dl([(title, ", ".join(names)) for title, names in others.items()])
 
 
 @click.group(cls=_Commands, epilog=EPILOG)
 def cli() -> None:
-    """Inspect and edit PyTorch checkpoints, without running them.
-
-    A checkpoint is metadata plus untouched bytes: ckptool reads and edits the metadata in milliseconds,
-    without torch and without a GPU, and carries the bytes over as they are.
-    """
+    """Inspect and edit PyTorch checkpoints, without running them."""
 
 
 cli.params += [_VERSION, _NO_COLOR, _VERBOSE]
