@@ -132,32 +132,8 @@ def is_folder(text: str) -> bool:
     return text.rstrip("/") in _FOLDERS
 
 
-#: Archives that were found although their names have the separator.
-_ARCHIVES: Final[set[str]] = set()
-#: The most separators to try.
-_MAX_SEPARATORS: Final = 64
-
-
-def found_archive(text: str) -> None:
-    """Remember that there is an archive at an address, which may have the separator in its name."""
-    _ARCHIVES.add(text)
-
-
-def splits(text: str) -> list[tuple[str, str]]:
-    """Return all ways to split the text of an address into the text of its file and the members after it.
-
-    The longest file comes first.
-    """
-    parts = parse(reveal(text))
-    names = parts.path.split(_MEMBER, _MAX_SEPARATORS)
-    ends = (end for end in range(len(names) - 1, 0, -1) if names[-1] or end < len(names) - 1)
-    return [(conceal(str(parts._replace(path=_MEMBER.join(names[:end])))), _MEMBER.join(names[end:])) for end in ends]
-
-
 def split_member(text: str) -> tuple[str, str]:
-    """Split the text of an address into the text of its file and the members after it; ("", "") without members.
-
-    The file is the shortest, or an archive that was found.
-    """
-    every = splits(text)
-    return next((each for each in every if each[0] in _ARCHIVES), every[-1] if every else ("", ""))
+    """Split the text of an address at its first ``!`` into the file and the members; ("", "") without members."""
+    parts = parse(reveal(text))
+    file, _, members = parts.path.partition(_MEMBER)
+    return (conceal(str(parts._replace(path=file))), members) if members else ("", "")

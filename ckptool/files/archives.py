@@ -209,14 +209,7 @@ def open_any(path: FilePath) -> Source:
                 raise
             if outer and remote.is_file(name):
                 return cast(Source, remote.open_remote(name))  # its own name has the separator
-            from ..base.addresses import found_archive, splits
-
-            known = next((each for each in splits(name)[:-1] if remote.is_file(each[0])), None)
-            if known is None:
-                raise _missing(outer or name, error) from None
-            outer, rest = known
-            found_archive(outer)
-            file = remote.open_remote(outer)
+            raise _missing(outer or name, error) from None
     else:
         file = open_source(outer or name)
     if not outer:

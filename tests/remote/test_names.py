@@ -1,9 +1,8 @@
-"""Names that are easily taken for others: archives with ``!``, addresses that lost a slash, keys that end with one."""
+"""Names that are easily taken for others: addresses that lost a slash, keys that end with one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 from command_line import say
@@ -19,26 +18,6 @@ pytest.importorskip("obstore")
 def objects(server: Server) -> None:
     for name in ("bare.pth", "bare_module.pth"):
         server.put("bucket", name, (FIXTURES / name).read_bytes())
-
-
-def test_an_archive_whose_name_has_the_separator(server: Server, tmp_path: Path) -> None:
-    """The address that ckptool prints for a member works, as for an archive on the disk."""
-    data = (FIXTURES / "bare.pth").read_bytes()
-    with ZipFile(tmp_path / "d!1!.zip", "w") as archive:
-        archive.writestr("run/m.pth", data)
-        archive.writestr("run!2/m.pth", data)
-    server.put("separators", "d!1!.zip", (tmp_path / "d!1!.zip").read_bytes())
-    for call in ("keys", "validate", "hash", "scan"):
-        for member in ("run/m.pth", "run!2/m.pth", "run/n.pth", "run!2/n.pth"):
-            remote = say(call, f"s3://separators/d!1!.zip!{member}")
-            local = say(call, tmp_path / f"d!1!.zip!{member}")
-            assert remote.code == local.code == (0 if "m.pth" in member else 3), remote.all
-            if not remote.code:
-                assert remote.out == local.out.replace(str(tmp_path), "s3://separators"), remote.all
-    said = say("keys", "s3://separators/d!1!.zip")
-    assert "-> ckptool inspect 's3://separators/d!1!.zip!run/m.pth'" in said.err
-    said = say("keys", "s3://separators/d!1!.tar!run/m.pth")
-    assert said.code == 3 and "no such file" in said.err
 
 
 def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
