@@ -287,7 +287,7 @@ CODES: Final[dict[str, Code]] = {
     "flat-vectors": Code("the state of the optimizer belongs to flat vectors"),
     "shards": Code("a file holds one rank's part of larger tensors", check="shards"),
     "part": Code("a file is one part of a checkpoint by its name", check="part"),
-    "rank-part": Code("a file holds what one rank saved"),
+    "rank-part": Code("a file holds what one rank saved", check="part"),
     "weights-elsewhere": Code("the weights are in other files of the folder"),
     "absent-copies": Code("files are missing that hold copies of tensors in the other files"),
     "rank-parts": Code("ranks have parts of values that are no tensors"),

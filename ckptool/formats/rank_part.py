@@ -222,8 +222,14 @@ def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
         return None
     number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
     share = "1 tensor is a shard" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are shards"
+    whole = _whole_of_ranks(checkpoint, folder, shards.expected) if folder is not None else ""
+    alone = folder is not None and not whole
     message = f"{share} that {shards.owner} saved, spread over {shards.over}: {_TOGETHER}"
-    return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, shards.expected) if folder else "")
+    if alone:
+        absent = list(map(str, shards.absent))
+        others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
+        message += f"; those of {others} were not found beside it"
+    return Part("shards", "warning", message, whole, alone=alone)
 
 
 def _whole_of_ranks(checkpoint: Checkpoint, folder: Folder, ranks: int) -> str:

@@ -6,24 +6,20 @@ A check passes, warns, fails, or is not possible.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from ..base.errors import MalformedError
-from ..base.findings import CARRIED, CONFIGURATION, EMPTY_WEIGHTS, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
+from ..base.findings import CARRIED, CONFIGURATION, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
 from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
-from ..files.archives import is_address
 from ..formats import carried_pickles
 from ..formats.claims import member_checksums
-from ..formats.empty_weights import empty_weights
-from ..formats.rank_part import part_of, shards_of
 from ..pickles.nodes import Ref
 from ..safety.checksums import Checksums, checksums
 from ..safety.storages import storage_flaws
@@ -32,6 +28,7 @@ from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
 from ..safety.weights_only import LoadPrediction, weights_only
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
+from .facts import facts
 from .findings import rule_texts
 
 if TYPE_CHECKING:
@@ -75,12 +72,16 @@ class Safety(NamedTuple):
 
 
 def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
-    """Return a check that fails if there are errors, warns if there are warnings, and passes without notes."""
-    if not notes:
-        return Check(name, group, PASS, good)
-    errors = [note for note in notes if note.level == "error"]
-    more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
-    return Check(name, group, FAIL if errors else WARNING, (errors or notes)[0].message + more, tuple(notes))
+    """Return a check that fails if there are errors, warns if there are warnings, and passes otherwise.
+
+    A finding with the level "note" is the message of a check that passes.
+    """
+    bad = [note for note in notes if note.level != "note"]
+    if not bad:
+        return Check(name, group, PASS, notes[0].message if notes else good)
+    errors = [note for note in bad if note.level == "error"]
+    more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
+    return Check(name, group, FAIL if errors else WARNING, (errors or bad)[0].message + more, tuple(bad))
 
 
 def check_checkpoint(
@@ -105,14 +106,9 @@ def check_checkpoint(
         for key in sorted(checkpoint.survey.reader.disagreeing)
     ]
     unsupported = checkpoint.survey.unsupported
-    for message, count in Counter(unsupported.values()).items():
-        times = f" ({count:,} times)" if count > 1 else ""
-        notes["pickles"].append(Finding.of("not-followed", "error", f"{message}{times}, which ckptool does not follow"))
-    if empty := empty_weights(checkpoint):
-        notes["complete"].append(Finding.of(EMPTY_WEIGHTS, "error", empty))
     flaws = storage_flaws(checkpoint)
-    for flaw in (flaw for flaw in flaws if flaw.refused):
-        notes.setdefault(flaw.check, []).append(flaw)
+    for fact in facts(checkpoint, flaws):
+        notes.setdefault(fact.check, []).append(fact)
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
@@ -132,8 +128,7 @@ def check_checkpoint(
         judge("sizes", "integrity", notes["sizes"], sizes),
         judge("geometry", "integrity", notes.get("geometry", []), geometry),
         *_indices(checkpoint, torch, quick),
-        *_shards(checkpoint),
-        *_part(checkpoint),
+        *(judge(name, "container", notes[name], "") for name in ("shards", "part") if name in notes),
         *_places(checkpoint),
     ]
     verdict = weights_only(checkpoint, flaws, torch)
@@ -201,42 +196,6 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
         return [check]
     message = f"those of {pluralize(found.passed, 'sparse tensor')} were not looked at: too many, or missing"
     return [check._replace(status=NOT_POSSIBLE, message=message)]
-
-
-def _shards(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether tensors that are sharded over ranks are whole; return no check if none is sharded."""
-    survey, shards = checkpoint.survey, shards_of(checkpoint)
-    if shards is None:
-        return []
-    if not shards.partial:
-        message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
-        return [Check("shards", "container", PASS, message)]
-    total, one = len(survey.tensors), shards.partial == 1
-    noun = "tensor" if one else "tensors"
-    share = f"its {noun}" if shards.partial == total else f"{shards.partial:,} of {total:,} tensors"
-    message = f"{share} {'is a shard' if one else 'are shards'} that {shards.owner} saved, spread over {shards.over}"
-    part = part_of(checkpoint)
-    if is_address(checkpoint.path) or (part is not None and part.folder):
-        message += "; this check skips the files of the other ranks"
-        return [judge("shards", "container", [Finding.of("shards", "warning", message)], "")]
-    absent = [str(rank) for rank in shards.absent]
-    others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
-    message += f"; the other shards are in the files of {others}, which are not all in this folder"
-    return [judge("shards", "container", [Finding.of("shards", "error", message)], "")]
-
-
-def _part(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether a file is one part of a checkpoint; return no check if it is not.
-
-    ``_shards`` checks parts whose tensors record their ranks.
-    """
-    part = part_of(checkpoint)
-    if part is None or part.code == "shards":
-        return []
-    if part.level == "note":
-        return [Check("part", "container", PASS, part.message)]
-    level = "error" if part.alone else part.level
-    return [judge("part", "container", [Finding.of(part.code, level, part.message)], "")]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:

@@ -13,6 +13,7 @@ from ..base.findings import (
     DAMAGED,
     DEFLATED,
     EDITED,
+    EMPTY_WEIGHTS,
     FLAT_MESSAGE,
     FLAT_PARAMETERS,
     INNER,
@@ -53,8 +54,7 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource
-from ..formats.empty_weights import empty_weights, gather_step
-from ..formats.rank_part import WHOLE, Part, part_of, shards_of
+from ..formats.rank_part import WHOLE, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.torch_lists import list_of
 from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction
@@ -68,6 +68,7 @@ from .edit_steps import (
     together,
     where_installed,
 )
+from .facts import facts
 
 _LEVELS: Final = ("error", "warning", "note")
 #: A tensor in every model of a library, by which its names are recognised.
@@ -104,17 +105,14 @@ def findings(
         # An edit would be refused, or would keep the damage, so its command would not help.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
-    empty = empty_weights(checkpoint)
     every = [
-        *([Finding.of("empty-weights", "error", empty, next=gather_step(checkpoint))] if empty else []),
-        *_container(checkpoint, flaws),
-        *_unfollowed(checkpoint),
+        *_container(checkpoint),
+        *_without_repeats(checkpoint, facts(checkpoint, flaws)),
         *_weights_only(checkpoint, verdict),
         *_companions(checkpoint),
         *_adapter(checkpoint),
         *edits,
-        *_part(part),
-        *_sharded_tensors(checkpoint),
+        *_process_group(checkpoint),
         *_kinds(checkpoint),
         *_quantized(quantized),
         *_state_dicts(checkpoint),
@@ -131,7 +129,7 @@ def findings(
     if part is not None and part.cut and part.folder:
         # An edit of one part would make nothing useful, so the whole checkpoint comes first.
         every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
-    if empty:
+    if any(item.code == EMPTY_WEIGHTS for item in every):
         every = [item if item.level == "error" else item._replace(next="") for item in every]
     program = program_of(checkpoint)
     if program is not None:
@@ -254,26 +252,30 @@ def problem_steps(checkpoint: Checkpoint, codes: Collection[str]) -> dict[str, A
     return {code: known[code]() for code in dict.fromkeys(codes) if code in known}
 
 
-def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the problems of the container, and the storage flaws for which edits are refused."""
+def _container(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield the problems of the container."""
     container = checkpoint.container
     steps = problem_steps(checkpoint, [problem.code for problem in container.problems])
-    in_files = isinstance(checkpoint.source, FolderSource)
-    lost = in_files and any(problem.blocks_edits for problem in container.problems)
     for problem in container.problems:
         elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
         step = command("inspect", problem.where) if elsewhere else steps.get(problem.code, "")
         yield problem._replace(next=step)
-    refused: dict[str, list[str]] = {}
-    # Missing parts of a folder are reported by file.
-    for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
-        refused.setdefault(flaw.code, []).append(flaw.message)
-    for code, messages in refused.items():
-        rest = len(messages) - shown(1)
-        message = "; ".join(messages[: shown(1)]) + (f" (and {rest:,} more)" if rest > 0 else "")
-        yield Finding.of(code, "error", message, next=rescue_step(checkpoint))
     if container.byteorder == "big":
         yield Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
+
+
+def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the facts, those of one code as one finding. Missing parts of a folder are reported by file instead."""
+    in_files = isinstance(checkpoint.source, FolderSource)
+    lost = in_files and any(problem.blocks_edits for problem in checkpoint.container.problems)
+    alike: dict[str, list[Finding]] = {}
+    for fact in every:
+        if not (lost and fact.code == "missing-storage"):
+            alike.setdefault(fact.code, []).append(fact)
+    for facts_of_code in alike.values():
+        rest = len(facts_of_code) - shown(1)
+        message = "; ".join(fact.message for fact in facts_of_code[: shown(1)])
+        yield facts_of_code[0]._replace(message=message + (f" (and {rest:,} more)" if rest > 0 else ""))
 
 
 def _weights_step(checkpoint: Checkpoint) -> AnyStep:
@@ -297,12 +299,6 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
         tied="keep-first" if tied else "",
         allow_loss="entries" if others else "",
     )
-
-
-def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield an error for each unsupported feature of the pickle; other commands refuse the file."""
-    for message in dict.fromkeys(checkpoint.survey.unsupported.values()):
-        yield Finding.of("not-followed", "error", f"{message}, which ckptool does not follow")
 
 
 def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[Finding]:
@@ -380,30 +376,17 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
     return [f"its pickle uses {join_limited(opcodes)}", *others] if opcodes else others
 
 
-def _part(part: Part | None) -> Iterator[Finding]:
-    """Yield a finding if the file is one part of a checkpoint, with the command for the whole."""
-    if part is not None:
-        step: AnyStep = command("inspect", part.folder) if part.folder else part.whole if part.cut else ""
-        yield Finding.of(part.code, part.level, part.message, next=step)
-
-
-def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield findings on tensors that were sharded over ranks: whether they are whole here, and what loads them."""
+def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a warning on sharded tensors that torch loads only in a group of ranks."""
     shards = shards_of(checkpoint)
-    if shards is None:
-        return
-    from ..edits.sharded import local_parts_step  # only for sharded tensors
-
-    step = local_parts_step(checkpoint)
-    if not shards.partial:
-        message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
-        yield Finding.of("shards", "note", message, next=step)
-    if "ShardedTensor" in shards.kinds:
+    if shards is not None and "ShardedTensor" in shards.kinds:
         ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
-        step = "torch.distributed.init_process_group(...), or " + step
+        from ..edits.sharded import local_parts_step  # only for sharded tensors
+
+        step = "torch.distributed.init_process_group(...), or " + local_parts_step(checkpoint)
         yield Finding.of("process-group", "warning", message, next=step)
 
 
