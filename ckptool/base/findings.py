@@ -288,7 +288,7 @@ CODES: Final[dict[str, Code]] = {
     "shards": Code("a file holds one rank's part of larger tensors", check="shards"),
     "part": Code("a file is one part of a checkpoint by its name", check="part"),
     "rank-part": Code("a file holds what one rank saved", check="part"),
-    "weights-elsewhere": Code("the weights are in other files of the folder"),
+    "weights-elsewhere": Code("the weights are in other files of the folder", check="part"),
     "absent-copies": Code("files are missing that hold copies of tensors in the other files"),
     "rank-parts": Code("ranks have parts of values that are no tensors"),
     "rank-values": Code("ranks have values of their own; the values of the first rank are used"),
