@@ -25,6 +25,7 @@ from ckptool.base.findings import CODES, Effect
 from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
+from ckptool.formats.losses import KINDS
 from ckptool.formats.recipes.recipe import built_in, built_in_names
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
@@ -190,6 +191,11 @@ def placeholders() -> str:
     """Return the table of placeholders."""
     rows = [(word, text) for word, text in PLACEHOLDERS.items()]
     return tabulate(rows, headers=("placeholder", "what it stands for"), tablefmt="github")
+
+
+def losses() -> str:
+    """Return the table of the kinds of loss that ``--allow-loss`` accepts."""
+    return tabulate(KINDS.items(), headers=("KIND", "what is lost"), tablefmt="github")
 
 
 def options() -> str:

@@ -45,10 +45,7 @@ EPILOG = """\b
 Examples:
   ckptool diff old.pth new.pth
   ckptool diff ddp.pth plain.pth --ignore prefix,device
-  ckptool diff bare.pth training.pth --key . --other-key state_dict
   ckptool diff old.pth new.pth --rtol 1e-5 --atol 1e-8
-  ckptool diff old.pth new.pth --stat
-  ckptool diff old.pth new.pth --include 'head.*' --exclude '*.bias'
 
 \b
 Words for --ignore:
@@ -69,16 +66,14 @@ Words for --ignore:
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="B", type=InputPath())
-@click.option(
-    "--rtol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed relative difference to the values of B."
-)
+@click.option("--rtol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed relative difference.")
 @click.option("--atol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed absolute difference.")
 @ignore_option
 @choosing_keys
 @other_key_option
 @no_values_option
 @sort_option(SORTS, "max")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Lines of each list; JSON has all.  [default: 20]")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Lines of each list; JSON has all.")
 @click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
 @quiet_options
@@ -101,12 +96,10 @@ def diff(
 ) -> int:
     """Show what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
 
-    Values are compared bit for bit, across containers, byte orders and strides. Of those that differ it is measured
-    how far they are apart, by tensor, layer and in total, if torch is installed; --sort is the order of these, worst
-    first. With --rtol or --atol they may differ by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN;
-    this needs torch if bits differ. With --key one state dict is compared, with that of --other-key (default: the same
-    path). --include and --exclude choose keys and entries, with all that is in them; the _metadata of modules without
-    a chosen key does not count. Exit 0: the same; 1: they differ; 3: one cannot be read.
+    Values are compared bit for bit, across containers, byte orders and strides; if torch is installed, also how far
+    they are apart, and --sort orders these. With --rtol or --atol they may differ by atol + rtol * |b|, like
+    torch.allclose, except that NaN equals NaN. With --key one state dict is compared, with that of --other-key
+    (default: the same path). Exit 0: the same; 1: they differ; 3: one cannot be read.
     """
     from ..reports.comparing.diff import diff_report
 

@@ -22,9 +22,7 @@ from .render import say_model
 EPILOG = """\b
 Examples:
   ckptool convert training.ckpt -o model.safetensors
-  ckptool convert gan.pth -o generator.safetensors --key netG
   ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
-  ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
   ckptool convert local-folder -o model.pth --unflatten init.pth
 

@@ -146,7 +146,7 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
 
 
 def ignore_option(command: Command) -> Command:
-    text = "What to ignore: words that diff --help explains, separated by commas"
+    text = "Words that diff --help explains, with commas"
     return repeatable("--ignore", metavar="WORDS", help=text, callback=_words, shell_complete=complete_words)(command)
 
 
@@ -155,7 +155,7 @@ def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 def no_values_option(command: Command) -> Command:
-    text = "Use names, shapes and dtypes only; do not read tensor values."
+    text = "Do not read tensor values."
     return click.option("--no-values", is_flag=True, help=text)(command)
 
 

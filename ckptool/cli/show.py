@@ -76,7 +76,7 @@ Examples:
     callback=location,
     help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
 )
-@click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
+@click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")
 @engine_options
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show full details of every file, even for folders and globs.")
