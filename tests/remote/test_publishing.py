@@ -43,9 +43,9 @@ EDITS = [
     ["strip-module"],
     ["add-module"],
     ["remap", "--to", "cpu"],
-    ["rename", "--rename-regex", "s/^module.layers/module.blocks/"],
+    ["rename", "--rename", "module.layers.*=module.blocks.*"],
     ["drop", "optimizer"],
-    ["set", "epoch=7"],
+    ["edit", "--set", "epoch=7"],
 ]
 SOURCE, TARGET = "s3://bucket/model.pth", "s3://bucket/out/new.pth"
 #: One of half the size, which is still written in parts.

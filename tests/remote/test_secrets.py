@@ -131,7 +131,7 @@ STYLES = [
     if any(isinstance(other, click.Argument) for other in cli.get_command(click.Context(cli), name).params)  # type: ignore[union-attr]
 ]
 #: What commands need besides their first input.
-REST = {"get": ["fc.bias"], "extract": ["."], "redact": ["--redact", "all"], "set": ["epoch=1"], "wrap": ["model"]}
+REST = {"get": ["fc.bias"], "extract": ["."], "redact": ["--redact", "all"]}
 TWICE = ("diff", "match")
 
 

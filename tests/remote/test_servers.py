@@ -233,7 +233,7 @@ def content(address: str) -> bytes:
     return found.read(0, found.size)
 
 
-@pytest.mark.parametrize("call", [["strip-module"], ["set", "epoch=3"], ["convert"]], ids=" ".join)
+@pytest.mark.parametrize("call", [["strip-module"], ["edit", "--set", "epoch=3"], ["convert"]], ids=" ".join)
 def test_an_output_on_the_server_is_the_local_output(
     call: list[str], large: str, place: Place, local: Path, tmp_path: Path
 ) -> None:
