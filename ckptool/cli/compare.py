@@ -188,7 +188,7 @@ def _measured(report: DiffReport, sort: str, top: int) -> list[str]:
         order += ", weights before training state"
     lines = _values(f"values{order}", values, near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
-    lines += _distances(report, top)
+    lines += _distances(report)
     rows = [
         clean(f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only")
         for item in report["sharing"]
@@ -337,20 +337,14 @@ def _cosine(value: float | None) -> str:
     return f"1 - {1 - value:.2g}" if 1e-12 < 1 - value < 5e-5 else f"{value:.6g}"
 
 
-def _distances(report: DiffReport, top: int) -> list[str]:
-    """Return the distances between the values by layer and in total, or the reason why they were not measured."""
+def _distances(report: DiffReport) -> list[str]:
+    """Return the distance between all values, or the reason why they were not measured."""
     if report["not_measured"]:
         return ["", clean(report["not_measured"])]
     total = report["total"]
     if total is None:
         return []
-    layers = report["layers"]
-    lines = []
-    if len(layers) > 1:
-        rows = [[cut(label(item["layer"] or "")), f"{item['tensors']:,}", *_figures(item)] for item in layers[:top]]
-        drawn = table(["layer", "tensors", *_FIGURES], rows, right=range(1, 6), spare=(3, 5), indent=2).split("\n")
-        lines = ["", "by layer:", *(f"  {line}" for line in drawn), *_more(len(layers) - top)]
     figures = [f"{name} {text}" for name, text in zip(_FIGURES, _figures(total)) if text]
     of = f"{pluralize(total['tensors'], 'tensor')} that {'differs' if total['tensors'] == 1 else 'differ'}"
     of += f", without {pluralize(report['counters'], 'counter')}" if report["counters"] else ""
-    return [*lines, "", f"in total, of {of}: {', '.join(figures) or 'no finite numbers'}"]
+    return ["", f"in total, of {of}: {', '.join(figures) or 'no finite numbers'}"]

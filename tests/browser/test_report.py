@@ -221,22 +221,6 @@ def test_the_area_is_bytes_or_parameters(pages: Any, opened: Any) -> None:
     assert shown.texts("#map .readout")[0].startswith(f"{elements:,} elements in ")
 
 
-def test_a_module_shows_its_median(pages: Any, opened: Any) -> None:
-    shown = opened(pages["pair"])
-    page = shown.ready()
-    folder = pages["pair"].parent
-    found = {item["path"]: item["rel_l2"] for item in ckptool.diff(folder / "a.pt", folder / "b.pt")["values"]}
-    page.locator("#map .frame button", has_text="model").first.click()
-    page.locator("#map .frame button", has_text="layers").first.click()
-    page.wait_for_selector("#map tbody button:text-is('3')")
-    cells = """(rows) => rows.map((row) =>
-        [...row.cells].map((cell) => cell.querySelector("data")?.value ?? cell.textContent))"""
-    rows = {row[0]: row for row in page.eval_on_selector_all("#map tbody tr", cells)}
-    # Of layer 1: attention (a NaN more), mlp, and the norm, which is the same.
-    three = sorted([found['model["layers.1.attention.weight"]'] or 0, found['model["layers.1.mlp.weight"]'], 0.0])
-    assert float(rows["1"][4]) == three[1]
-
-
 def test_the_keyboard_is_enough(pages: Any, opened: Any) -> None:
     page = opened(pages["training"]).ready()
     picture = page.locator("#map svg")

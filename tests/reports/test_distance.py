@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.cli.main import run
-from ckptool.reports.comparing.values import SORTS, layer_of
+from ckptool.reports.comparing.values import SORTS
 from ckptool.values.torch.blocks import STEP
 
 FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
@@ -255,7 +255,7 @@ def test_what_has_no_value_has_no_figures(tmp_path: Path) -> None:
     report = compared(tmp_path, {"x": a}, {"x": b})
     [row] = report["values"]
     assert row["reason"] == "bits without a value" and [row[name] for name in FIGURES] == [None] * 4
-    assert (row["differing"], report["total"], report["layers"]) == (1, None, [])
+    assert (row["differing"], report["total"]) == (1, None)
 
 
 def test_lazy_bits(tmp_path: Path) -> None:
@@ -285,24 +285,17 @@ def test_figures_do_not_depend_on_pieces(size: int, tmp_path: Path) -> None:
     assert (row["first"], row["differing"]) == ([size - 1], 1)
 
 
-def test_layers_and_the_total_are_those_of_the_tensors_together(tmp_path: Path) -> None:
+def test_the_total_is_that_of_the_tensors_together(tmp_path: Path) -> None:
     names = ["layers.0.w", "layers.0.b", "layers.1.w", "head.weight"]
     a, b = ({name: torch.randn(10, 10) for name in names} for _ in range(2))
     a["same"] = b["same"] = torch.randn(50)
     a["tied"], b["tied"] = a["head.weight"], b["head.weight"]
     report = compared(tmp_path, {"model": a}, {"model": b})
-    assert [(item["layer"], item["tensors"], item["numbers"]) for item in compared(
-        tmp_path, {"model": a}, {"model": b}, sort="file")["layers"]] == [
-        ('model["layers.0"]', 2, 200), ('model["layers.1"]', 1, 100), ("model.head", 1, 100), ("model", 1, 100),
-    ]  # fmt: skip
     together = [torch.cat([x[name].flatten() for name in names]) for x in (a, b)]
     assert close(report["total"], expected(*together)) and report["total"]["tensors"] == 4
-    layer = next(item for item in report["layers"] if item["layer"] == 'model["layers.0"]')
-    parts = [torch.cat([x[name].flatten() for name in names[:2]]) for x in (a, b)]
-    assert close(layer, expected(*parts))
 
 
-def test_counters_count_neither_for_layers_nor_for_the_total(tmp_path: Path) -> None:
+def test_counters_do_not_count_for_the_total(tmp_path: Path) -> None:
     """A batch norm that saw 1,000 more batches must not hide how little the weights changed, or how much."""
     a, b = (
         {
@@ -313,32 +306,13 @@ def test_counters_count_neither_for_layers_nor_for_the_total(tmp_path: Path) -> 
     )
     report = compared(tmp_path, a, b)
     assert (report["tensors"]["values_differ"], report["total"]["tensors"], report["counters"]) == (4, 2, 2)
-    assert report["total"]["max_abs"] == max(item["max_abs"] for item in report["layers"]) == 0.5
+    assert report["total"]["max_abs"] == 0.5
     said = say("diff", *map(str, (tmp_path / "a.pth", tmp_path / "b.pth")))[1]
     assert "4 of 4 tensors differ" in said and "in total, of 2 tensors that differ, without 2 counters: max" in said
 
     b["model"]["bn.weight"], b["optimizer"] = a["model"]["bn.weight"], a["optimizer"]
     alone = compared(tmp_path, a, b)
     assert (alone["total"]["tensors"], alone["total"]["max_abs"], alone["counters"]) == (1, 1000, 0)
-
-
-@pytest.mark.parametrize(
-    ("path", "layer"),
-    [
-        ('state_dict["model.layers.3.mlp.experts.7.weight"]', 'state_dict["model.layers.3"]'),
-        ('["layer1.0.conv1.weight"]', '["layer1.0"]'),
-        ('["features.0.weight"]', '["features.0"]'),
-        ('["0.weight"]', "0"),
-        ('["conv1.weight"]', "conv1"),
-        ('net["conv1.weight"]', "net.conv1"),
-        ("weight", ""),
-        ("optimizer.state[0].exp_avg", "optimizer.state[0]"),
-        ("models[1]", "models"),
-        ("", ""),
-    ],
-)
-def test_the_layer_of_a_path(path: str, layer: str) -> None:
-    assert layer_of(path).strip('[]"') == layer.strip('[]"')
 
 
 def test_every_order(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ..html import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import attribute_names, has_values
-from .values import Distances, RankedDifference, ValueComparison, ValueDifference, distances_by_layer, ranked
+from .values import Distances, RankedDifference, ValueComparison, ValueDifference, ranked, total_distance
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -105,8 +105,8 @@ class EntryDifference(TypedDict):
 class DiffReport(TypedDict):
     """The report of ``diff``, schema ``ckptool.diff/1``.
 
-    Lists are in the order of file a, except lists of values: worst first, or as sorted. ``layers`` and ``total`` cover
-    all tensors whose values differ, within the tolerance or not, except counters (``num_batches_tracked``, ``step``):
+    Lists are in the order of file a, except lists of values: worst first, or as sorted. ``total`` covers all
+    tensors whose values differ, within the tolerance or not, except counters (``num_batches_tracked``, ``step``):
     ``counters`` is the number of those left out, 0 if nothing else differs. ``not_measured`` says why nothing was
     measured; "" if nothing had to be.
     """
@@ -130,7 +130,6 @@ class DiffReport(TypedDict):
     changed: list[PropertyDifference]
     values: list[ValueDifference]
     within_tolerance: list[ValueDifference]
-    layers: list[Distances]
     total: Distances | None
     counters: int
     not_measured: str
@@ -231,7 +230,6 @@ def diff_report(
         "changed": changed,
         "values": [],
         "within_tolerance": [],
-        "layers": [],
         "total": None,
         "counters": 0,
         "not_measured": "",
@@ -278,7 +276,7 @@ def _with_values(
         if far:
             differing.add(place)
             values_differ += 1
-    layers, total, counters = distances_by_layer([*values, *close])
+    total, counters = total_distance([*values, *close])
     within = len({item.report["path"] for item in close})
     sums = {"differ": len(differing), "values_differ": values_differ, "within_tolerance": within}
     return {
@@ -286,7 +284,6 @@ def _with_values(
         "tensors": cast("TensorCounts", {**report["tensors"], **sums}),
         "values": ranked(values, sort),
         "within_tolerance": ranked(close, sort),
-        "layers": layers,
         "total": total,
         "counters": counters,
         "not_measured": comparison.reason,
@@ -520,7 +517,7 @@ def diff(
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
 
     Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. If they
-    differ, ``values``, ``layers`` and ``total`` say by how much. This also needs torch; without it, ``not_measured``
+    differ, ``values`` and ``total`` say by how much. This also needs torch; without it, ``not_measured``
     says so. ``ignore`` has words from ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
     stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
     ``include`` and ``exclude`` are patterns for keys and entries, with all their content. ``sort`` is the order of

@@ -1,20 +1,16 @@
-"""Compare the values of pairs of tensors bit for bit, and measure how far they are apart, by tensor and by layer."""
+"""Compare the values of pairs of tensors bit for bit, and measure how far they are apart, by tensor and in total."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import MalformedError, TargetError, UnreadableError
-from ...base.lazy import regex
 from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.paths import joined, parse_steps, spell_key
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
 from ...files.threads import run_in_threads
@@ -52,9 +48,6 @@ class Figures(TypedDict):
     cosine: float | None
 
 
-_FIGURES: Final = frozenset(Figures.__annotations__)
-
-
 class ValueDifference(Figures):
     """Two tensors whose values differ; ``part`` is the place of an inner tensor in the one at ``path``, or "".
 
@@ -74,9 +67,8 @@ class ValueDifference(Figures):
 
 
 class Distances(Figures):
-    """Figures over the differing tensors of one ``layer``, or of all (None); ``numbers`` counts the finite pairs."""
+    """Figures over all differing tensors; ``numbers`` counts the finite pairs."""
 
-    layer: str | None
     tensors: int
     numbers: int
 
@@ -87,7 +79,7 @@ class RankedDifference(NamedTuple):
     report: ValueDifference
     within: bool
     distance: Distance | None
-    #: The index of the pair, or None if its figures mean nothing for the layer: indices in a sparse tensor.
+    #: The index of the pair, or None if its figures mean nothing for the total: indices in a sparse tensor.
     job: int | None
 
 
@@ -137,65 +129,23 @@ def role(path: str) -> int:
     return 2 if path.endswith(_COUNTERS) else int("optim" in path.partition(".")[0].partition("[")[0])
 
 
-def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Distances], Distances | None, int]:
-    """Return the figures of each layer, in file order, and in total, where a tied tensor counts once.
+def total_distance(differences: Sequence[RankedDifference]) -> tuple[Distances | None, int]:
+    """Return the figures of all differing tensors together, or None if there are none. A tied tensor counts once.
 
     Counters are left out, unless nothing else differs: their numbers are so large that they would hide all others.
     The last result is the number of tensors left out.
     """
     rest = [item for item in differences if role(item.report["path"]) < 2]
     counters = {item.report["path"] for item in differences if role(item.report["path"]) == 2} if rest else set()
-    layers: dict[str, list[RankedDifference]] = {}
-    once: dict[int, RankedDifference] = {}
+    once: dict[int, tuple[str, Distance]] = {}
     for item in rest or differences:
         if item.distance is not None and item.job is not None:
-            layers.setdefault(layer_of(item.report["path"]), []).append(item)
-            once.setdefault(item.job, item)
-    by_layer = [_sum(name, items) for name, items in layers.items()]
-    return by_layer, _sum(None, list(once.values())) if once else None, len(counters)
-
-
-def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:
-    """Return the figures of differences that have a distance."""
-    distances = [item.distance for item in items if item.distance is not None]
-    if len(distances) == 1:
-        report = items[0].report
-        figures = cast("Figures", {name: value for name, value in report.items() if name in _FIGURES})
-        return {"layer": layer, "tensors": 1, "numbers": distances[0].finite, **figures}
-    found = total(distances)
-    tensors = len({item.report["path"] for item in items})
-    return {"layer": layer, "tensors": tensors, "numbers": found.finite, **_figures(found)}
-
-
-#: A path that ends with a key in quotes, without escapes: nearly every path of a tensor.
-_QUOTED: Final = regex(r'(.*)\["([^"\\]*)"\]', re.DOTALL)
-
-
-@lru_cache(maxsize=64)
-def _respelled(path: str) -> str:
-    return reduce(joined, (step.step for step in parse_steps(path)), "")
-
-
-def layer_of(path: str) -> str:
-    """Return the path of the layer that a tensor belongs to.
-
-    The layer is the key up to its first number, such as ``model.layers.3`` or ``layer1.0``. Without a number it is the
-    module, that is all but the last part: ``conv1`` for ``conv1.weight``.
-    """
-    quoted = _QUOTED.fullmatch(path)
-    try:
-        if quoted is None:
-            *outer, last = parse_steps(path)
-            base = reduce(joined, (step.step for step in outer), "")
-        else:
-            base = _respelled(quoted[1])
-    except (TargetError, ValueError):
-        return path  # this is the root, or a path that was cut
-    key = last.value if quoted is None else quoted[2]
-    parts = key.split(".") if isinstance(key, str) else []
-    numbers = [place for place, part in enumerate(parts) if place and part.isdecimal()]
-    module = ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
-    return spell_key(base, module) if module else base
+            once.setdefault(item.job, (item.report["path"], item.distance))
+    if not once:
+        return None, len(counters)
+    found = total(distance for _, distance in once.values())
+    tensors = len({path for path, _ in once.values()})
+    return {"tensors": tensors, "numbers": found.finite, **_figures(found)}, len(counters)
 
 
 def _figures(found: Distance | None) -> Figures:

@@ -142,11 +142,6 @@
     return diff[by][row];
   }
 
-  function median(values) {
-    const known = values.filter((value) => typeof value === "number").sort((a, b) => a - b);
-    return known.length ? (known[(known.length - 1) >> 1] + known[known.length >> 1]) / 2 : null;
-  }
-
   // -- the tree of modules
 
   const nodes = []; // by number, parents first
@@ -238,9 +233,9 @@
         const known = { "only in A": "c3", "only in B": "c2", renamed: "c6", "not compared": "c8" }[only];
         if (known) return [known, only];
       }
-      const value = median(rows.map((row) => (diff.nonfinite[row] ? Infinity : figure("rel_l2", row))));
-      if (value === null) return ["c4", "changed"];
-      const step = STEPS.findIndex(([limit]) => value <= limit);
+      const known = rows.map((row) => (diff.nonfinite[row] ? Infinity : figure("rel_l2", row))).filter((value) => value !== null);
+      if (!known.length) return ["c4", "changed"];
+      const most = known.reduce((a, b) => Math.max(a, b)), step = STEPS.findIndex(([limit]) => most <= limit);
       return ["r" + step, STEPS[step][1]];
     }
     const sums = new Map();
@@ -303,7 +298,7 @@
     const legend = element("ul", { class: "legend" });
     const beside = element("div", {});
     const ways = [...Object.entries(COLOURS).map(([value, [text]]) => [value, text]),
-      ...(stats ? [["numbers", "NaN, Inf and suspicious"]] : []), ...(diff ? [["change", "change (median of a module)"]] : [])];
+      ...(stats ? [["numbers", "NaN, Inf and suspicious"]] : []), ...(diff ? [["change", "change (the largest in a module)"]] : [])];
     const select = element("select", { onchange: () => ((by = select.value), draw()) },
       ...ways.map(([value, text]) => element("option", { value, selected: value === by }, text)));
     const area = element("select", { onchange: () => ((unit = area.value), draw()) },
@@ -377,15 +372,11 @@
 
     function modules() {
       const shown = top.children.slice(0, LISTED);
-      const rows = shown.map((node) => {
-        const rows = rowsIn(node);
-        const figures = diff ? ["rel_l2", "cosine", "max_abs"].map((name) => exact(median(rows.map((row) => figure(name, row))), name)) : [];
-        return [element("button", { type: "button", class: "link", title: visible(node.name), onclick: () => go(node) }, middle(label(node.name), 40)),
-          size(node.bytes), percent(node.bytes, top.bytes), count(node.end - node.begin), ...figures];
-      });
+      const rows = shown.map((node) => [
+        element("button", { type: "button", class: "link", title: visible(node.name), onclick: () => go(node) }, middle(label(node.name), 40)),
+        size(node.bytes), percent(node.bytes, top.bytes), count(node.end - node.begin)]);
       const more = top.children.length - shown.length;
-      const headings = ["module", "bytes", "share", "tensors", ...(diff ? ["median rel. L2", "median cosine", "median max |Δ|"] : [])];
-      return element("div", {}, table("Bytes by module", headings, rows), more ? element("p", { class: "more" }, `and ${count(more)} more`) : "");
+      return element("div", {}, table("Bytes by module", ["module", "bytes", "share", "tensors"], rows), more ? element("p", { class: "more" }, `and ${count(more)} more`) : "");
     }
 
     function mark(at) {
