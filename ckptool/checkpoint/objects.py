@@ -410,3 +410,17 @@ def local_shards(graph: Graph, state: Ref) -> list[dict[str, Ref]]:
     parts = graph.nodes[state]
     shards = list_items(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
     return [named_attributes(graph, shard) for shard in shards if class_name(graph, shard) in _SHARDS]
+
+
+def persistent_keys(graph: Graph) -> set[str]:
+    """Return the keys of the storages that a pickle names."""
+    nodes = graph.nodes
+    ids = [nodes[node.pid] for _, node in graph.of_type(Persistent)]
+    keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
+    return {key for key in keys if type(key) is str}
+
+
+def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
+    """Return the globals of a pickle as (name, whether it is called)."""
+    named = {(f"{node.module} {node.name}", False) for _, node in graph.of_type(Global)}
+    return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))

@@ -10,6 +10,7 @@ from ..base.records import NamedTuple, TypedDict
 from ..base.steps import command
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint, rescue_step
+from ..checkpoint.checksums import checksum
 from ..checkpoint.container import Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with
 from ..checkpoint.tensors import TensorReader
@@ -24,7 +25,6 @@ from ..formats.safetensors import reader as safetensors_reader
 from ..formats.torch import legacy_reader
 from ..formats.torch.tar_reader import sniff
 from ..pickles.nodes import Ref
-from ..safety.checksums import checksum
 from ..safety.weights_only import graph_blockers
 from .optimizers import entries_to_drop, optimizers, parameter_states
 from .storages import misdescribed

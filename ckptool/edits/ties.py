@@ -12,13 +12,13 @@ from ..base.nearest import did_you_mean
 from ..base.steps import command, salvage_step
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.checksums import checksum
 from ..checkpoint.objects import mapping
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Ref
-from ..safety.checksums import checksum
 from ..values.elements import as_in_file, elements, reblocked, storage_reader, tensor_size
 from .recompute import Recomputation
 from .storages import has_bits, refuse_bits

@@ -8,7 +8,7 @@ unpickler. STOP counts as an opcode without effect, because another pickle may f
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from struct import Struct
 from typing import Final
 
@@ -46,11 +46,6 @@ _CALLS: Final = regex(rb"[Ro\x81\x92baesu\x90]")
 _MAX_NAME: Final = 1 << 16
 #: Steps after which the search gives up, about a second of work.
 _MAX_STEPS: Final = 500_000
-
-#: A possible start of a pickle: PROTO of protocol 2 and later, or the GLOBAL or INST of an earlier protocol.
-_BEGINNING: Final = regex(rb"\x80[\2-\5]|\(?[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
-#: Bytes to examine from each possible start, and the most starts to examine.
-_LOOK, _MAX_PLACES = 2048, 1000
 
 NOTHING, NAMES, CALLS = "nothing", "names a global", "calls a global"
 ENDS, TOO_LONG = "the bytes end first", "too long to tell"
@@ -116,20 +111,6 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
     else:
         return TOO_LONG
     return named or NOTHING
-
-
-def beginnings(data: bytes, at: int = 0) -> Iterator[int]:
-    """Yield the offsets, from ``at`` on, at which a pickle that names a global may begin; -1 in place of too many."""
-    places = 0
-    for match in _BEGINNING.finditer(data, at):
-        begin = match.start()
-        if outcome(data[begin : begin + _LOOK]) == NOTHING:
-            continue
-        places += 1
-        if places > _MAX_PLACES:
-            yield -1
-            return
-        yield begin
 
 
 def _is_module(name: bytes, modules: Container[str] | None) -> bool:

@@ -16,12 +16,12 @@ from ..base.findings import CARRIED, CONFIGURATION, OTHER_FILES, RANK_SETS, UNCH
 from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import Checksums, checksums
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..pickles.nodes import Ref
-from ..safety.checksums import Checksums, checksums
 from ..safety.storages import storage_flaws
 from ..safety.torch_lists import VERSIONS, list_of
 from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name

@@ -6,7 +6,6 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
 from ..base.limits import LIMITS
-from ..base.records import NamedTuple
 from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
@@ -25,7 +24,7 @@ _MODULES, _BUILTINS, _FUNCTIONS = _NAMES["modules"], _NAMES["builtins"], _NAMES[
 #: torch and NumPy are known: one that none of the following lists names is not harmless.
 _HARMLESS, _TYPES, _REBUILDING = _NAMES["harmless"], _NAMES["types"], _NAMES["rebuilding"]
 _TORCH, _NUMPY, _WAYS_OUT = _NAMES["torch"], _NAMES["numpy"], _NAMES["ways_out"]
-_CONTAINERS, _MAKING, _SHARED, _WITH_MORE = (_NAMES[name] for name in ("containers", "making", "shared", "with_more"))
+_CONTAINERS, _SHARED, _WITH_MORE = _NAMES["containers"], _NAMES["shared"], _NAMES["with_more"]
 _KEEPING: Final = _CONTAINERS | _NAMES["keeping"]
 _CALLED_ATTRIBUTES, _TELLING, _METHODS_OF = _NAMES["called_attributes"], _NAMES["telling"], _NAMES["methods_of"]
 _ANYWHERE: Final = _NAMES["anywhere"] | {
@@ -98,9 +97,8 @@ def effect_of(module: str, name: str) -> str:
     """Return the effect of a global, one of the three above, or ""."""
     full = mapped_name(Global(module, name))
     leads_out = not _WAYS_OUT.isdisjoint(name.split("."))  # function.__globals__ and the like
-    if acts(full) or leads_out or ("." in name and _acts_within(name)):
-        return ACTS
-    if name in _ANYWHERE and full.partition(".")[0] in _KNOWN:
+    anywhere = name in _ANYWHERE and full.partition(".")[0] in _KNOWN
+    if acts(full) or leads_out or anywhere or ("." in name and _acts_within(name)):
         return ACTS
     return RUNS if _runs(full) else LOOKS_UP if full == _TYPE_LOOKUP else ""
 
@@ -109,32 +107,23 @@ _LISTED: Final = allowed(NEWEST)
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy"}
 
 
-class SuspiciousCall(NamedTuple):
-    """A call as a reader would write it, and whether it is known to act on the machine.
-
-    Other suspicious calls use a function that no object needs, and whose effect is unknown.
-    """
-
-    text: str
-    acts: bool
-
-
 def suspicious_calls(graph: Graph) -> list[str]:
     """Return the suspicious calls as a reader would write them, ``posix.system('echo')``, in pickle order.
 
     These include calls with an acting function in an argument, container or state, such as ``map(posix.system, ...)``,
-    and changes to a module, class or function, such as ``setattr(torch.serialization, 'load', ...)``.
+    and changes to a module, class or function, such as ``setattr(torch.serialization, 'load', ...)``. Their function is
+    known to act on the machine, or no object needs it and its effect is unknown.
     """
-    return [call.text for call in _found(graph)]
+    return list(_found(graph)[0])
 
 
 def has_acting_call(graph: Graph) -> bool:
     """Return whether any of the suspicious calls is known to act."""
-    return any(call.acts for call in _found(graph))
+    return _found(graph)[1]
 
 
-def _found(graph: Graph) -> list[SuspiciousCall]:
-    found: list[SuspiciousCall] | None = graph.cache.get((_SUSPICIOUS, graph.root))
+def _found(graph: Graph) -> tuple[list[str], bool]:
+    found: tuple[list[str], bool] | None = graph.cache.get((_SUSPICIOUS, graph.root))
     if found is None:
         found = graph.cache[_SUSPICIOUS, graph.root] = _suspicious_calls(graph)
     return found
@@ -143,7 +132,7 @@ def _found(graph: Graph) -> list[SuspiciousCall]:
 _SUSPICIOUS: Final = "suspicious calls"
 
 
-def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
+def _suspicious_calls(graph: Graph) -> tuple[list[str], bool]:
     nodes = graph.nodes
     doing, running, lookups, with_more, keeping, shared = (set[Ref]() for _ in range(6))
     by_effect = {ACTS: (doing,), RUNS: (running,), LOOKS_UP: (lookups,)}
@@ -159,87 +148,52 @@ def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
         for refs in sets:
             refs.add(ref)
     calls = list(graph.of_type(Call))
-    names = {ref: _name_of(nodes[ref]) for ref in doing} | _extensions(graph, calls) | _attributes(graph, calls)
+    called = {node.func for _, node in calls}
+    names = {ref: _name_of(nodes[ref]) for ref in doing} | _attributes(graph, calls)
+    names |= {ref: f"copyreg extension {node.code}" for ref, node in graph.of_type(Extension) if ref in called}
     shared |= lookups
     # Calls of the result of another call: (the call, the other call, the function of the other call).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     changed = {ref for ref, node in graph.of_type(Global) if _is_changed(graph, node)}
     changed |= {ref for ref, node in calls if node.func in shared and _is_changed(graph, node)}
     if not (names or running or results or changed or with_more):
-        return []
-    called = {node.func for _, node in calls}
+        return [], False
     harmless = {ref for ref, node in calls if node.func in names and _is_harmless(graph, ref, node, names, called)}
     acting = {ref for ref, node in calls if node.func in names and ref not in harmless}
     suspects = {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
-    suspects |= {ref for ref, node in calls if node.func in with_more and _count(graph, node) > 1}
+    suspects |= {ref for ref, node in calls if node.func in with_more and len(_arguments(graph, node)) != 1}
     # A function that receives another function may call it.
     suspects |= {
         ref
         for ref, node in calls
-        if running and node.op != NEWOBJ and node.func not in keeping and not running.isdisjoint(_first(graph, node))
+        if running
+        and node.op != NEWOBJ
+        and node.func not in keeping
+        and not running.isdisjoint(_arguments(graph, node)[:2])
     }
     # The result of another call is unknown, unless it is a class that was looked up by name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
     acting |= changed | _recipients(graph, names, acting | suspects, harmless)
     suspects |= acting
-    found = [SuspiciousCall(_call_text(graph, nodes[ref], names), ref in acting) for ref in _listed(suspects)]
+    found = [_call_text(graph, nodes[ref], names) for ref in sorted(suspects)[: LIMITS.listed]]
     others = len(suspects) - len(found)
-    return [*found, SuspiciousCall(f"{others:,} more calls", bool(acting))] if others else found
+    return found + [f"{others:,} more calls"] * bool(others), bool(acting)
 
 
-def _listed(suspects: Collection[Ref]) -> list[Ref]:
-    return sorted(suspects)[: LIMITS.listed]
-
-
-def _count(graph: Graph, node: Call) -> int:
-    """Return the number of arguments, or 2 if it is unknown."""
+def _arguments(graph: Graph, node: Call) -> Sequence[Ref]:
+    """Return the arguments of a call; () if they are unknown."""
     args = graph.nodes[node.args]
-    return len(args) if type(args) is tuple else 2
-
-
-def _first(graph: Graph, node: Call) -> Sequence[Ref]:
-    """Return the first two arguments of a call."""
-    args = graph.nodes[node.args]
-    return args[:2] if type(args) is tuple else ()
-
-
-def _extensions(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
-    """Return the copyreg extension codes that are called, with their names.
-
-    A pickle may register a function (``copyreg.add_extension``) and then call it by its code.
-    """
-    codes = {ref: node.code for ref, node in graph.of_type(Extension)}
-    if not codes:
-        return {}
-    known: dict[int, str] = {}
-    for _, call in calls:
-        func, args = graph.nodes[call.func], graph.nodes[call.args]
-        if isinstance(func, Global) and mapped_name(func) == "copyreg.add_extension" and type(args) is tuple:
-            values = [graph.nodes[ref] for ref in args]
-            if len(values) == 3 and type(values[2]) is int:
-                known[values[2]] = f"{_plain(values[0])}.{_plain(values[1])}"
-    called = {call.func for _, call in calls}
-    return {ref: known.get(code, f"copyreg extension {code}") for ref, code in codes.items() if ref in called}
-
-
-def _plain(node: Node) -> str:
-    return node if isinstance(node, str) else "?"
+    return args if type(args) is tuple else ()
 
 
 def _attributes(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
     """Return the functions that BUILD makes methods of an object which the unpickler then calls."""
     nodes, found = graph.nodes, dict[Ref, str]()
-    for _, call in calls:
-        if call.filling is None:
-            continue
-        for state in call.states if call.items or len(call.states) > 1 else ():
-            part = nodes[state]
-            for attributes in map(nodes.__getitem__, part if type(part) is tuple else (state,)):
-                if not isinstance(attributes, Dict):
-                    continue
-                for key, value in zip(attributes.pairs[::2], attributes.pairs[1::2], strict=False):
-                    if nodes[key] in _CALLED_ATTRIBUTES and isinstance(nodes[value], Global | Call):
-                        found[value] = _name_of(nodes[value])
+    filled = (call for _, call in calls if call.filling is not None and (call.items or len(call.states) > 1))
+    for attributes in (part for call in filled for state in call.states for part in _states(graph, state)):
+        for key, value in zip(attributes.pairs[::2], attributes.pairs[1::2], strict=False):
+            if nodes[key] in _CALLED_ATTRIBUTES and isinstance(nodes[value], Global | Call):
+                found[value] = _name_of(nodes[value])
     return found
 
 
@@ -259,40 +213,33 @@ def _is_changed(graph: Graph, node: Global | Call) -> bool:
 
 
 def _call_text(graph: Graph, node: Node, names: Mapping[Ref, str]) -> str:
-    """Write a call, or a change of an existing module, class or other object, as Python code."""
+    """Write a call, or a change of an existing module, class or other object, like Python code."""
+    text = mapped_name(node) if isinstance(node, Global) else ""
     if isinstance(node, Call):
-        text = f"{_callee(graph, node, names)}({_arguments(graph, node)})"
         func = graph.nodes[node.func]
-        is_shared = isinstance(func, Global) and mapped_name(func) in _SHARED
-        return _change_text(graph, node, text) if is_shared else text
-    return _change_text(graph, node, mapped_name(node)) if isinstance(node, Global) else ""
-
-
-def _change_text(graph: Graph, node: Global | Call, name: str) -> str:
-    values = graph.nodes
+        name = names.get(node.func) or (mapped_name(func) if isinstance(func, Global) else "")
+        if not name:
+            inner = isinstance(func, Call) and type(graph.nodes[func.func]) is Global
+            name = _call_text(graph, func, names) if inner else "..."
+        text = f"{name}({cut(', '.join(_spelled(graph, arg) for arg in _arguments(graph, node)[:4]))})"
+        if not (isinstance(func, Global) and mapped_name(func) in _SHARED):
+            return text
+    if not isinstance(node, Call | Global):
+        return text
+    states = [part for state in node.states for part in _states(graph, state) if part.pairs]
     if node.items:
-        return f"{name}.append({cut(_spelled(values[node.items[0]]), 80)})"
+        return f"{text}.append({_spelled(graph, node.items[0])})"
     if node.pairs:
-        return f"{name}[{cut(_spelled(values[node.pairs[0]]), 80)}] = {cut(_spelled(values[node.pairs[1]]), 80)}"
-    for state in node.states:
-        part = values[state]
-        for attributes in map(values.__getitem__, part if type(part) is tuple else (state,)):
-            if isinstance(attributes, Dict) and attributes.pairs:
-                key, value = (values[ref] for ref in attributes.pairs[:2])
-                return f"setattr({name}, {cut(_spelled(key), 80)}, {cut(_spelled(value), 80)})"
-    return f"setattr({name}, ...)"
+        return f"{text}[{_spelled(graph, node.pairs[0])}] = {_spelled(graph, node.pairs[1])}"
+    values = ", ".join(_spelled(graph, ref) for ref in states[0].pairs[:2]) if states else "..."
+    return f"setattr({text}, {values})"
 
 
-def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
-    """Write the function of a call as Python code: a name, or the result of another call."""
-    if node.func in names:
-        return names[node.func]
-    func = graph.nodes[node.func]
-    if not isinstance(func, Call):
-        return mapped_name(func) if isinstance(func, Global) else type(func).__name__.lower()
-    if type(graph.nodes[func.func]) is not Global:
-        return "..."
-    return _call_text(graph, func, names)
+def _states(graph: Graph, state: Ref) -> list[Dict]:
+    """Return the dicts of attributes in a state: itself, or the parts of a tuple."""
+    part = graph.nodes[state]
+    parts = map(graph.nodes.__getitem__, part) if type(part) is tuple else (part,)
+    return [attributes for attributes in parts if isinstance(attributes, Dict)]
 
 
 def _recipients(
@@ -352,7 +299,7 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], c
     func = names[node.func]
     if func == "builtins.getattr":
         return _looks_up_member(graph, ref, node, names, called)
-    args = [graph.nodes[arg] for arg in _first(graph, node)]
+    args = [graph.nodes[arg] for arg in _arguments(graph, node)[:2]]
     if func in ("operator.getitem", "_operator.getitem"):
         # Optional[int] is pickled as getitem(Union, ...).
         return ref not in called and isinstance(args[0], Global) and args[0].module == "typing" if args else False
@@ -363,7 +310,9 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], c
     if func == "cloudpickle.cloudpickle.subimport":
         # A function pickled by cloudpickle names the modules that it uses.
         return len(args) == 1 and isinstance(args[0], str) and not acts(f"{args[0]}.function") and node.filling is None
-    return func == "torch.storage._load_from_bytes" and node.filling is None and _loads_cleanly(graph, node)
+    # What torch loads from bytes is searched like every value.
+    is_bytes = len(args) == 1 and bytes_at(graph, _arguments(graph, node)[0]) is not None
+    return func == "torch.storage._load_from_bytes" and node.filling is None and is_bytes
 
 
 def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
@@ -372,56 +321,31 @@ def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], 
     Python pickles methods and nested classes this way. If the result is called, or something is called with it, the
     call must be judged separately.
     """
-    args = graph.nodes[node.args]
-    if type(args) is not tuple or len(args) != 2:
+    args = _arguments(graph, node)
+    if len(args) != 2:
         return False
     owner, name = graph.nodes[args[0]], graph.nodes[args[1]]
     if type(name) is not str or not name.isidentifier() or name.startswith("__") or node.filling is not None:
         return False
     if type(owner) is not Global:
-        return ref not in called and _is_plain_object(graph, owner, names)
-    full = mapped_name(owner)
-    if (full, name) in _NESTED:
+        return ref not in called and not (isinstance(owner, Call) and owner.func in names)
+    if (mapped_name(owner), name) in _NESTED:
         return True
-    if args[0] in names:
-        return False
-    if full in _METHODS_OF:
-        return ref not in called
-    # Modules and functions are lower case, so a capitalised name is a class, or at least named like one.
-    if full.partition(".")[0] == "builtins" or not _looks_like_class(owner):
-        return False
-    # Creating an object of a nested class runs no more than with any other class.
-    return ref not in called or name.lstrip("_")[:1].isupper()
+    # Modules and functions are lower case, so a capitalised name is a class, or at least named like one. Creating an
+    # object of a nested class runs no more than with any other class.
+    is_class = mapped_name(owner) in _METHODS_OF or (_looks_like_class(owner) and owner.module != "builtins")
+    return is_class and args[0] not in names and (ref not in called or name.lstrip("_")[:1].isupper())
 
 
 def _looks_like_class(node: Global) -> bool:
     return all(word.lstrip("_")[:1].isupper() for word in node.name.split("."))
 
 
-def _is_plain_object(graph: Graph, node: Node, names: Container[Ref]) -> bool:
-    """Return whether a node is a value of a Python type or an object of a class: Python pickles their methods."""
-    if isinstance(node, str | bytes | int | float | tuple | List | Dict | Set | FrozenSet):
-        return True
-    if not isinstance(node, Call) or node.func in names:
-        return False
-    func = graph.nodes[node.func]
-    return isinstance(func, Global) and (_looks_like_class(func) or mapped_name(func) in _MAKING)
-
-
-def _loads_cleanly(graph: Graph, node: Call) -> bool:
-    """Return whether ``torch.load`` finds a torch file in the given bytes, which also runs nothing."""
-    from .torch_bytes import is_clean  # imported only for tensors pickled without torch.save
-
-    args = graph.nodes[node.args]
-    data = bytes_at(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
-    return data is not None and is_clean(data, suspicious_calls)
-
-
 def bytes_at(graph: Graph, ref: Ref) -> bytes | None:
     """Return the bytes in a node, or None for other nodes; protocols 0 to 2 write bytes as text."""
     node = graph.nodes[ref]
     if isinstance(node, Call) and isinstance(func := graph.nodes[node.func], Global):
-        args = [graph.nodes[arg] for arg in _first(graph, node)]
+        args = [graph.nodes[arg] for arg in _arguments(graph, node)[:2]]
         is_text = mapped_name(func) == "_codecs.encode" and args[1:] in (["latin1"], ["latin-1"])
         node = args[0] if is_text and node.filling is None else None
     if isinstance(node, str):
@@ -432,13 +356,8 @@ def bytes_at(graph: Graph, ref: Ref) -> bytes | None:
     return node if isinstance(node, bytes) else None
 
 
-def _arguments(graph: Graph, node: Call) -> str:
-    refs = graph.nodes[node.args]
-    values = [graph.nodes[ref] for ref in refs[:4]] if type(refs) is tuple else []
-    return cut(", ".join(cut(_spelled(value), 80) for value in values))
-
-
-def _spelled(value: Node) -> str:
+def _spelled(graph: Graph, ref: Ref) -> str:
+    value = graph.nodes[ref]
     if isinstance(value, Global):
         return mapped_name(value)
-    return repr(value) if isinstance(value, str | bytes | float | bool) else type(value).__name__
+    return cut(repr(value), 80) if isinstance(value, str | bytes | float | bool) else type(value).__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -14,17 +15,19 @@ from typing import Any
 from ..base.records import NamedTuple
 from ..base.text import words
 
-#: Rules whose keys have plain values in most files: a module of the library itself, a name without a repository.
-_OTHERWISE_PLAIN = frozenset(("outside", "kernel", "true"))
-
 
 class ActingRule(NamedTuple):
-    """A key on which a ``loader`` acts, ``when`` its value is of some kind; ``known`` are harmless modules."""
+    """A key on which a ``loader`` acts if it has a ``value``, or is ``filled`` in any way, ``beside`` other keys.
 
-    when: str
+    ``plain``: other texts under this key are data.
+    """
+
+    value: re.Pattern[str]
+    filled: bool
+    beside: frozenset[str]
+    plain: bool
     verdict: str
     loader: str
-    known: tuple[str, ...]
 
 
 def table(name: str) -> dict[str, Any]:
@@ -44,7 +47,8 @@ def acting_rules() -> Mapping[str, tuple[ActingRule, ...]]:
     """Return the rules for keys on which loaders act, by key."""
     acting: dict[str, tuple[ActingRule, ...]] = {}
     for row in _own()["acting_keys"]:
-        rule = ActingRule(row["when"], row["verdict"], row["loader"], tuple(row.get("known", "").split()))
+        how = re.compile(row["value"], re.S), row.get("filled", False), words(row.get("beside", ""))
+        rule = ActingRule(*how, "otherwise" in row, row["verdict"], row["loader"])
         acting.update({key: (*acting.get(key, ()), rule) for key in row["keys"].split()})
     return acting
 
@@ -52,8 +56,8 @@ def acting_rules() -> Mapping[str, tuple[ActingRule, ...]]:
 @cache
 def plain_keys() -> frozenset[str]:
     """Return the keys whose texts the libraries of the field only compare or show, unless an acting rule applies."""
-    keys = frozenset(table("plain_keys")["keys"]).union(*map(words, _own()["keys"].values()))
-    return keys | {key for key, every in acting_rules().items() if {rule.when for rule in every} <= _OTHERWISE_PLAIN}
+    keys = words(" ".join(table("plain_keys")["keys"])).union(*map(words, _own()["keys"].values()))
+    return keys | {key for key, every in acting_rules().items() if all(rule.plain for rule in every)}
 
 
 @cache

@@ -10,15 +10,14 @@ from ..base.dtypes import BY_NAME, storage_dtype
 from ..base.findings import UNJOINED, Finding
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, mapped_name
+from ..checkpoint.objects import callable_name
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
-from ..pickles.nodes import Call, Global, Persistent, Ref
+from ..pickles.nodes import Call, Persistent, Ref
 from .arguments import Refusal, refused_calls
 from .torch_lists import ever_listed
 
 _NESTED: Final = "torch._utils._rebuild_nested_tensor"
-_EARLY_SIZES: Final = Refusal("a nested tensor in a legacy file, whose sizes torch reads before they are there")
 #: Formats with persistent ids that stand for something other than storages.
 _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
 
@@ -81,9 +80,9 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if checkpoint.traits.storages_in_sequence and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
-        makers = {ref for ref, node in checkpoint.graph.of_type(Global) if mapped_name(node) == _NESTED}
-        early = [ref for ref, node in checkpoint.graph.of_type(Call) if node.func in makers]
-        refused.update(dict.fromkeys(early, _EARLY_SIZES))
+        calls = checkpoint.graph.of_type(Call)
+        early = (ref for ref, node in calls if callable_name(checkpoint.graph, node.func) == _NESTED)
+        refused.update((ref, Refusal(f"{_NESTED} in a legacy file: its sizes are read too early")) for ref in early)
     paths = _tensor_paths(checkpoint) if refused else {}
     for ref, refusal in refused.items():
         if ref not in known:

@@ -2,8 +2,8 @@
 
 Hugging Face renders templates in a sandbox, other programs do not. Code runs in a template only by a call, so a
 template is data if it calls nothing but the methods of texts and dicts, its own macros, and a few functions that
-renderers provide; all names are in ``text_rules.json``. No attribute begins with an underscore, and the name in
-brackets is a literal, a number, or a key that the template reads from its input.
+renderers provide; all names are in ``text_rules.json``. Attributes and names in brackets are literals that do not begin
+with an underscore; other brackets hold a slice, or a number that the template counts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _TOKEN: Final = regex(
 _INNER: Final = regex(r"(?:^|\.)(?:_|(?:gi|cr|ag|tb|f|co|func|im)_)")
 _KEYWORDS: Final = frozenset(("and", "or", "not", "in", "is", "if", "else", "elif", "for", "recursive"))
 _VALUES: Final = (")", "]", "}")
+#: Filters whose result is a number, and numbers of a loop.
+_COUNTING: Final = ("length", "count", "int")
+_PLACES: Final = ("index", "index0", "revindex", "revindex0", "length")
 #: Maximum number of tokens that are read; the longest templates of published models have some ten thousand.
 _MAX_TOKENS: Final = 200_000
 #: Maximum depth of brackets.
@@ -96,48 +99,32 @@ def _statements(text: str) -> Iterator[list[_Token]]:
 
 
 class _Template:
-    """The statements of a template, with all values that each variable may have.
-
-    ``bound`` maps a variable, or ".name" for an attribute of a namespace, to the tokens of these values.
-    """
+    """The statements of a template; ``bound`` maps a variable, or ".name" of a namespace, to all of its values."""
 
     def __init__(self, statements: Sequence[Sequence[_Token]]) -> None:
         self.lists = word_lists("template")
         self.bound: dict[str, list[Sequence[_Token]]] = {}
-        self.macros: dict[str, list[str]] = {}
-        self.seen: dict[str, bool] = {}
-        for tokens in statements:
-            if tokens[0].text == "macro" and len(tokens) > 1:
-                self.macros[tokens[1].text] = [part[0].text for part in _arguments(tokens, 2) if part]
+        self.macros = {tokens[1].text for tokens in statements if tokens[0].text == "macro" and len(tokens) > 1}
+        self.counts: dict[str, bool] = {}
         for tokens in statements:
             self._bind(tokens)
 
     def _bind(self, tokens: Sequence[_Token]) -> None:
-        tag = tokens[0].text
-        if tag in ("set", "for"):
-            equals = next((n for n, token in enumerate(tokens) if token.text == ("=" if tag == "set" else "in")), 0)
-            if tag == "set" and (len(tokens) < 3 or tokens[2].text not in ("=", ",", ".")):
-                equals = 0
-            targets = tokens[1:equals] if equals else tokens[1:2]
-            # The value of a block is put together.
-            whole = list(_results(tokens[equals + 1 :])) if equals else [_Token("text", "''")]
-            if len(targets) > 1 and targets[1].text == ".":
-                targets = [_Token("name", f".{targets[2].text}")]
-            for target in targets:
-                self.bound.setdefault(target.text, []).append(whole)
-        for n, token in enumerate(tokens[:-1]):
-            name = token.text
-            if tokens[n + 1].text != "(" or (name != "namespace" and name not in self.macros):
-                continue
-            for place, part in enumerate(_arguments(tokens, n + 1)):
-                keyword = part[0].text if len(part) > 2 and part[1].text == "=" else ""
-                if name == "namespace":
-                    if not keyword:
+        texts = [token.text for token in tokens]
+        if texts[0] == "set" and texts[2:3] == ["="]:
+            self.bound.setdefault(texts[1], []).append(tokens[3:])
+        elif texts[0] == "set" and texts[2:3] == ["."] and texts[4:5] == ["="]:
+            self.bound.setdefault(f".{texts[3]}", []).append(tokens[5:])
+        elif texts[0] in ("set", "for", "macro"):
+            end = texts.index("in") if texts[0] == "for" and "in" in texts else None
+            for name in texts[1 + (texts[0] == "macro") : end]:
+                self.bound.setdefault(name, []).append(())  # may be anything
+        for n, text in enumerate(texts[:-1]):
+            if text == "namespace" and texts[n + 1] == "(":
+                for part in _arguments(tokens, n + 1):
+                    if len(part) < 3 or part[1].text != "=":
                         raise _Unclear("a namespace made from a value")
-                    self.bound.setdefault(f".{keyword}", []).append(part[2:])
-                elif keyword or place < len(self.macros[name]):
-                    value = part[2:] if keyword else part if tag != "macro" or n != 1 else []
-                    self.bound.setdefault(keyword or self.macros[name][place], []).append(value)
+                    self.bound.setdefault(f".{part[0].text}", []).append(part[2:])
 
     def check(self, tokens: Sequence[_Token]) -> None:
         """Raise _Unclear if a statement has a name, call or attribute that is not plain."""
@@ -176,7 +163,7 @@ class _Template:
         if len(inner) == 1 and inner[0].kind == "text":
             if not _is_plain_name(inner[0].text):
                 raise _Unclear(f"the attribute {inner[0].text}")
-        elif not any(part.text == ":" for part in inner) and not self.is_plain(inner):
+        elif not any(part.text == ":" for part in inner) and not self._is_number(inner):
             raise _Unclear(f"the attribute {' '.join(part.text for part in inner)}")
 
     def _check_attributes(self, name: str, arguments: Sequence[Sequence[_Token]]) -> None:
@@ -184,67 +171,40 @@ class _Template:
         for n, part in enumerate(arguments):
             keyword = part[0].text if len(part) > 2 and part[1].text == "=" else ""
             value = part[2:] if keyword else part
-            if keyword != "attribute" if keyword else n != (name == "join"):
+            if keyword not in ("", "attribute") or (not keyword and n != (name == "join")):
                 continue
-            plain = self.is_plain(value)
-            if len(value) == 1 and value[0].kind == "text":
-                plain = _is_plain_name(value[0].text)
-                applied = value[0].text[1:-1] if name == "map" and not keyword else "list"
-                plain = plain and applied in self.lists["filters"] and applied not in self.lists["by_attribute"]
-            if not plain:
+            text = value[0].text[1:-1] if len(value) == 1 and value[0].kind == "text" else "_"
+            applied = text in self.lists["filters"] - self.lists["by_attribute"] or name != "map" or keyword
+            if not self._is_number(value) and not (_is_plain_name(text) and applied):
                 raise _Unclear(f"an attribute that {name} reads")
 
-    def is_plain(self, tokens: Sequence[_Token]) -> bool:
-        """Return whether a value is a number or comes from the input of the template; text made here does not count."""
-        previous = before = _NONE
-        tokens = list(_results(tokens))
-        for n, token in enumerate(tokens):
-            following = tokens[n + 1].text if n + 1 < len(tokens) else ""
-            text = token.text
-            if token.kind == "text":
-                subscript = previous.text == "[" and _is_value(before) and following == "]"
-                argument = previous.text == "(" and before.text == "get"
-                key = following == ":" and "_" not in text and "\\" not in text
-                if not (subscript or argument or key or previous.text in ("==", "!=")):
-                    return False
-            elif text == "~":
+    def _is_number(self, tokens: Sequence[_Token]) -> bool:
+        """Return whether a value is counted by the template: numbers, places in loops, lengths, and sums of these."""
+        texts = ["", *(token.text for token in tokens), "", ""]
+        for n, token in enumerate(tokens, 1):
+            before, following = texts[n - 1], texts[n + 1 : n + 3]
+            if token.kind != "name":
+                known = token.kind == "number" or token.text in (*"()+-*%.|", "//")
+            elif before == "|":
+                known = token.text in _COUNTING
+            elif following[0] == ".":
+                known = True  # its attribute decides
+            elif before == "." and texts[n - 2] == "loop":
+                known = token.text in _PLACES and "loop" not in self.bound
+            else:
+                known = (following[0] == "|" and following[1] in _COUNTING) or self._is_counted(
+                    "." * (before == ".") + token.text
+                )
+            if not known:
                 return False
-            elif token.kind == "name" and previous.text == "|":
-                if text not in self.lists["plain_filters"]:
-                    return False
-            elif token.kind == "name" and previous.text == ".":
-                if following == "(" and text not in self.lists["plain_methods"]:
-                    return False
-                if before.text != "loop" and not self._has_plain_values(f".{text}"):
-                    return False
-            elif token.kind == "name" and text not in _KEYWORDS and previous.text not in ("is", "not"):
-                rest = [part.text for part in tokens[n + 1 : n + 3]]
-                counted = rest == ["|", "length"] or (rest[:1] == ["."] and f".{rest[1]}" in self.bound)
-                if not counted and ((following == "(" and text != "range") or not self._has_plain_values(text)):
-                    return False
-            before, previous = previous, token
-        return True
+        return bool(tokens)
 
-    def _has_plain_values(self, name: str) -> bool:
-        known = self.seen.get(name)
+    def _is_counted(self, name: str) -> bool:
+        known = self.counts.get(name)
         if known is None:
-            self.seen[name] = True  # a value that refers to itself
-            known = self.seen[name] = all(map(self.is_plain, self.bound.get(name, ())))
+            self.counts[name] = True  # a value that refers to itself
+            known = self.counts[name] = name in self.bound and all(map(self._is_number, self.bound[name]))
         return known
-
-
-def _results(tokens: Sequence[_Token]) -> Iterator[_Token]:
-    """Yield the tokens of a value without the conditions in it, from ``if`` to ``else`` or the closing bracket."""
-    depth, skipped = 0, -1
-    for token in tokens:
-        depth -= token.text in _VALUES
-        if skipped > depth or (skipped == depth and token.text in ("else", ",")):
-            skipped = -1
-        elif token.text == "if" and skipped < 0:
-            skipped = depth
-        if skipped < 0:
-            yield token
-        depth += token.text in ("[", "(", "{")
 
 
 def _is_value(token: _Token) -> bool:

@@ -73,24 +73,20 @@ DEFAULT: Final = INSTALLED or NEWEST
 
 
 class Rules(NamedTuple):
-    """The rules, apart from lists, in which versions differ. In 2.15 all are true except two.
+    """The rules, apart from lists, in which versions differ. In 2.15 all are true except one.
 
-    ``default``: ``weights_only`` is true by default. ``newobj_listed``: NEWOBJ makes any listed class, not only
+    ``newobj_listed``: NEWOBJ makes any listed class, not only
     Parameter. ``build_listed``: BUILD sets the state of any listed class, not only of Tensor, Parameter and
     OrderedDict. ``checks_setitem``: SETITEM and SETITEMS apply only to dict, OrderedDict and Counter, not to other
     objects that accept them (a list, a tensor, a bytearray). ``appends_registered``: APPEND and APPENDS also apply to a
-    registered class that is a list (only in 2.14). ``calls_storages``: a storage class such as torch.FloatStorage can
-    be called; in later versions it is only a tag, although TypedStorage and UntypedStorage are still classes.
-    ``checks_record_size``: a storage in a zip file must have the size given in the pickle. ``reads_safetensors``: a
-    file named .safetensors is read as safetensors.
+    registered class that is a list (only in 2.14). ``checks_record_size``: a storage in a zip file must have the size
+    given in the pickle. ``reads_safetensors``: a file named .safetensors is read as safetensors.
     """
 
-    default: bool
     newobj_listed: bool
     build_listed: bool
     checks_setitem: bool
     appends_registered: bool
-    calls_storages: bool
     checks_record_size: bool
     reads_safetensors: bool
 
@@ -149,12 +145,10 @@ def newobj_targets(version: str) -> frozenset[str]:
 def rules(version: str) -> Rules:
     """Return the rules apart from the lists."""
     return Rules(
-        default=_since(version, "2.6"),
         newobj_listed=_since(version, "2.6"),
         build_listed=_since(version, "2.6"),
         checks_setitem=_since(version, "2.10"),
         appends_registered=version == "2.14",
-        calls_storages=not _since(version, "2.2"),
         checks_record_size=_since(version, "2.10"),
         reads_safetensors=_since(version, "2.13"),
     )

@@ -35,8 +35,6 @@ from .torch_lists import (
 #: Modules that torch always refuses, whatever the user lists.
 BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
-#: The beginning of the rule that stops torch.load at safetensors files with another suffix.
-
 #: The rule that stops torch.load in both modes: it decodes such strings strictly unless the caller names another
 #: encoding (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in
 #: _weights_only_unpickler.py).
@@ -205,13 +203,9 @@ def exploits(graph: Graph, torch: str) -> list[str]:
     """Return the actions that this torch's restricted unpickler performs, and that later versions refuse."""
     if rules(torch).checks_setitem:
         return []
-    called = ((call, graph.nodes[call.func]) for _, call in graph.of_type(Call) if call.filling is not None)
-    changed = any(call.pairs and type(func) is Global and _is_torch(func) for call, func in called)
+    filled = (graph.nodes[call.func] for _, call in graph.of_type(Call) if call.filling is not None and call.pairs)
+    changed = any(type(func) is Global and mapped_name(func).startswith("torch.") for func in filled)
     return [f"SETITEM changes a tensor: weights_only of torch {torch} does it, CVE-2026-24747"] if changed else []
-
-
-def _is_torch(node: Global) -> bool:
-    return mapped_name(node).partition(".")[0] == "torch"
 
 
 def _broken_by_filling(name: str, node: Call, version: Rules) -> Iterator[str]:

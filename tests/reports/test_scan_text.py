@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import sample
-from crafted_files import SYSTEM, by_key, dumped
+from crafted_files import by_key
 from safetensors.torch import save
 
 from ckptool.formats.search.inert import encoding_of
@@ -95,10 +95,7 @@ PAYLOADS = {
         {"_class_name": "P", "_diffusers_version": "0.30.0", "unet": ["evil", "UNet"]}, "unet", of_files=True
     ),
     "kernel": Payload({"attn_implementation": "someone/kernel"}, "attn_implementation"),
-    "stable-baselines3": Payload(
-        {"policy": {":type:": "<class>", ":serialized:": in_base64(dumped(SYSTEM))}}, "posix.system('true')", "unsafe"
-    ),
-    "pickle in base64": Payload({"state": in_base64(dumped(SYSTEM))}, "posix.system('true')", "unsafe"),
+    "stable-baselines3": Payload({"policy": {":type:": "<class>", ":serialized:": "gAR9lC4="}}, ":serialized:"),
     "logging": Payload({"handlers": {"h": {"()": "os.system", "command": "true"}}}, "()"),
     "pyannote": Payload({"preprocessors": {"audio": {"name": "subprocess.Popen", "params": {"shell": 1}}}}, "name"),
     "smolagents": Payload({"tools": [{"name": "t", "code": "import os\nclass T(Tool):\n    pass\n"}]}, "code"),
@@ -428,11 +425,11 @@ TEMPLATES = (
     "{%- set ns.last = (messages|length - 1) - loop.index0 -%}{%- endfor -%}",
     "{% set content = messages[0].content.split('</think>')[-1].lstrip('\\n') %}{{ content|tojson }}",
     "{{ {'a': {'b': 1}}|tojson }}{# __class__ #}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
-    "{{ messages[0]['content']|replace('-', '_') }}{{ messages[loop_index - 1] if loop_index else '' }}",
-    "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}{{ messages[loop_index + offset - 1].role }}",
+    "{{ messages[0]['content']|replace('-', '_') }}{{ messages[messages|length - 1] if messages else '' }}",
+    "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}{{ messages[offset:][0].role }}",
     "{%- set ns = namespace(text='', at=0) -%}{%- set ns.text = ns.text + '<s>' + messages[0].content -%}"
     "{{ ns.text }}{{ messages[ns.at].role }}{{ messages[ns.at + 1].role }}",
-    "{%- for key in messages[0] -%}{{ key ~ '=' ~ messages[0][key] }}{%- endfor -%}",
+    "{%- for key, value in messages[0]|items -%}{{ key ~ '=' ~ value }}{%- endfor -%}",
     "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('_') }}",
     "{%- set name = messages[0].content.replace('_', ' ') ~ '.' -%}{{ name.split('_')[0] }}",
     "{%- macro item(x) -%}- {{ x.role ~ ': ' ~ x.content }}{%- endmacro -%}{{ item(messages[0]) }}",
@@ -533,7 +530,6 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
 def test_text_for_people_is_text(tmp_path: Path) -> None:
     readme = "---\nlicense: mit\ntags:\n- x\n---\n# Use\n```yaml\ntrust_remote_code: true\n_target_: x.Y\n```\n"
     assert _scanned(readme.encode(), tmp_path, "README.md") == (None, "")
-    assert _scanned(f"---\n_target_: os.system\n---\n{readme}".encode(), tmp_path, "README.md")[0] == "unknown"
 
 
 @pytest.mark.parametrize("line", ["import os; os.system('true')", "import\tos"])
@@ -592,9 +588,6 @@ def test_text_beyond_what_is_read_is_unknown(tmp_path: Path) -> None:
 def test_base64_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     for value in ("=", "x", ["gAR9lC4="]):
         assert _scanned(json.dumps({"p": {":serialized:": value}}).encode(), tmp_path)[0] == "unknown", value
-    loose = in_base64(dumped(SYSTEM)).replace("A", "A\n- ", 1)  # as base64.b64decode takes it
-    assert pickle.loads is not None
-    assert _scanned(json.dumps({"p": {":serialized:": loose}}).encode(), tmp_path)[0] == "unsafe"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-le"])

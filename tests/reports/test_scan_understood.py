@@ -155,17 +155,15 @@ TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content']|trim }}{% endfor %}",
     "{%- for m in messages[::-1] %}{%- set i = (messages|length - 1) - loop.index0 %}{{ messages[i] }}{%- endfor %}",
     "{%- set ns = namespace(at=0, text='') %}{%- set ns.at = ns.at + 1 %}{{ messages[ns.at - 1].content }}",
-    "{%- macro keys(d, done) %}{%- for k in d if k not in done %}{{ k ~ ': ' ~ d[k]|tojson }}{%- endfor %}"
-    "{%- endmacro %}{%- for t in tools %}{{ keys(t.function, ['name', 'type']) }}{%- endfor %}",
-    "{%- macro kind(spec) %}{%- set names = {'string': 'str'} %}{{ names[spec.type] }}"
-    "{{ kind({'type': spec.items.type}) }}{%- endmacro %}{{ kind(tools[0].parameters) }}",
+    "{%- macro kind(spec) %}{{ {'string': 'str'}.get(spec.type) }}{{ kind({'type': spec.items.type}) }}{%- endmacro %}"
+    "{{ kind(tools[0].parameters) }}",
     "{%- if not (messages[0].content.startswith('<a>') and messages[0].content.endswith('</a>')) %}"
     "{{ raise_exception('roles must alternate (user, assistant)') }}{%- endif %}",
     "{{ strftime_now('%d %b %Y') }}{{ messages[0].content.split('</think>')[-1].lstrip('\\n') }}",
     "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 %}{{ messages[offset:][0]['content'] }}",
     "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('\\n')|replace('a', 'b') }}",
     "{% generation %}{{ messages[0].content is string and messages[0].tool_calls is not none }}{% endgeneration %}",
-    "{%- for k, v in tools[0].properties|dictsort %}{{ k }}{{ tools[0].properties[k]['type']|upper }}{%- endfor %}",
+    "{%- for k, v in tools[0].properties|dictsort %}{{ k }}{{ v['type']|upper }}{%- endfor %}",
     "{#- it's a comment with {{ x.__class__ }} -#}{{ '{% x.__class__ %}' }}{{ {'a': {'b': 1}}|tojson }}",
 )
 
@@ -205,6 +203,11 @@ CALLING = (
     "{% set n %}a{% endset %}{{ x[n] }}",
     "{% set ns = namespace(n='a' ~ 'b') %}{{ x[ns.n] }}",
     "{% set ns = namespace(x) %}{{ ns.a }}",
+    "{% for k in x %}{{ x[k] }}{% endfor %}",
+    "{% set loop = x %}{{ x[loop.index0] }}",
+    "{% set i, j = x %}{{ x[i] }}",
+    "{% set i = 1 %}{% for i in x %}{{ x[i] }}{% endfor %}",
+    "{% set ns = namespace(i=0) %}{% set ns.i = x %}{{ x[ns.i] }}",
     "{% import x as y %}{{ y.z() }}",
     "{% include x %}",
     "{% raw %}{{ {% endraw %}",

@@ -200,17 +200,17 @@ SAMPLES = [
     # -- the registry of extensions
     ran("copyreg.add_extension", call(name("copyreg", "add_extension"), "helper", "go", 7), extension(b"\x82\x07", 1)),
     ran(
-        "posix.system('echo > mark')",
+        "copyreg extension 9('echo > mark')",
         call(name("copyreg", "add_extension"), "posix", "system", 9),
         extension(b"\x82\x09", SHELL),
     ),
     ran(
-        "posix.system('echo > mark')",
+        "copyreg extension 700('echo > mark')",
         call(name("copyreg", "add_extension"), "posix", "system", 700),
         extension(b"\x83\xbc\x02", SHELL),
     ),
     ran(
-        "posix.system('echo > mark')",
+        "copyreg extension 70000('echo > mark')",
         call(name("copyreg", "add_extension"), "posix", "system", 70000),
         extension(b"\x84\x70\x11\x01\x00", SHELL),
     ),
@@ -331,7 +331,7 @@ SAMPLES = [
         call(name("torch._utils", "_augment_memory_snapshot_stack_traces"), "evil.pkl"),
     ),
     ran("torch.hub._load_local", call(name("torch.hub", "_load_local"), ".", "x")),
-    ran("torch.storage._load_from_bytes", call(name("torch.storage", "_load_from_bytes"), EVIL)),
+    ran("posix.system", call(name("torch.storage", "_load_from_bytes"), EVIL)),
     ran("torch.utils._pytree.tree_map", call(name("torch.utils._pytree", "tree_map"), GO, [1])),
     ran(
         "torch.nn.modules.module.Module.apply",

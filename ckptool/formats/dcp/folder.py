@@ -31,6 +31,7 @@ from ...checkpoint.container import (
     is_complete,
 )
 from ...checkpoint.graph_builder import Builder, contiguous
+from ...checkpoint.objects import named_and_called
 from ...checkpoint.tensors import TensorReader
 from ...files.downloads import ahead
 from ...files.folders import Folder
@@ -43,7 +44,6 @@ from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
 from ..pieces.boxes import Box
 from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
-from ..search.graph_parts import named_and_called
 from ..search.pickle_search import bare_pickles, find_pickles
 from .checks import ItemKey, Pieces, compare_items, extra_files, is_whole, is_zstd, usable_items
 from .files import ask_for, metadata_names, open_data

@@ -23,6 +23,7 @@ from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
+from ...checkpoint.objects import named_and_called
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
 from ...files.folders import Folder
@@ -32,7 +33,6 @@ from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
 from ..pieces.chunks import Chunk, Rows, RowSource, joined
 from ..pieces.copies import Copies, Copy, copy_problems
-from ..search.graph_parts import named_and_called
 
 _NOTHING: Final = BytesSource(b"")
 #: The most graph nodes of files that stay in memory; further files are read again when needed.

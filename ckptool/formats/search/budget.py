@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Final, cast
-from weakref import WeakKeyDictionary
 
 from ...base.errors import MalformedError, PickleError, PickleLimitError, TruncatedPickleError
 from ...base.records import NamedTuple
@@ -44,23 +43,14 @@ class Budget:
             raise BudgetError
 
 
-#: Pickles at the start of open sources: a file is first recognised by its pickle, and then searched.
-_beginnings: Final[WeakKeyDictionary[Source, Decoded]] = WeakKeyDictionary()
 #: The most bytes of a pickle that are decoded to recognise a file.
 RECOGNISED: Final = 1 << 20
 
 
 def decode_start(source: Source) -> Decoded:
-    """Decode the pickle at the start of a source, if it has at most 1 MiB; raises PickleError.
-
-    The result is kept as long as the source exists, and ``decode_at`` returns it.
-    """
+    """Decode the pickle at the start of a source, if it has at most 1 MiB; raises PickleError."""
     data = source.read(0, min(source.size, RECOGNISED))
-    arrays = JoblibArrays(data, "pickle")
-    decoded = decode(data, foreign=arrays.skip)
-    if not arrays.found:
-        _beginnings[source] = decoded
-    return decoded
+    return decode(data, foreign=JoblibArrays(data, "pickle").skip)
 
 
 def decode_at(
@@ -76,10 +66,6 @@ def decode_at(
 
     Pickles in its joblib arrays are added to ``nested``. Raises PickleError.
     """
-    known = None if begin else _beginnings.get(source)
-    if known is not None:
-        budget.take(known.end)
-        return known.graph, known.end
     size = 1 << 16
     while True:
         data = source.read(begin, min(size, max_bytes))

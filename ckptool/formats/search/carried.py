@@ -67,11 +67,10 @@ def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[Fo
 
 def _first(checkpoint: Checkpoint, tensor: Tensor, size: int) -> bytes:
     """Return the first bytes of a tensor in element order, at most ``size``."""
-    parts: list[bytes] = []
-    got = 0
+    parts, got = list[bytes](), 0
     for part in elements(storage_reader(checkpoint, tensor.storage), tensor):
-        parts.append(part[: size - got])
-        got += len(parts[-1])
+        parts.append(part)
+        got += len(part)
         if got >= size:
             break
-    return b"".join(parts)
+    return b"".join(parts)[:size]

@@ -8,29 +8,14 @@ from itertools import chain
 from typing import Final
 
 from ...base.lazy import regex
-from ...checkpoint.objects import callable_name
 from ...files.compressed import compression_of
 from ...pickles.lexer import ENDS, NOTHING, outcome
-from ...pickles.nodes import ByteArray, Call, Global, Graph, Persistent
+from ...pickles.nodes import ByteArray, Graph
 from .budget import BudgetError
 from .inert import is_text
 
 #: The first bytes of a zip archive.
 ZIP: Final = b"PK\x03\x04"
-
-
-def persistent_keys(graph: Graph) -> set[str]:
-    """Return the keys of the storages that a pickle names."""
-    nodes = graph.nodes
-    ids = [nodes[node.pid] for _, node in graph.of_type(Persistent)]
-    keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
-    return {key for key in keys if type(key) is str}
-
-
-def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
-    """Return the globals of a pickle as (name, whether it is called)."""
-    named = {(f"{node.module} {node.name}", False) for _, node in graph.of_type(Global)}
-    return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))
 
 
 #: The most levels of hex and base64 that are decoded to see whether a value is searched.

@@ -9,56 +9,23 @@ from typing import TYPE_CHECKING, Final
 from ...base.lazy import regex
 from ...base.text import human_bytes
 from ...files.sources import Source
+from ...safety.rules import table
 
 if TYPE_CHECKING:
     from ...safety.configuration import ActivePart
 
-#: (offset, magic, kind).
-_MAGIC: Final = (
-    (0, b"\x89PNG\r\n\x1a\n", "image"),
-    (0, b"\xff\xd8\xff", "image"),
-    (0, b"GIF8", "image"),
-    (8, b"WEBP", "image"),
-    (0, b"II*\0", "image"),
-    (0, b"MM\0*", "image"),
-    (0, b"\0\0\1\0", "image"),
-    (4, b"ftyp", "video"),
-    (0, b"\x1aE\xdf\xa3", "video"),
-    (8, b"WAVE", "audio file"),
-    (8, b"AVI ", "video"),
-    (0, b"fLaC", "audio file"),
-    (0, b"OggS", "audio file"),
-    (0, b"ID3", "audio file"),
-    (0, b"PAR1", "table"),
-    (0, b"ARROW1\0\0", "table"),
-    (0, b"%PDF-", "document"),
-    (0, b"wOF2", "font"),
-    (0, b"\0\1\0\0\0", "font"),
-    (0, b"OTTO", "font"),
-)
 #: A ModelProto of SentencePiece begins with its pieces: text, score, type (sentencepiece_model.proto).
 _SENTENCEPIECE: Final = rb"\n[\x08-\x7f]\n[\1-\x70][^\0]{1,112}?\x15.{4}(?:\x18[\1-\6])?\n[\x08-\x7f]\n"
-_COMPILED: Final = "a compiled program or library"
-#: Suffixes of code files, which a program may run.
-_CODE: Final = {
-    **dict.fromkeys((".py", ".pyw", ".pyx", ".pyi"), "Python code"),
-    **dict.fromkeys((".pyc", ".pyo"), "compiled Python code"),
-    ".gin": "a gin configuration, which imports modules",
-    ".ipynb": "a notebook: code",
-    **dict.fromkeys((".sh", ".bash", ".zsh", ".bat", ".cmd", ".ps1", ".js", ".lua", ".pl", ".rb"), "a script"),
-    **dict.fromkeys(
-        (".so", ".dll", ".dylib", ".pyd", ".jar", ".class", ".exe", ".whl", ".egg", ".pyz", ".wasm"), _COMPILED
-    ),
-}
-#: The first bytes of programs: scripts, ELF, PE, Mach-O (three kinds).
-_PROGRAMS: Final = (
-    (b"#!", "a script"),
-    (b"\x7fELF", _COMPILED),
-    (b"MZ", _COMPILED),
-    (b"\xcf\xfa\xed\xfe", _COMPILED),
-    (b"\xce\xfa\xed\xfe", _COMPILED),
-    (b"\xca\xfe\xba\xbe", _COMPILED),
+_KINDS: Final[dict[str, dict[str, str]]] = {name: part["kinds"] for name, part in table("kinds").items()}
+#: (offset, first bytes, kind) of files in which no checkpoint loader runs anything.
+_MAGIC: Final = tuple(
+    (int(offset), bytes.fromhex(magic), kind)
+    for kind, places in _KINDS["inert"].items()
+    for offset, magic in (place.split() for place in places.split(", "))
 )
+#: The kinds of code by suffix, and by first bytes.
+_CODE: Final = {suffix: kind for kind, suffixes in _KINDS["code"].items() for suffix in suffixes.split()}
+_PROGRAMS: Final = {bytes.fromhex(magic): kind for kind, all_ in _KINDS["programs"].items() for magic in all_.split()}
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
 #: The key of an extension type of Arrow, and its base64 at each of three offsets, as in Parquet.
 _EXTENSION: Final = (b"ARROW:extension", b"QVJST1c6ZXh0ZW5zaW9u", b"FSUk9XOmV4dGVuc2lvb", b"BUlJPVzpleHRlbnNpb2")
@@ -140,7 +107,7 @@ def code_kind(name: str, head: bytes) -> str:
     """Return a description of a code file by its name and first bytes, or "" for any other file."""
     if kind := _CODE.get(f".{name.rpartition('.')[2].lower()}"):
         return kind
-    return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
+    return next((words for magic, words in _PROGRAMS.items() if head.startswith(magic)), "")
 
 
 def is_plain_record(head: bytes, source: Source) -> bool:
@@ -158,12 +125,9 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     ``head`` are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict
     UNKNOWN.
     """
-    kind = code_kind(name, head)
+    kind, encoding = code_kind(name, head), encoding_of(head)
     word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
-    if not kind and word:
-        return []
-    encoding = encoding_of(head)
-    if not (kind or encoding or head.startswith(_HDF5)):
+    if not kind and (word or not (encoding or head.startswith(_HDF5))):
         return []
     from ...safety.configuration import ActivePart, keras_parts, text_findings  # only for texts
     from ...safety.outcomes import UNKNOWN
@@ -174,9 +138,5 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
         # Keras keeps its configuration as text in an attribute.
         return list(keras_parts(source.read(0, _READ).decode("latin-1")))
     text = source.read(0, min(source.size, _READ)).decode(encoding, "replace")
-    findings = text_findings(text, name)
-    if source.size > _READ:
-        findings.append(
-            ActivePart(f"only {human_bytes(_READ)} of {human_bytes(source.size)} of text are read", UNKNOWN)
-        )
-    return findings
+    limit = f"only {human_bytes(_READ)} of {human_bytes(source.size)} of text are read"
+    return text_findings(text, name) + [ActivePart(limit, UNKNOWN)] * (source.size > _READ)

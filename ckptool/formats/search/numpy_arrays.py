@@ -69,24 +69,13 @@ def npy_data(source: Source, at: int) -> NpyData | None:
 
 def _width(descr: object) -> int | None:
     """Return the size of an element in bytes, or None if it may hold objects."""
-    if isinstance(descr, str):
-        match = re.match(_SIMPLE, descr)
-        if match is None:
-            return None
+    match = re.match(_SIMPLE, descr) if isinstance(descr, str) else None
+    if match is not None:
         kind, size, letter = match.groups()
         return _SIZES[letter] if letter else int(size) * (4 if kind == "U" else 1)
     if isinstance(descr, list):  # records: (name, type) or (name, type, shape)
-        widths = []
-        for field in descr:
-            width = _width(field[1])
-            if width is None:
-                return None
-            shape = field[2] if len(field) > 2 else ()
-            widths.append(width * prod(shape if isinstance(shape, tuple) else (shape,)))
-        return sum(widths)
-    if isinstance(descr, tuple) and len(descr) == 2:  # a type with a shape
-        width = _width(descr[0])
-        return None if width is None else width * prod(descr[1])
+        widths = [_width(field[1]) for field in descr if len(field) == 2]
+        return sum(width for width in widths if width) if len(widths) == len(descr) and None not in widths else None
     return None
 
 
@@ -101,12 +90,7 @@ def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tup
     func = nodes[node.func] if type(node) is Call else None
     if type(func) is not Global:
         return at, False
-    name = mapped_name(func)
-    if name == "copyreg._reconstructor" and type(node) is Call:  # protocols 0 and 1
-        args = nodes[node.args]
-        first = nodes[args[0]] if type(args) is tuple and args else None
-        name = mapped_name(first) if type(first) is Global else ""
-    if name != _WRAPPER:
+    if mapped_name(func) != _WRAPPER:
         return at, False
     state = _dict(nodes, node)
     dtype, shape = state.get("dtype"), state.get("shape")

@@ -8,7 +8,7 @@ Content that cannot be examined is reported as unchecked, so nothing is skipped 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Final, cast
 
 from ...base.errors import CkptoolError, MalformedError, PickleError, PickleLimitError, UnreadableError, of_file
@@ -18,17 +18,16 @@ from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import FoundPickle
-from ...files.compressed import DEFLATE, Compression, compression_of, inflate, inflate_start
+from ...files.compressed import Compression, compression_of, inflate, inflate_start
 from ...files.sources import BytesSource, SliceSource, Source
 from ...files.tars import is_header, members
-from ...files.zips.audit import audit, find_signatures
+from ...files.zips.audit import audit
 from ...files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ...pickles.nodes import Call, Extension, Global, Graph, Node
-from ...pickles.opcodes import PROTO
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 from .graph_parts import ZIP, decoded, is_binary_pickle, values
-from .inert import active_parts, code_kind, hidden_kind, inert_kind, is_plain_record, is_text
+from .inert import active_parts, code_kind, hidden_kind, inert_kind, is_plain_record
 from .numpy_arrays import npy_data
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ _MAX_DEPTH: Final = 8
 _INFLATE_RATIO: Final = 16
 #: Bytes that begin like compressed ones by chance inflate to less.
 _INFLATES: Final = 1 << 20
-#: Bytes after the end of a tar archive that are examined: tar pads with zeros, up to 10,240.
-_TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
 _NO_KIND: Final = "unrecognised type"
 #: Modules that a text would hardly name if it only happens to begin like a pickle.
@@ -80,22 +77,10 @@ def find_pickles(source: Source, *, strict: bool = True) -> Iterator[FoundPickle
 
 
 def active_pickles(findings: Iterable[ActivePart], where: str) -> Iterator[FoundPickle]:
-    """Yield results for findings in a text: configuration that runs code, and the pickles embedded in it."""
-    size = sum(len(finding.payload) for finding in findings)
-    return limited(size, lambda search: _active(findings, where, search))
-
-
-def _active(findings: Iterable[ActivePart], where: str, search: Search) -> Iterator[FoundPickle]:
+    """Yield a result for each finding in a text: configuration that runs code, or may."""
     for finding in findings:
-        text = finding.text
-        if finding.payload:
-            inner = search.deeper()._replace(strict=False)
-            pickles = _in_content(BytesSource(finding.payload, text), "", inner)
-            yield from _within(f"{where}: {text}" if where else text, pickles)
-        elif finding.verdict == PROGRAM:
-            yield FoundPickle(where, None, program=text)
-        else:
-            yield FoundPickle(where, None, note=text)
+        program = finding.verdict == PROGRAM
+        yield FoundPickle(where, None, program=finding.text) if program else FoundPickle(where, None, note=finding.text)
 
 
 def is_followed(source: Source) -> bool:
@@ -129,7 +114,8 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
     active = [] if search.value else active_parts(name or content.name, head, content)
     if active:
         search.budget.take(content.size // _INFLATE_RATIO)
-        yield from _active(active, name, search)
+        yield from active_pickles(active, name)
+        yield from _in_encoded(content, name, search)
     elif not head or (not search.value and is_plain_record(head, content) and not _is_pickle_name(name)):
         return
     if search.strict and (hidden := hidden_kind(head, content)):
@@ -153,12 +139,12 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
     if _is_pickle_name(name):
         yield from _within("", _whole_pickle(content, name, search))
         return
-    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search, further=not search.value)
+    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search)
     pickles = _within("", pickles)
     if search.value:
         # Bytes that parse by chance name no globals.
         yield from (pickle for pickle in pickles if is_binary_pickle(head) or _may_name(pickle))
-        yield from _in_encoded(content.read(0, content.size), name, search)
+        yield from _in_encoded(content, name, search)
         return
     first = next(pickles, None)
     if first is not None:
@@ -189,8 +175,8 @@ def _in_value(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
     yield from _within(name, _in_content(BytesSource(data, name), "", inner))
 
 
-def _in_encoded(data: bytes, name: str, search: Search) -> Iterator[FoundPickle]:
-    for part in decoded(data):
+def _in_encoded(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
+    for part in decoded(content.read(0, content.size)):
         search.budget.take(len(part))
         yield from _in_value(part, f"{name}: decoded" if name else "decoded", search)
 
@@ -210,14 +196,13 @@ def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
         search.budget.take(archive.end.size)
         audited = audit(archive)
     except MalformedError as error:
-        if search.strict and search.depth > 1 and content.read(0, 4) == ZIP:
+        if content.read(0, 4) == ZIP:
             yield unchecked("the archive", error.what)
-        yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
         return
     for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
         if oddity.ambiguous:
             yield unchecked("the archive", oddity.message)
-    yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
+    yield from _in_zip(archive, archive.records, search, audited.hidden)
 
 
 def _in_compressed(content: Source, compression: Compression, search: Search) -> Iterator[FoundPickle]:
@@ -265,30 +250,22 @@ def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[Found
     """Yield a note if nonzero bytes follow the last pickle or array."""
     if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
         what = f"{pluralize(content.size - at, 'byte')} of unrecognised data"
-        yield unchecked(f"{name}, after its end" if name else "the rest of the file", what)
+        yield unchecked(name or "the rest of the file", what)
 
 
-def bare_pickles(source: Source, begin: int, where: str, *, after_damage: bool = True) -> Iterator[FoundPickle]:
-    """Yield consecutive pickles, from an offset on.
-
-    ``after_damage``: if one is damaged, also yield pickles that begin anywhere after the damage.
-    """
-    return limited(source.size, lambda search: _bare(source, begin, where, search, after_damage=after_damage))
+def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:
+    """Yield consecutive pickles, from an offset on."""
+    return limited(source.size, lambda search: _bare(source, begin, where, search))
 
 
-def _bare(
-    source: Source, begin: int, where: str, search: Search, further: bool = True, after_damage: bool = True
-) -> Iterator[FoundPickle]:
+def _bare(source: Source, begin: int, where: str, search: Search) -> Iterator[FoundPickle]:
     """Yield consecutive pickles, from an offset on; nothing for bytes that fail to decode before they run anything.
 
-    Text that happens to begin like a pickle may name globals, but calls nothing. ``further``: also look for pickles
-    that begin after the error.
+    Text that happens to begin like a pickle may name globals, but calls nothing.
     """
     text = bool(inert_kind(source.read(begin, 512)))
-    trivial: list[FoundPickle] = []  # bytes such as "N." count only if better pickles follow
-    number = 0
+    number, start = 0, begin
     certain = source.read(begin, 1) == b"\x80"
-    damaged_at = -1
     while begin < source.size:
         number += 1
         name = f"{where}: " * bool(where) + f"pickle {number}"
@@ -301,53 +278,16 @@ def _bare(
         except PickleError as error:
             yield from nested
             yield from _failed(source, begin, name, error, text, search)
-            damaged_at = begin + max(error.offset, 1)
-            break
-        calls = graph.has(Call)
-        certain = certain or (calls or _imports(graph.nodes) if text else graph.has(Call, Global, Extension))
-        certain = certain or len(graph.nodes) > 1
-        if certain:
-            for pickle in (*trivial, FoundPickle(name, graph)):
-                yield from _with_nested(pickle, search)
-            trivial.clear()
+            if start or (certain and number > 1):
+                yield from _rest(source, begin, where, search._replace(strict=not search.value))
+            return
+        certain = certain or len(graph.nodes) > 1 or (_imports(graph.nodes) if text else graph.has(Global, Extension))
+        if certain:  # bytes such as "N." count only behind better pickles
+            yield from _with_nested(FoundPickle(name, graph), search)
             yield from nested
-        else:
-            trivial.append(FoundPickle(name, graph))
         begin = end
     if certain and number > 1:
         yield from _rest(source, begin, where, search)
-    if damaged_at >= 0 and after_damage and (certain or further):
-        yield from _further(source, damaged_at, where, search)
-
-
-def _further(source: Source, begin: int, where: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield pickles that call something and begin anywhere in damaged or unrecognised bytes.
-
-    No loader reaches them by itself, but an unknown program may read such a file.
-    """
-    from ...pickles.lexer import beginnings  # only for damaged data
-
-    data = source.read(begin, MAX_GUESS)
-    search.budget.take(len(data) // _INFLATE_RATIO)
-    text, end = is_text(data[:512]), begin
-    for offset in beginnings(data):
-        name = f"{where}: " * bool(where) + f"at byte {begin + offset:,}"
-        if offset < 0:
-            yield unchecked(where or "the rest of the file", "more pickles may begin in it than are followed")
-            return
-        # Words on separate lines look like globals of a text pickle.
-        if begin + offset < end or (text and data[offset] != PROTO):
-            continue
-        nested: list[FoundPickle] = []
-        try:
-            graph, end = decode_at(source, begin + offset, search.budget, where=name, nested=nested)
-            pickle = FoundPickle(name, graph)
-        except PickleError as error:
-            end = begin + offset + max(error.offset, 1)
-            pickle = broken(name, error)
-        if pickle.graph is not None and pickle.graph.has(Global) and pickle.graph.has(Call):
-            yield from _with_nested(pickle, search)
-            yield from nested
 
 
 def _failed(
@@ -381,7 +321,7 @@ def _imports(nodes: Sequence[Node]) -> bool:
 
 def zip_pickles(
     archive: Archive,
-    main: Record | None,
+    main: Record | None = None,
     hidden: Sequence[int] = (),
     former: Sequence[tuple[Archive, Record]] = (),
     *,
@@ -394,22 +334,20 @@ def zip_pickles(
     ``storages`` are the record names of tensors, by default everything in the folder ``data``. ``records`` limits the
     search, by default to all records.
     """
-    listed = archive.records if records is None else records
-    return limited(archive.source.size, lambda search: _in_zip(archive, listed, main, hidden, former, search, storages))
+    others = [record for record in records or archive.records if record is not main]
+    return limited(archive.source.size, lambda search: _in_zip(archive, others, search, hidden, former, storages))
 
 
 def _in_zip(
     archive: Archive,
     records: Sequence[Record],
-    main: Record | None,
-    hidden: Sequence[int],
-    former: Sequence[tuple[Archive, Record]],
     search: Search,
+    hidden: Sequence[int],
+    former: Sequence[tuple[Archive, Record]] = (),
     storages: Collection[str] | None = None,
 ) -> Iterator[FoundPickle]:
-    current = ((archive, record, "") for record in records if record is not main)
+    current = ((archive, record, "") for record in records)
     older = ((version, record, "former version: ") for version, record in former)
-    unknown: list[str] = []
     for version, record, prefix in chain(current, older):
         if storages is None:
             storage = record.name.startswith((f"{version.root}/data/", "data/")) and not search.strict
@@ -418,10 +356,15 @@ def _in_zip(
             storage = record.name in storages
         if search.depth <= _MAX_DEPTH and _holds_nothing(version, record, storage):
             continue
-        for pickle in _but_no_kind(_in_record(version, record, storage, search), unknown):
+        for pickle in _in_record(version, record, storage, search):
             yield pickle._replace(where=prefix + pickle.where) if prefix else pickle
-    yield from _of_no_kind(unknown)
-    yield from _in_unlisted_records(archive.source, iter(hidden), "not listed: ", search)
+    for offset in hidden:
+        search.budget.take(0)
+        raw = archive.source.read(offset, LOCAL.size + 0x200)
+        name = raw[LOCAL.size : LOCAL.size + int.from_bytes(raw[26:28], "little")].decode("utf-8", "replace")
+        if search.strict or _is_pickle_name(name):
+            yield unchecked(f"not listed: {name}", "a record that the directory of the archive does not list")
+            return
 
 
 def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
@@ -439,22 +382,6 @@ def _holds_nothing(archive: Archive, record: Record, storage: bool) -> bool:
     return head[:4] != ZIP and head[:6] != _NPY if storage else is_plain_record(head, BytesSource(head))
 
 
-def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:
-    """Yield everything except notes on members of unrecognised type; collect the names of these in ``unknown``."""
-    for pickle in pickles:
-        if pickle.error == _NO_KIND:
-            unknown.append(pickle.where)
-        else:
-            yield pickle
-
-
-def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
-    """Yield one note for all members of unrecognised type."""
-    if names:
-        more = f" and {pluralize(len(names) - 1, 'other member')}" if len(names) > 1 else ""
-        yield unchecked(names[0] + more, _NO_KIND)
-
-
 def _in_record(archive: Archive, record: Record, storage: bool, search: Search) -> Iterator[FoundPickle]:
     is_pickle = _is_pickle_name(record.name)
     try:
@@ -469,23 +396,10 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
             content = BytesSource(data, record.name)
     except MalformedError as error:
         yield broken(record.name, error) if is_pickle else unchecked(record.name, error.what)
-        yield from _start_of(archive, record, search)
         return
     head = content.read(0, 6) if storage else b""
     if not storage or head[:4] == ZIP or head == _NPY:  # other storages are searched as values of their tensors
         yield from _in_content(content, record.name, search._replace(value=search.value or storage))
-
-
-def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in the first megabytes of a deflated record that does not inflate to its recorded size."""
-    try:
-        span = archive.payload(record)
-    except MalformedError:
-        return
-    if record.method == 8 and not record.flags & 1:
-        data = inflate_start(SliceSource(archive.source, span.offset, span.size), DEFLATE)
-        search.budget.take(len(data) // _INFLATE_RATIO)
-        yield from _in_content(BytesSource(data, record.name), record.name, search._replace(strict=False))
 
 
 def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
@@ -494,7 +408,6 @@ def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundP
         graph, end = decode_at(content, 0, search.budget, where=name, max_bytes=LIMITS.pickle_bytes)
     except PickleError as error:
         yield from _with_nested(broken(name, error), search)
-        yield from _further(content, max(error.offset, 1), name, search)
         return
     yield from _with_nested(FoundPickle(name, graph, "", content.size - end), search)
     yield from _bare(content, end, f"{name}, after its end", search)
@@ -516,43 +429,6 @@ def _is_pickle_name(name: str) -> bool:
     return name.lower().endswith((".pkl", ".pickle")) or name.rpartition("/")[2].startswith("opaque_obj_")
 
 
-def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in records found by local headers only; their sizes are unknown."""
-    following = chain(offsets, (source.size,))
-    unknown: list[str] = []
-    for number, (offset, end) in enumerate(pairwise(following)):
-        if number == LIMITS.listed:
-            yield unchecked("the rest of the file", f"more than {LIMITS.listed:,} records that no directory lists")
-            return
-        raw = source.read(offset, LOCAL.size + 0x200)
-        size = int.from_bytes(raw[26:28], "little")
-        name = raw[LOCAL.size : LOCAL.size + size].decode("utf-8", "replace")
-        payload = offset + LOCAL.size + size + int.from_bytes(raw[28:30], "little")
-        if len(raw) < LOCAL.size or not (search.strict or _is_pickle_name(name)):
-            continue
-        if raw[8:10] not in (b"\0\0", b"\x08\0"):
-            yield unchecked(prefix + name, "it is compressed in a way that torch cannot read")
-            continue
-        # A pickle ends itself. The size of other content may be in its header.
-        size = int.from_bytes(raw[18:22], "little") or _directory_at(source, payload, end) - payload
-        content: Source = SliceSource(source, payload, source.size - payload if _is_pickle_name(name) else size, name)
-        if raw[8] == 8:
-            data = inflate_start(content, DEFLATE)
-            search.budget.take(max(len(data), content.size) // _INFLATE_RATIO)
-            content = BytesSource(data, name)
-        if _is_pickle_name(name):
-            yield from _whole_pickle(content, prefix + name, search)
-        else:
-            yield from _but_no_kind(_in_content(content, prefix + name, search), unknown)
-    yield from _of_no_kind(unknown)
-
-
-def _directory_at(source: Source, begin: int, end: int) -> int:
-    """Return the offset of a zip directory in a range of bytes, or ``end`` if the range has none."""
-    at = source.read(begin, min(end - begin, MAX_GUESS)).find(b"PK\x01\x02")
-    return end if at < 0 else begin + at
-
-
 def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPickle]:
     """Yield the pickles in all members of a tar archive, except members that begin at ``known``."""
     return limited(source.size, lambda search: _in_tar(source, known, search))
@@ -560,31 +436,24 @@ def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPi
 
 def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[FoundPickle]:
     at = 0
-    unknown: list[str] = []
     try:
         for member in members(source):
             at = member.end
             size = min(member.size, source.size - member.begin)
-            if search.strict and (member.odd or member.link or (size > 0 and not member.plain)):
-                what = "a link, not followed" if member.link else "it is a sparse file, or of a type of its own"
-                yield unchecked(member.name, member.odd or what)
+            padding = source.read(member.begin + size, max(member.end - member.begin - size, 0)) if size > 0 else b""
+            odd = member.odd or ("a link, not followed" if member.link else "data follows it" * any(padding))
+            if search.strict and (odd or (size > 0 and not member.plain)):
+                yield unchecked(member.name, odd or "it is a sparse file, or of a type of its own")
             if size <= 0 or member.begin in known:
                 continue
             search.budget.take(0)
             content = SliceSource(source, member.begin, size, member.name)
-            yield from _but_no_kind(_in_content(content, member.name, search), unknown)
+            yield from _in_content(content, member.name, search)
     except MalformedError as error:  # members before the damage were examined
         if search.strict:
             yield unchecked("the rest of the archive", error.what)
-            yield from _further(source, at, "the rest of the archive", search)
-    yield from _of_no_kind(unknown)
-    rest = source.read(at, _TAR_REST)
-    blank = len(rest) - len(rest.lstrip(b"\0"))
-    if blank < len(rest):
-        header = at + blank // 512 * 512
-        at = header if is_header(source.read(header, 512)) else at + blank
-        after = SliceSource(source, at, source.size - at, source.name)
-        yield from _within("after the archive", _in_content(after, "", search.deeper()))
+    if source.read(at, MAX_GUESS).strip(b"\0"):
+        yield unchecked("after the archive", "data follows the end of the archive")
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:

@@ -17,6 +17,7 @@ from ...base.records import new_tuple
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
+from ...checkpoint.objects import persistent_keys
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source, Span
 from ...files.zips.reader import Archive, Record, end_record_oddities, fold_case, read_archive
@@ -163,7 +164,6 @@ class TorchZip(Container):
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         # Not needed to read or edit.
-        from ..search.graph_parts import persistent_keys
         from ..search.pickle_search import bare_pickles, nested_pickles, zip_pickles
 
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)

@@ -12,12 +12,12 @@ import torch
 import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.checkpoint import Checkpoint
+from ckptool.checkpoint.checksums import checksums
 from ckptool.files.folders import open_folder
 from ckptool.files.sources import FolderSource
 from ckptool.formats.joined.container import JoinedTensor, RankFiles, rows
 from ckptool.formats.pieces.chunks import Chunk
 from ckptool.pickles.nodes import Global
-from ckptool.safety.checksums import checksums
 
 
 class Halves(RankFiles):

@@ -8,11 +8,11 @@ from typing import Final
 
 from ..base.errors import MalformedError
 from ..base.records import NamedTuple
-from ..checkpoint.container import Container, StoredRecord
 from ..files.downloads import expect_reads
 from ..files.sources import Span
 from ..files.threads import run_in_threads
 from ..files.zips.reader import checksum as checksum_of
+from .container import Container, StoredRecord
 
 #: Maximum number of records held at a time; a folder may have millions.
 _BATCH: Final = 50_000
