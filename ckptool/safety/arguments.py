@@ -166,8 +166,7 @@ class _CallChecker:
         node = self.nodes[ref]
         if not isinstance(node, Call) or self.name(node.func) != "torch.serialization._get_layout":
             return ""
-        args = list_items(self.nodes[node.args])
-        text = self.nodes[args[0]] if args else ""
+        text = next((self.nodes[ref] for ref in list_items(self.nodes[node.args])), "")
         return text if type(text) is str else ""
 
     def ints(self, ref: Ref) -> tuple[int, ...] | None:
@@ -228,7 +227,7 @@ _VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
 _KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
     "bool": lambda checker, ref: type(checker.nodes[ref]) is bool,
     "string": lambda checker, ref: type(checker.nodes[ref]) is str,
-    "whole number": lambda checker, ref: type(checker.nodes[ref]) is int,
+    "device index": lambda checker, ref: type(node := checker.nodes[ref]) is int and 0 <= node < 1 << 31,
     "tuple": lambda checker, ref: isinstance(checker.nodes[ref], tuple | List),
     "storage": lambda checker, ref: type(checker.nodes[ref]) is Persistent,
     "tensor": lambda checker, ref: checker.reader.tensor(ref) is not None,
@@ -274,5 +273,5 @@ RULES: Final[Mapping[str, _Rule]] = {
     "torch.nested._internal.nested_tensor._rebuild_njt": _Rule(1, ("",), None, True),
     "torch.serialization._get_layout": _Rule(1, ("name of a layout",)),
     "torch.Size": _Rule(0, ("size",)),
-    "torch.device": _Rule(1, ("name of a device", "whole number or None")),
+    "torch.device": _Rule(1, ("name of a device", "device index or None")),
 }
