@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from conftest import FIXTURES, ROOT
+from docs_modules import docs_module
 
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
@@ -139,7 +140,7 @@ def test_rows_have_the_same_columns_and_types(
     shutil.copytree(FIXTURES / "real", "real")
     run([command, "real", *NAMES, "nowhere.pth", "--format", "rows", *engine])
     said = rows(capsys.readouterr().out)
-    schema = json.loads((ROOT / "docs" / "schemas" / f"{command}.json").read_text("utf-8"))
+    schema = docs_module("schemas").schema(command)
     for item in said:
         jsonschema.validate(item, {"$defs": schema["$defs"], "$ref": "#/$defs/FileRow"})
         assert {name: type(value) for name, value in item.items()} == {name: type(v) for name, v in said[0].items()}
