@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
+ALL_FORMATS = ("table", "json", "jsonl", "markdown")
 #: Tensor kinds that a dtype and a shape describe completely.
 PLAIN_KINDS = ("dense", "quantized", "meta")
 REPORT_FORMATS = ("table", "json", "jsonl")

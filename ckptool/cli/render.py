@@ -159,7 +159,7 @@ def table(
     spare: Sequence[int] = (),
     indent: int = 0,
 ) -> str:
-    """Return rows of strings as a table. ``right`` holds the columns of numbers; ``style`` is one of ``ALL_FORMATS``.
+    """Return rows of strings as a table. ``right`` holds the columns of numbers; ``style`` is "table" or "markdown".
 
     A "table" is made to fit the terminal, ``indent`` cells from the left. Columns in ``spare`` are removed first, then
     the column ``prose`` is wrapped and other columns are shortened in the middle. The column ``verdicts`` is coloured.
@@ -190,10 +190,8 @@ def column_table(
             shown[verdicts] = [judged(text) for text in shown[verdicts]]
         headers, columns = [headers[number] for number in shown], list(shown.values())
         right = [place for place, number in enumerate(shown) if number in right]
-    if style in ("table", "plain"):
-        return "\n".join(_drawn(headers, columns, style, right))
-    rows = list(zip(*columns))
-    return _csv(headers, rows) if style == "csv" else _markdown(headers, rows, right)
+        return "\n".join(_drawn(headers, columns, right))
+    return _markdown(headers, list(zip(*columns)), right)
 
 
 def _fitted(
@@ -228,18 +226,7 @@ def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    import csv
-    import io
-
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(headers)
-    writer.writerows(rows)
-    return out.getvalue().rstrip("\n")
-
-
-def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
+def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
     """Yield the table as tabulate would draw it, in blocks of lines."""
     columns = [_stripped(column) for column in columns]
     if not columns or not columns[0]:
@@ -260,9 +247,7 @@ def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str,
         widths.append(width)
         forms.append(form)
     line = "  ".join(forms)
-    lines = [line % tuple(heads)]
-    if style == "table":
-        lines.append("  ".join("-" * width for width in widths))
+    lines = [line % tuple(heads), "  ".join("-" * width for width in widths)]
     yield "\n".join([line.rstrip() for line in lines])
     rows = zip(*columns)
     for _ in range(0, len(columns[0]) if columns else 0, _BLOCK):

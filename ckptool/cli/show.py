@@ -209,7 +209,6 @@ Examples:
   ckptool keys model.pth --all --sort bytes
   ckptool keys model.pth --format json
   ckptool keys s3://bucket/run/step1000.pth
-  ckptool keys runs/ --format csv > keys.csv
 """
 
 
@@ -243,18 +242,17 @@ def keys(
     several = inputs.several
     how = {"key": key, "everything": everything, "globs": only, "sort": sort}
     headers = (("file",) if several else ()) + _COLUMNS
-    programs = style not in (*JSON, "table") and not names
     each = FileCommand(
         "keys",
         style,
         partial(_listed, how=how, names=names, several=several, style=style),
-        columns=Columns(headers, (len(headers) - 1,)) if programs else None,
+        columns=Columns(headers, (len(headers) - 1,)) if style == "markdown" and not names else None,
     )
-    label = "reading" if not no_progress and (style in ("json", "markdown", "plain") or not on_terminal()) else ""
+    label = "reading" if not no_progress and (style in ("json", "markdown") or not on_terminal()) else ""
     return run(each, inputs, inputs.checkpoints(), working, bar=label, spaced=style == "table" and not names)
 
 
-#: Columns of the formats for programs; "file" comes first if there are several files.
+#: Columns of a Markdown table; "file" comes first if there are several files.
 _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
 
 
@@ -301,7 +299,7 @@ def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
 
 
 def _cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
-    """Return a row for programs, which always has the same columns."""
+    """Return a row of a Markdown table, which always has the same columns."""
     tensor = entry.tensor
     where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
     return where, entry.key, entry.path, tensor.dtype, shape_text(tensor.shape), tensor.location, str(tensor.own_bytes)

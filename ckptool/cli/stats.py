@@ -101,7 +101,7 @@ def stats(paths: tuple[str, ...], no_fold: bool, working: Workers, style: str, n
         "stats",
         style,
         partial(_measured, own_bar=own_bar, style=style, several=several, fold=fold, how=how),
-        columns=Columns(headers, numbers) if style not in (*JSON, "table") else None,
+        columns=Columns(headers, numbers) if style == "markdown" else None,
     )
     return run(each, inputs, inputs.checkpoints(), working, spaced=style == "table")
 
@@ -139,7 +139,7 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "re
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a row for programs: always the same columns, and numbers with all their digits."""
+    """Return a row of a Markdown table: always the same columns, and numbers with all their digits."""
     numbers = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
     names = row["state_dict"] or "", row["key"], row["path"]
     return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""

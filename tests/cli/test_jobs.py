@@ -62,7 +62,7 @@ def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[byte
         *(["inspect", "--format", style] for style in ("table", "json", "jsonl")),
         ["inspect", "-v"],
         ["inspect", "--tree"],
-        *(["keys", "--format", style] for style in ("table", "jsonl", "csv", "markdown")),
+        *(["keys", "--format", style] for style in ("table", "jsonl", "markdown")),
         ["keys", "--names", "--include", "*weight"],
         *(["validate", "--format", style] for style in ("table", "json", "jsonl", "junit", "sarif", "github")),
     ],
@@ -496,7 +496,7 @@ def test_a_command_and_its_answers_are_plain_data(command: str, runs: Path, monk
             sent.append(pickle.loads(pickle.dumps(answer)))
             yield sent[-1]
 
-    formats = {"inspect": "table json", "keys": "table csv json", "stats": "table csv", "lock": "rows"}
+    formats = {"inspect": "table json", "keys": "table markdown json", "stats": "table markdown", "lock": "rows"}
     for style in formats.get(command, "table jsonl rows").split():
         words = [command, "runs", "--format", style]
         expected = say(*words)

@@ -96,7 +96,7 @@ CALLS = (
     ("inspect", "--tree"),
     ("keys",),
     ("keys", "--names"),
-    ("keys", "--format", "csv"),
+    ("keys", "--format", "markdown"),
     ("strip-module", "--dry-run"),
     ("salvage", "--dry-run"),
 )

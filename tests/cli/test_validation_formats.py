@@ -322,7 +322,7 @@ def test_github_has_no_command_of_the_old_kind(
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["inspect", "--tree"], ["keys", "--all"], ["get", "."], ["validate"]])
-@pytest.mark.parametrize("style", ["json", "table", "sarif", "junit", "github", "jsonl", "csv", "markdown", "plain"])
+@pytest.mark.parametrize("style", ["json", "table", "sarif", "junit", "github", "jsonl", "markdown"])
 def test_nothing_of_a_file_is_a_command_of_github(
     here: Path, style: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

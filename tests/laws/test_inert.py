@@ -54,7 +54,7 @@ WATCHED = """
             ["keys", "--all"],
             ["keys", "--key", "state_dict", "--format", "jsonl"],
             ["keys", "--names", "--include", "*weight"],
-            ["keys", "--format", "csv"],
+            ["keys", "--format", "markdown"],
             ["strip-module", "--repeat", "all", *writing],
             ["strip-module", "--wrappers", "--format", "json", *writing],
             ["add-module", *writing],
@@ -193,9 +193,7 @@ CALLS = {
     "keys": ["keys", "--all"],
     "keys-names": ["keys", "--names"],
     "keys-json": ["keys", "--all", "--format", "json"],
-    "keys-csv": ["keys", "--format", "csv"],
     "keys-markdown": ["keys", "--format", "markdown"],
-    "keys-plain": ["keys", "--format", "plain"],
     "keys-key": ["keys", "--key", "no.such.key"],
     "strip": ["strip-module", "--dry-run"],
     "strip-json": ["strip-module", "--dry-run", "--wrappers", "--format", "json"],
@@ -327,7 +325,6 @@ def test_json_is_strict_where_numbers_are_not_finite(nasty: Path, capsys: pytest
 
 def test_one_line_stays_one_line(nasty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer(["keys", "--names"], nasty, capsys)[1].splitlines()) == 3
-    assert len(answer(["keys", "--format", "plain"], nasty, capsys)[1].splitlines()) == 4
     drawn = answer(["keys", "--format", "markdown"], nasty, capsys)[1].splitlines()
     assert len(drawn) == 5
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in drawn} == {8}

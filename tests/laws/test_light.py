@@ -45,7 +45,7 @@ CALLS: list[list[str]] = [
     ["inspect", DEMO, "--map-location", "cpu", "--format", "json"],
     ["keys", DEMO],
     ["keys", DEMO, "--all", "--format", "markdown"],
-    ["keys", DEMO, "--format", "csv", "--include", "*weight", "--sort", "name"],
+    ["keys", DEMO, "--format", "jsonl", "--include", "*weight", "--sort", "name"],
     ["strip-module", DEMO, "-o", "OUT"],
     ["strip-module", DEMO, "-o", "OUT", "--wrappers", "--format", "json"],
     ["add-module", DEMO, "-o", "OUT"],
@@ -72,7 +72,7 @@ def test_no_command_needs_torch_or_numpy(arguments: list[str], out: Path) -> Non
 
 
 def test_tabulate_is_imported_for_markdown_only() -> None:
-    for style, expected in {"table": False, "plain": False, "json": False, "csv": False, "markdown": True}.items():
+    for style, expected in {"table": False, "json": False, "markdown": True}.items():
         assert ("tabulate" in command("keys", DEMO, "--format", style).modules) is expected
 
 

@@ -126,8 +126,6 @@ class Output:
         if self._style in JSON:
             self._reports.add(text)
             return
-        if self._begun and self._style == "csv" and self._columns is not None:
-            text = text.partition("\n")[2]  # the headers come once
         emit("\n" + text if self._begun and self._spaced else text)
         flush()
         self._begun = True
@@ -138,7 +136,7 @@ class Output:
             self._lines.close()
         elif self._style in JSON:
             self._reports.close()
-        elif self._columns is not None and not self._begun:
+        elif self._columns is not None:
             emit(table(self._columns.headers, self._rows, self._style, self._columns.right))
 
 

@@ -28,7 +28,7 @@ from ...reports.file_rows import (
     stamp_of,
 )
 from ..options import Workers, worst
-from ..render import emit, failure, flush, say_error, table, tell, to_json
+from ..render import emit, failure, flush, say_error, tell, to_json
 from ..terminal import TerminalProfile, seen_as, terminal_profile
 from .output import JSON, ROWS, Columns, ErrorLog, Output, report_text
 
@@ -214,8 +214,6 @@ def _answer(command: FileCommand, stamped: bool, path: str) -> Answer:
         if command.aborts:
             raise
         answer = command.after(path, error)
-    if command.style == "csv" and command.columns is not None and answer.rows:
-        answer = answer._replace(text=table(command.columns.headers, answer.rows, "csv"), rows=())
     return answer._replace(stamp=stamp)
 
 
