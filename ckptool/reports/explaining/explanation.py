@@ -259,10 +259,10 @@ def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport], error: Know
     """Return the command for the findings that explain a known error, and for nothing else in the file."""
     codes = {item["code"] for item in mine}
     path = checkpoint.path
+    to_cpu = edit_step("remap", path, word="cpu", to="cpu")
     if codes <= _DEVICES:
         # A machine that names its number of GPUs has one.
-        return as_step(Line(error.command_for(path, details)))
+        return as_step(Line(error.command_for(path, details))) if error.step.startswith("remap ") else to_cpu
     if codes <= _CLASSES and (plain := sanitize_step(checkpoint)):
-        to_cpu = edit_step("remap", path, word="cpu", to="cpu")
         return together(path, [plain, to_cpu] if away(checkpoint) else [plain]) or plain
     return _step_of((), mine)
