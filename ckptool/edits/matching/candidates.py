@@ -21,7 +21,7 @@ _IN_A_ROW: Final = 2
 #: Names that tools are known to change: weight_norm before torch 2.0, norms of TensorFlow, DenseNet in torchvision
 #: before 0.3, and the adapter's name in a live PEFT model.
 _KNOWN: Final = tuple(
-    tuple(FixStep("rename-regex", text) for text in texts)
+    tuple(FixStep("rename", text) for text in texts)
     for texts in (
         (r"s/parametrizations\.(\w+)\.original0$/\1_g/", r"s/parametrizations\.(\w+)\.original1$/\1_v/"),
         (r"s/(^|\.)gamma$/\1weight/", r"s/(^|\.)beta$/\1bias/"),

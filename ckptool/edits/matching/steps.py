@@ -55,12 +55,12 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
         return unwrapper(names)
     if step.option == "add-prefix":
         return step.value.__add__
+    if step.option == "rename" and step.value.startswith("s/"):
+        pattern, replacement, count = parse_regex(step.value)
+        return partial(pattern.sub, replacement, count=count)
     if step.option == "rename":  # made by this package: a prefix, and a star on both sides
         old, new = (side.removesuffix("*") for side in step.value.split("=", 1))
         return lambda name: new + name.removeprefix(old) if name.startswith(old) else name
-    if step.option == "rename-regex":
-        pattern, replacement, count = parse_regex(step.value)
-        return partial(pattern.sub, replacement, count=count)
     raise TargetError(f"{step.option!r} does not rename")
 
 
