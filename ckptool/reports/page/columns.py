@@ -1,7 +1,7 @@
-"""A page's tensors as columns, which its program reads. Names are front-coded, words are numbered.
+"""A page's tensors as columns of JSON, which its program reads.
 
-A column is a list with one item per tensor: first the tensors of A, then those found only in B. A column of words is
-``{"words": [...], "at": [...]}``. ``null`` is an unknown number.
+A column is a list with one item per tensor: first the tensors of A, then those found only in B. ``null`` is an unknown
+number.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ...base.prefixes import common_length
 from ...base.steps import Setting, argument, spaced
 from ...base.text import json_value, shape_text
 from ...checkpoint.tensors import Tensor
@@ -34,76 +32,51 @@ def packed(content: Content) -> str:
 
 
 def columns(content: Content) -> dict[str, Any]:
-    """Return the columns, and the words and files that they refer to."""
+    """Return the columns, and the files that they are about."""
     ours, comparison = content.tensors, content.comparison
-    added = _added(comparison) if comparison is not None else []
+    own, added = len(ours.rows), _added(comparison) if comparison is not None else []
     # (checkpoint, row) for each tensor on the page.
-    every = [(ours, row) for row in range(len(ours.rows))]
+    every = [(ours, row) for row in range(own)]
     if comparison is not None:
         every += [(comparison.tensors, row) for row in added]
     rows = [tensors.rows[row] for tensors, row in every]
     data: dict[str, Any] = {
         "file": argument(ours.path),
-        **_names(rows),
-        "dtype": _numbered(row["dtype"] for row in rows),
-        "shape": _numbered(shape_text(row["shape"]) for row in rows),
-        "device": _numbered(row["location"] for row in rows),
-        "class": _numbered(row["class"] or "" for row in rows),
-        "kind": _numbered(_kind(tensors, row) for tensors, row in every),
-        "grad": [int(row["requires_grad"]) for row in rows],
+        "name": [row["path"] if row["state_dict"] is None else row["key"] for row in rows],
+        "dict": [row["state_dict"] for row in rows],
+        "path": [row["path"] for row in rows],
+        "dtype": [row["dtype"] for row in rows],
+        "shape": [shape_text(row["shape"]) for row in rows],
+        "device": [row["location"] for row in rows],
+        "class": [row["class"] or "" for row in rows],
+        "kind": [_kind(tensors, row) for tensors, row in every],
+        "grad": [row["requires_grad"] for row in rows],
         "bytes": [row["bytes"] for row in rows],
         "numel": [row["numel"] for row in rows],
-        "storage": _storages(ours, len(rows)),
-        "first": _firsts(ours, len(rows)),
-        "owner": [ours.owners.get(number, -1) for number in range(len(ours.rows))] + [-1] * len(added),
+        "storage": [row["storage"] for row in ours.rows] + [""] * len(added),
+        "first": [*ours.first, *range(own, len(rows))],
+        "owner": [ours.owners.get(number) for number in range(len(rows))],
         "stats": None if content.without_numbers else _statistics(rows),
         "other": None,
         "diff": None,
     }
     if comparison is not None:
-        theirs = comparison.tensors
-        partners = [comparison.partners.get(number) for number in range(len(ours.rows))] + [None] * len(added)
+        theirs = comparison.tensors.rows
+        partners = [comparison.partners.get(number) for number in range(len(rows))]
         if not content.without_numbers:
-            data["other"] = _statistics([{} if row is None else theirs.rows[row] for row in partners])
-        data["diff"] = _difference(comparison, ours.rows, partners, [*comparison.fate, *(ADDED for _ in added)])
-        data["diff"]["file"] = argument(theirs.path)
+            data["other"] = _statistics([{} if row is None else theirs[row] for row in partners])
+        # Most tensors have the same name in B.
+        paths = [
+            "" if row is None or theirs[row]["path"] == path else theirs[row]["path"]
+            for row, path in zip(partners, data["path"])
+        ]
+        data["diff"] = {
+            "file": argument(comparison.tensors.path),
+            "fate": [*comparison.fate, *(ADDED for _ in added)],
+            "partner": paths,
+            **_difference(comparison, len(rows)),
+        }
     return data
-
-
-def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return how many UTF-16 units each name keeps from the previous name, and the text it adds."""
-    keep, add, before = [], [], ""
-    for name in names:
-        shared = name[: common_length(before, name)]
-        keep.append(len(shared) if shared.isascii() else len(shared.encode("utf-16-le", "surrogatepass")) // 2)
-        add.append(name[len(shared) :])
-        before = name
-    return {"keep": keep, "add": add}
-
-
-def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns for names and paths: key and state dict, or the path if there is no state dict.
-
-    ``path`` is 1 if it is the key appended as a word, 2 if it is the key appended in quotes; otherwise the path itself.
-    """
-    paths: list[int | str] = []
-    for row in rows:
-        base, key, path = row["state_dict"], row["key"], row["path"]
-        if path == (f"{base}.{key}" if base else key):
-            paths.append(1)
-        else:
-            paths.append(2 if path == f'{base or ""}["{key}"]' else path)
-    return {
-        "name": front_coded(row["path"] if row["state_dict"] is None else row["key"] for row in rows),
-        "dict": _numbered(row["state_dict"] for row in rows),
-        "path": paths,
-    }
-
-
-def _numbered(words: Iterable[str | None]) -> dict[str, list[Any]]:
-    numbers: dict[str | None, int] = {}
-    at = [numbers.setdefault(word, len(numbers)) for word in words]
-    return {"words": list(numbers), "at": at}
 
 
 def _kind(tensors: Tensors, row: int) -> str:
@@ -116,42 +89,16 @@ def _kind(tensors: Tensors, row: int) -> str:
     return ("scalar", "vector", "matrix")[len(tensor.shape)] if len(tensor.shape) < 3 else "kernel (3-D and more)"
 
 
-def _storages(tensors: Tensors, size: int) -> list[int]:
-    """Return the same number for all tensors that share a storage, -1 for other tensors."""
-    users: dict[str, list[int]] = {}
-    for number, row in enumerate(tensors.rows):
-        if row["storage"]:
-            users.setdefault(row["storage"], []).append(number)
-    result = [-1] * size
-    for place, numbers in enumerate(same for same in users.values() if len(same) > 1):
-        for number in numbers:
-            result[number] = place
-    return result
-
-
-def _firsts(tensors: Tensors, size: int) -> list[int]:
-    """Return the first row with the same elements; -1 if that is the tensor's own row."""
-    return [-1 if first == number else first for number, first in enumerate(tensors.first)] + [-1] * (
-        size - len(tensors.first)
-    )
-
-
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of numbers; missing values are null."""
-    result: dict[str, Any] = {name: _exact([row.get(name) for row in rows]) for name in NUMBERS}
+    result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
     result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
-    result["of"] = _numbered(row.get("of") or "" for row in rows)
-    result["reason"] = _numbered(row.get("reason") or "" for row in rows)
-    return result
+    return result | {name: [row.get(name) or "" for row in rows] for name in ("of", "reason")}
 
 
-def _exact(values: list[Any]) -> list[Any]:
-    """Return numbers that JavaScript can read; large integers and non-finite numbers become text."""
-    with suppress(TypeError, OverflowError):
-        # A sum of all takes a tenth of the time, and most columns are small numbers.
-        if sum(abs(value) for value in values if value is not None) < 1 << 53:
-            return values
-    return [str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value) for value in values]
+def _exact(value: Any) -> object:
+    """Return a number that JavaScript can read; a large integer or a non-finite number becomes text."""
+    return str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value)
 
 
 def _added(comparison: Comparison) -> list[int]:
@@ -166,21 +113,11 @@ def _added(comparison: Comparison) -> list[int]:
     ]
 
 
-def _difference(
-    comparison: Comparison, ours: Sequence[Mapping[str, Any]], partners: Sequence[int | None], fate: Sequence[str]
-) -> dict[str, Any]:
-    known = [comparison.figures.get(number, {}) for number in range(len(partners))]
-    theirs = comparison.tensors.rows
+def _difference(comparison: Comparison, size: int) -> dict[str, Any]:
+    known = [comparison.figures.get(number, {}) for number in range(size)]
     result: dict[str, Any] = {name: [item.get(name) for item in known] for name in FIGURES}
-    result["fate"] = _numbered(fate)
-    result["changes"] = {str(number): texts for number, texts in comparison.changes.items()}
-    result["reason"] = {str(number): item["reason"] for number, item in enumerate(known) if item.get("reason")}
-    # Partners with another name; most names are equal.
-    result["partner"] = {
-        str(number): theirs[partner]["path"]
-        for number, partner in comparison.partners.items()
-        if theirs[partner]["path"] != ours[number]["path"]
-    }
+    result["reason"] = [item.get("reason") or "" for item in known]
+    result["changes"] = [list(comparison.changes.get(number, ())) for number in range(size)]
     return result
 
 

@@ -99,29 +99,16 @@
   const data = await unpacked();
   const { stats, other, diff } = data;
   const total = data.bytes.length;
-  const word = (column, row) => column.words[column.at[row]];
-  const names = [];
-  for (let row = 0, before = ""; row < total; row++) {
-    names.push((before = before.slice(0, data.name.keep[row]) + data.name.add[row]));
-  }
-
-  function pathOf(row) {
-    const dict = word(data.dict, row), name = names[row], path = data.path[row];
-    if (dict === null) return name;
-    if (typeof path === "string") return path;
-    return path === 2 ? dict + '["' + name + '"]' : dict ? dict + "." + name : name;
-  }
-
   function segments(row) {
-    const dict = word(data.dict, row), name = names[row], owner = data.owner[row];
-    if (owner >= 0) return ["optimizer state", ...segments(owner), name.slice(name.lastIndexOf(".") + 1)];
+    const dict = data.dict[row], name = data.name[row], owner = data.owner[row];
+    if (owner !== null) return ["optimizer state", ...segments(owner), name.slice(name.lastIndexOf(".") + 1)];
     const parts = dict === null
       ? (name.match(/\["(?:[^"\\]|\\.)*"\]|\[[^\]]*\]|[^.[\]]+/g) || [name]).map((part) => part.replace(/^\["(.*)"\]$/s, "$1"))
       : (dict ? [dict] : []).concat(name.split("."));
     return parts.length > DEEPEST ? parts.slice(0, DEEPEST - 1).concat(parts.slice(DEEPEST - 1).join(".")) : parts;
   }
 
-  const fate = (row) => (diff ? word(diff.fate, row) : "");
+  const fate = (row) => (diff ? diff.fate[row] : "");
   const nonfinite = (row) => (stats ? stats.nans[row] + stats.infs[row] + (other ? other.nans[row] + other.infs[row] : 0) : 0);
 
   function suspicions(row) {
@@ -131,7 +118,7 @@
       if (side.nans[row]) found.add("NaN");
       if (side.infs[row]) found.add("Inf");
       if (side.finite[row] && side.min[row] === 0 && side.max[row] === 0) found.add("all zero");
-      if (word(side.reason, row)) found.add("no numbers");
+      if (side.reason[row]) found.add("no numbers");
     }
     return [...found];
   }
@@ -150,7 +137,7 @@
   function grown() {
     const root = { name: "", row: -1, modules: new Map(), leaves: [] };
     for (let row = 0; row < total; row++) {
-      if (data.first[row] >= 0 || !data.bytes[row]) continue;
+      if (data.first[row] !== row || !data.bytes[row]) continue;
       const parts = segments(row), last = parts.pop();
       let node = root;
       for (const part of parts) {
@@ -198,9 +185,9 @@
   // -- the treemap
 
   const COLOURS = {
-    kind: ["kind", (row) => word(data.kind, row)],
-    dtype: ["dtype", (row) => word(data.dtype, row)],
-    device: ["device", (row) => word(data.device, row)],
+    kind: ["kind", (row) => data.kind[row]],
+    dtype: ["dtype", (row) => data.dtype[row]],
+    device: ["device", (row) => data.device[row]],
   };
   const STEPS = [[0, "the same"], [1e-4, "rel. L2 to 0.0001"], [1e-3, "to 0.001"], [1e-2, "to 0.01"],
     [0.1, "to 0.1"], [Infinity, "above 0.1, or NaN or Inf in one"]];
@@ -386,7 +373,7 @@
       current = at;
       const { node } = placed[at];
       readout.textContent = `${node.id < 0 ? node.name : fullName(node)}: ${amount(node)}, ${percent(node[unit], root[unit])}, ` +
-        (node.row >= 0 ? `${word(data.dtype, node.row)} ${word(data.shape, node.row)}` : plural(node.end - node.begin, "tensor")) +
+        (node.row >= 0 ? `${data.dtype[node.row]} ${data.shape[node.row]}` : plural(node.end - node.begin, "tensor")) +
         (by in COLOURS && node.row < 0 ? "" : `, ${colour(by, node)[1]}`);
     }
 
@@ -429,10 +416,10 @@
   // -- the table of all tensors
 
   const CELLS = {
-    name: (row) => names[row] || ".",
+    name: (row) => data.name[row] || ".",
     fate,
-    dtype: (row) => word(data.dtype, row),
-    shape: (row) => word(data.shape, row),
+    dtype: (row) => data.dtype[row],
+    shape: (row) => data.shape[row],
     bad: nonfinite,
     chart: (row) => (stats.std[row] === null ? null : Number(stats.std[row])),
   };
@@ -442,12 +429,12 @@
 
   function cell(by, row) {
     if (by === "name") {
-      const dict = word(data.dict, row), narrow = innerWidth < 600;
-      return element("a", { href: "#/tensor/" + row, tabindex: -1, title: visible(pathOf(row)) },
-        dict && !narrow ? element("small", {}, middle(visible(dict), 20) + " › ") : "", middle(visible(names[row] || "."), narrow ? 34 : 60));
+      const dict = data.dict[row], narrow = innerWidth < 600;
+      return element("a", { href: "#/tensor/" + row, tabindex: -1, title: visible(data.path[row]) },
+        dict && !narrow ? element("small", {}, middle(visible(dict), 20) + " › ") : "", middle(visible(data.name[row] || "."), narrow ? 34 : 60));
     }
     if (by === "bytes") return size(data.bytes[row]);
-    if (by === "chart") return stats.counts[row] ? chart(stats.counts[row]) : middle(visible(word(stats.reason, row)), 30);
+    if (by === "chart") return stats.counts[row] ? chart(stats.counts[row]) : middle(visible(stats.reason[row]), 30);
     if (by === "bad") {
       const sides = diff ? [["A: ", stats], ["B: ", other]] : [["", stats]];
       return sides.flatMap(([side, from]) => [[from.nans[row], "NaN"], [from.infs[row], "Inf"]].filter(([value]) => value)
@@ -474,7 +461,7 @@
     const search = element("input", { type: "search", placeholder: "text, or a glob: *.weight", "aria-label": "Search names", oninput: filter });
     const odd = element("input", { type: "checkbox", onchange: filter });
     const changed = diff ? all.filter((row) => fate(row) !== "same") : [];
-    const fates = diff ? [...new Set(diff.fate.words)] : [];
+    const fates = diff ? [...new Set(diff.fate)] : [];
     const select = element("select", { "aria-label": "Change", onchange: filter }, element("option", { value: "" }, "all tensors"),
       ...(changed.length && changed.length < total ? [element("option", { value: CHANGED, selected: true }, "changed")] : []),
       ...fates.map((text) => element("option", {}, text)));
@@ -502,11 +489,11 @@
       else if (select.value) rows = rows.filter((row) => fate(row) === select.value);
       if (/[*?]/.test(text)) {
         const glob = new RegExp("^" + text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*+/g, ".*").replace(/\?/g, ".") + "$", "is");
-        rows = rows.filter((row) => glob.test(names[row]) || glob.test(pathOf(row)));
+        rows = rows.filter((row) => glob.test(data.name[row]) || glob.test(data.path[row]));
       } else if (text) {
         const small = text.toLowerCase();
-        folded = folded || names.map((name) => name.toLowerCase());
-        rows = rows.filter((row) => folded[row].includes(small) || (small.includes("[") && pathOf(row).toLowerCase().includes(small)));
+        folded = folded || data.name.map((name) => name.toLowerCase());
+        rows = rows.filter((row) => folded[row].includes(small) || (small.includes("[") && data.path[row].toLowerCase().includes(small)));
       }
       view = rows;
       arrange();
@@ -592,7 +579,7 @@
   document.body.append(dialog);
 
   function link(row) {
-    return element("a", { href: "#/tensor/" + row }, middle(visible(pathOf(row)), 60));
+    return element("a", { href: "#/tensor/" + row }, middle(visible(data.path[row]), 60));
   }
 
   function pairs(items) {
@@ -600,23 +587,23 @@
   }
 
   function details(row) {
-    const path = pathOf(row), shown = visible(path), parts = [];
+    const path = data.path[row], shown = visible(path), parts = [];
     parts.push(element("div", { class: "top" }, element("h2", { id: "tensor-name" }, shown),
       element("button", { type: "button", class: "close", "aria-label": "Close", autofocus: true, onclick: () => dialog.close() }, "×")));
-    parts.push(pairs([["dtype", word(data.dtype, row)], ["shape", visible(word(data.shape, row))], ["elements", count(data.numel[row])],
-      ["bytes", size(data.bytes[row])], ["kind", word(data.kind, row)], ["device", visible(word(data.device, row))],
-      ["class", visible(word(data.class, row))], ["requires_grad", data.grad[row] ? "yes" : ""], ["suspicious", suspicions(row).join(", ")],
-      ["same elements as", data.first[row] >= 0 ? link(data.first[row]) : ""],
-      ["state of", data.owner[row] >= 0 ? link(data.owner[row]) : ""]]));
+    parts.push(pairs([["dtype", data.dtype[row]], ["shape", visible(data.shape[row])], ["elements", count(data.numel[row])],
+      ["bytes", size(data.bytes[row])], ["kind", data.kind[row]], ["device", visible(data.device[row])],
+      ["class", visible(data.class[row])], ["requires_grad", data.grad[row] ? "yes" : ""], ["suspicious", suspicions(row).join(", ")],
+      ["same elements as", data.first[row] !== row ? link(data.first[row]) : ""],
+      ["state of", data.owner[row] !== null ? link(data.owner[row]) : ""]]));
     if (diff) parts.push(...difference(row));
     if (stats) parts.push(...numbers(row));
-    const together = data.storage[row] < 0 ? [] : all((at) => at !== row && data.storage[at] === data.storage[row]);
+    const together = !data.storage[row] ? [] : all((at) => at !== row && data.storage[at] === data.storage[row]);
     if (together.length) parts.push(element("h3", {}, "In the same storage"), list(together));
     const states = all((at) => data.owner[at] === row);
     if (states.length) {
       const columns = stats ? ["min", "max", "mean", "std"] : [];
       parts.push(element("h3", {}, "Optimizer state"), table("Optimizer state", ["state", "shape", "bytes", ...columns],
-        states.map((at) => [link(at), visible(word(data.shape, at)), size(data.bytes[at]), ...columns.map((by) => exact(stats[by][at]))])));
+        states.map((at) => [link(at), visible(data.shape[at]), size(data.bytes[at]), ...columns.map((by) => exact(stats[by][at]))])));
     }
     if (shown === path && fate(row) !== "only in B") {
       const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : "'" + path.replaceAll("'", "'\\''") + "'";
@@ -646,17 +633,17 @@
     const parts = [element("h3", {}, "Change")];
     const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"],
       ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
-    parts.push(pairs([["change", fate(row)], ["in B", visible(diff.partner[row] || "")], ["why no figures", visible(diff.reason[row] || "")],
+    parts.push(pairs([["change", fate(row)], ["in B", visible(diff.partner[row])], ["why no figures", visible(diff.reason[row])],
       ...names.filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row], name)])]));
-    if (diff.changes[row]) parts.push(element("ul", {}, ...diff.changes[row].map((text) => element("li", {}, visible(text)))));
+    if (diff.changes[row].length) parts.push(element("ul", {}, ...diff.changes[row].map((text) => element("li", {}, visible(text)))));
     return parts;
   }
 
   function numbers(row) {
-    if (word(stats.reason, row)) return [element("p", {}, "No numbers: " + visible(word(stats.reason, row)))];
+    if (stats.reason[row]) return [element("p", {}, "No numbers: " + visible(stats.reason[row]))];
     const sides = other && other.min[row] !== null ? [["A", stats], ["B", other]] : [["", stats]];
     const rows = COUNTED.filter(([by]) => sides.some(([, side]) => side[by][row] !== null)).map(([by, text]) => [text, ...sides.map(([, side]) => exact(side[by][row]))]);
-    const of = word(stats.of, row);
+    const of = stats.of[row];
     const parts = [element("h3", {}, "Numbers"), of && of !== "elements" ? element("p", { class: "aside" }, "of " + visible(of)) : ""];
     for (const [side, from] of sides) if (from.counts[row]) parts.push(histogram(side, from, row));
     parts.push(table("Numbers", ["number", ...sides.map(([side]) => side || "value")], rows));
