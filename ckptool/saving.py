@@ -49,7 +49,7 @@ from .formats.readback import check_file, check_folder
 if TYPE_CHECKING:
     import torch
 
-    from .files.write.workers import OpenExecutor
+    from .files.engine import OpenExecutor
     from .remote.publishing import Traffic
 
 #: Called with the bytes written so far, and the total bytes to write.
@@ -62,7 +62,7 @@ _REPORTED = 8
 
 
 class Saved(NamedTuple):
-    """An output: its ``path`` with ``{hash8}`` replaced, its ``size`` in bytes, and the ``plan`` that was executed.
+    """An output: its ``path``, its ``size`` in bytes, and the ``plan`` that was executed.
 
     ``exact`` says whether the unedited pickle would be written byte for byte. After an edit in place, ``appended``
     counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,

@@ -159,6 +159,7 @@ PLACEHOLDERS: Final = {
     "FILE": "a file to read, other than a checkpoint: a policy, a lock, a table, a list, a log",
     "FROM": "the device that tensors are on; `cuda:*` is any",
     "GLOB": "a pattern that matches keys and entries: `head.*`, `re:REGEX`",
+    "I": "the first of every N inputs to take, from 1",
     "KEY": "the path of an entry, a state dict or a tensor, as `inspect` prints it: `state_dict.fc.bias`",
     "KIND": "a kind of loss; `convert --help` lists them",
     "MESSAGE": "the text of an error",

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckptool.files import processes
+from ckptool.files import engine
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures" / "files"
@@ -62,7 +62,7 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 # Tests patch modules for worker processes, which then must be forked, whatever the tests before them have imported.
-processes._UNFORKABLE = ""  # type: ignore[misc]
+engine._UNFORKABLE = ""  # type: ignore[misc]
 
 # Started by nohup or in the background, the tests inherit signals that are ignored, and so would what they run.
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):

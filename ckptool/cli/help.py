@@ -23,7 +23,7 @@ SHARED: Final[Headings] = (
         ),
     ),
     ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned")),
-    ("Several files", ("--files-from", "--null", "--jobs", "--engine")),
+    ("Several files", ("--files-from", "--slice", "--jobs", "--engine")),
     (
         "Report",
         (
@@ -36,7 +36,7 @@ SHARED: Final[Headings] = (
 RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
-        *("--reclaim", "--null", "--jobs", "--engine", "--no-progress", "--no-color"),
+        *("--reclaim", "--files-from", "--slice", "--jobs", "--engine", "--no-progress", "--no-color"),
         *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned"),
     )
 )

@@ -80,8 +80,7 @@ def lock(
     inputs = inputs._replace(paths=as_one(expanded(inputs.paths)))
     if rows and output is not None:
         raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
-    if rows or len(inputs.paths) != 1 or inputs.files_from is not None:
-        working.ordered = not rows
+    if rows or len(inputs.paths) != 1 or not inputs.whole:
         return run(
             FileCommand("lock", ROWS if rows else WHOLE, partial(_locked, content=content, rows=rows), _not_locked),
             inputs,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -19,9 +19,10 @@ from ..base.steps import concealed, shell_words
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from ..checkpoint.checkpoint import Checkpoint
     from ..edits.outputs import Conversion
-    from ..files.executors import Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,6 +63,42 @@ class InputPath(AnyPath):
     reads = True
 
 
+class Slice(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """``I/N``: every Nth input, from the Ith on; the value is a Python slice."""
+
+    name = "slice"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> slice:
+        """Return the slice of the inputs."""
+        if isinstance(value, slice):
+            return value
+        first, _, step = value.partition("/")
+        if not (first.isdecimal() and step.isdecimal() and 0 < int(first) <= int(step)):
+            self.fail(f"{value!r} is not I/N with I from 1 to N, such as 2/8.", param, ctx)
+        return slice(int(first) - 1, None, int(step))
+
+
+#: All inputs.
+EVERY: Final = slice(0, None, 1)
+
+
+def list_options(command: Command) -> Command:
+    """Add PATH, --files-from and --slice."""
+    lists = "Read paths from a file, or - for standard input: one per line, or NUL-separated; globs are not expanded."
+    part = "Take every Nth input, from the Ith: for arrays of jobs."
+    option: Any = click.option("--slice", "chosen", type=Slice(), metavar="I/N", default=EVERY, help=part)(command)
+    option = click.option("--files-from", type=AnyPath(), metavar="FILE", is_eager=True, help=lists)(option)
+    argument = click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath(), callback=_named)
+    return cast(Command, argument(option))
+
+
+def _named(ctx: click.Context, param: click.Parameter, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths; raise MissingParameter without a path and a list."""
+    if not paths and not ctx.params.get("files_from") and not ctx.resilient_parsing:
+        raise click.MissingParameter(ctx=ctx, param=param)
+    return paths
+
+
 def worst(codes: Iterable[int]) -> int:
     """Return the gravest of the exit codes of several inputs, or 0 without inputs."""
     occurred = set(codes)
@@ -69,30 +106,24 @@ def worst(codes: Iterable[int]) -> int:
 
 
 def paths(command: Command) -> Command:
-    """Add an argument for one or more input paths. A quoted glob names the files that it matches."""
+    """Add ``list_options``; the command gets all ``paths``. A quoted glob names the files that it matches."""
 
     @wraps(command)
-    def with_files(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
+    def with_files(*args: Any, paths: tuple[str, ...], files_from: str | None, chosen: slice, **how: Any) -> Any:
+        if len(paths) > 1:
+            refuse_keys(paths)
         if any(set("*?[") & {*path} for path in paths):
             from ..formats.checkpoint_search import expanded  # only for patterns
 
             paths = expanded(paths)
-        return command(*args, paths=paths, **how)
+        if files_from is not None:
+            from ..files.lists import listed_paths
 
-    return searched_paths(cast(Command, with_files))
+            paths += tuple(map(concealed, listed_paths(files_from)))
+        inputs = paths[chosen]
+        return command(*args, paths=inputs, **how) if inputs else 0
 
-
-def searched_paths(command: Command) -> Command:
-    """Add an argument for one or more paths for a command that searches folders and globs itself."""
-
-    @wraps(command)
-    def with_paths(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
-        if len(paths) > 1:
-            refuse_keys(paths)
-        return command(*args, paths=paths, **how)
-
-    argument = click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=InputPath())
-    return cast(Command, argument(with_paths))
+    return list_options(cast(Command, with_files))
 
 
 def one_path(command: Command) -> Command:
@@ -340,8 +371,6 @@ class Workers:
             raise click.UsageError("--jobs starts workers on this machine: a scheduler has its own.")
         self.jobs = jobs
         self.engine = engine
-        #: Whether results come in the order of the files, even from a scheduler.
-        self.ordered = False
         self.error: EngineError | None = None
 
     @property
@@ -349,7 +378,7 @@ class Workers:
         """Whether this process reads the files itself, one after the other."""
         return self.engine == LOCAL and self.jobs in (None, 1)
 
-    def open(self) -> AbstractContextManager[Engine]:
+    def open(self) -> AbstractContextManager[Executor]:
         """Open the engine that does the work."""
         from ..files.engine import open_engine
 
@@ -396,7 +425,7 @@ class Writing(NamedTuple):
     working: Workers = Workers()
 
 
-_OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
+_OUTPUT = "The file to write."
 _OUT_DIR = "The folder for the outputs of several inputs."
 _LINKS = "Also copy files that links point to outside of the folder."
 _CONFIG = "Also update the config.json of a folder where the edit makes it wrong."

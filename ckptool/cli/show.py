@@ -22,20 +22,18 @@ from ..formats.checkpoint_search import as_one, names_one_file
 from ..formats.opening import open_checkpoint
 from ..reports.file_rows import FileVerdict
 from .help import GroupedCommand
-from .many.inputs import Inputs
+from .many.inputs import Inputs, input_options
 from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
 from .many.runner import Answer, FileCommand, Totals, failed, run
 from .options import (
     ALL_FORMATS,
     PLAIN_KINDS,
     Workers,
-    engine_options,
     format_option,
     key_option,
     listing,
     location,
     progress_option,
-    searched_paths,
     sort_option,
     unmatched_lines,
 )
@@ -65,7 +63,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
-@searched_paths
+@input_options
 @click.option("--tree", is_flag=True, help="Also show the tree of objects.")
 @click.option(
     "--depth", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Levels of the tree."
@@ -77,13 +75,12 @@ Examples:
     help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
 )
 @click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")
-@engine_options
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show full details of every file, even for folders and globs.")
 @click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
 @progress_option
 def inspect(
-    paths: tuple[str, ...],
+    inputs: Inputs,
     tree: bool,
     depth: int,
     map_location: str | None,
@@ -102,7 +99,7 @@ def inspect(
     """
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
-    mapped, inputs = parse_map_location(map_location), Inputs(as_one(paths))
+    mapped, inputs = parse_map_location(map_location), inputs._replace(paths=as_one(inputs.paths))
     files = inputs.checkpoints()
     if style == "table" and not (overview or verbose or tree or load):
         first = list(islice(files, 2))
@@ -213,16 +210,15 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=KEYS_EPILOG)
-@searched_paths
+@input_options
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
 @listing
 @sort_option(("file", "name", "bytes"))
 @key_option
-@engine_options
 @format_option(ALL_FORMATS)
 @progress_option
 def keys(
-    paths: tuple[str, ...],
+    inputs: Inputs,
     names: bool,
     everything: bool,
     only: Globs,
@@ -238,7 +234,7 @@ def keys(
     otherwise a list. For a tensor spread over ranks (DTensor, ShardedTensor) the table shows which part the file holds;
     JSON has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
-    inputs = Inputs(as_one(paths))
+    inputs = inputs._replace(paths=as_one(inputs.paths))
     several = inputs.several
     how = {"key": key, "everything": everything, "globs": only, "sort": sort}
     headers = (("file",) if several else ()) + _COLUMNS

@@ -19,19 +19,17 @@ from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
-from .many.inputs import Inputs
+from .many.inputs import Inputs, input_options
 from .many.output import JSON, Columns, report_text
 from .many.runner import Answer, FileCommand, run
 from .options import (
     ALL_FORMATS,
     PLAIN_KINDS,
     Workers,
-    engine_options,
     format_option,
     key_option,
     listing,
     progress_option,
-    searched_paths,
     sort_option,
     unmatched_lines,
 )
@@ -76,22 +74,21 @@ _SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
 
 @click.command(cls=GroupedCommand, epilog=STATS_EPILOG)
-@searched_paths
+@input_options
 @listing
 @sort_option(SORTS)
 @click.option("--no-fold", is_flag=True, help="On a terminal, show one line per tensor; do not group similar ones.")
 @key_option
-@engine_options
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], no_fold: bool, working: Workers, style: str, no_progress: bool, **how: Any) -> int:
+def stats(inputs: Inputs, no_fold: bool, working: Workers, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf, histogram.
 
     Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
-    inputs = Inputs(as_one(paths))
+    inputs = inputs._replace(paths=as_one(inputs.paths))
     several = inputs.several
     headers = (("file",) if several else ()) + _COLUMNS
     numbers = range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)

@@ -161,7 +161,7 @@ def validate(
     shown = frozenset(inputs.paths)
     how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary), shown)
     every = chain(first, given)
-    files: Iterator[FileItem] = _with_missing(every, policy, how) if locks else every
+    files: Iterator[FileItem] = _with_missing(every, policy, how) if locks and inputs.whole else every
     label = "" if quick or quiet or no_progress or style == "github" or not watched() else "validating"
     own_bar = bool(label) and working.alone and style in ("table", "jsonl", ROWS) and on_terminal()
     work = partial(_validated, how=how, policies=policies, quick=quick, own_bar=own_bar)

@@ -8,14 +8,13 @@ import click
 
 import ckptool
 
-from ..base.steps import is_remote, undo_step
+from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
-from ..formats.checkpoint_search import expanded
 from ..saving import HistoryReport, UndoReport
 from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
-from .options import Workers, dry_run_option, format_option, quiet_option, searched_paths
+from .options import Workers, dry_run_option, format_option, paths, quiet_option
 from .render import clean, step_lines, table
 
 UNDO_EPILOG = """\b
@@ -28,7 +27,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
-@searched_paths
+@paths
 @click.option("--list", "listed", is_flag=True, help="List the edits made in place, the oldest version first.")
 @click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
@@ -43,14 +42,9 @@ def undo(paths: tuple[str, ...], listed: bool, original: bool, dry_run: bool, st
     style = "quiet" if quiet else style
     if listed:
         work = partial(_history, style=style)
-        return run_each(FileCommand("undo", style, work), _files(paths), Workers(), spaced=True)
+        return run_each(FileCommand("undo", style, work), paths, Workers(), spaced=True)
     work = partial(_undo, original=original, dry_run=dry_run, style=style)
-    return run_each(FileCommand("undo", style, work), _files(paths), Workers())
-
-
-def _files(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the files that globs match; addresses are refused later, without a listing."""
-    return paths if any(map(is_remote, paths)) else expanded(paths)
+    return run_each(FileCommand("undo", style, work), paths, Workers())
 
 
 def _undo(path: str, *, original: bool, dry_run: bool, style: str) -> Answer:

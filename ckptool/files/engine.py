@@ -1,162 +1,230 @@
-"""Engines run work on many files, as executors of ``concurrent.futures``.
+"""Engines run work on many files, as executors of ``concurrent.futures``: processes on this machine, or a Dask cluster.
 
-``local`` is a pool of processes on this machine (``processes.py``), ``dask`` a Dask cluster (``cluster.py``). Work is a
-module-level function and plain data, so it can be pickled. If a process dies, its work is run again.
+Work is a module-level function and plain data, so it can be pickled. If a process dies, its work is run again.
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager
-from functools import partial
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
-from queue import SimpleQueue
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ..base.engines import LOCAL, Precomputed, engine_address
 from ..base.errors import CkptoolError, EngineError, WorkerDiedError
-from .executors import Engine, cores
+from ..base.steps import Setting, advice
+from .threads import signals_blocked
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+#: Opens the executor whose workers do the work. It is opened once more if a worker died and the executor with it.
+OpenExecutor: TypeAlias = Callable[[], AbstractContextManager[Executor]]
+
+#: Whether a call succeeded, and its result or error.
+_Outcome: TypeAlias = tuple[bool, Any]
 
 #: Answers per worker that may wait for an earlier one. This bounds memory, and lets many small files proceed while a
 #: large file before them is still being read.
 WAITING: Final = 64
+#: How to start processes. A forked process starts in 2 ms, one that imports everything again in 100 ms. Forking is
+#: unsafe on macOS, because of the threads in its libraries.
+_START: Final = "fork" if sys.platform.startswith("linux") else "spawn"
+#: Once this library was used, a forked process cannot read remote files: the threads of the library are not in it.
+_UNFORKABLE: Final = "obstore"
+#: Signals for the parent, which then ends its workers. ^C reaches every process of a terminal.
+_SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+#: New objects between two garbage collections of a worker: decoding makes millions of small tuples, and few cycles.
+_TIDY: Final = 200_000
 
 
 @contextmanager
-def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
+def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Executor]:
     """Yield the engine that ``spec`` names; ``jobs`` is the number of its own workers, 0 for one per core.
 
-    When the context ends, all work is done; if it ends with an exception, work stops at once. Raises TargetError for an
-    unknown spec, and EngineError for an engine that is not installed or cannot be reached.
+    When the context ends, unfinished work stops at once. Raises TargetError for an unknown spec, and EngineError for an
+    engine that is not installed or cannot be reached.
     """
     address = engine_address(spec)
     if address is None:
-        from .processes import ProcessPool
+        with _processes(jobs or cores()) as pool:
+            yield pool
+        return
+    from .cluster import open_cluster  # importing dask takes half a second
 
-        engine: Engine = ProcessPool(jobs or cores())
-    else:
-        from .cluster import open_cluster  # importing dask takes half a second
+    with open_cluster(address, jobs or cores()) as cluster:
+        yield cluster
 
-        engine = open_cluster(address, jobs or cores())
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- processes on this machine
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[Executor]:
+    """Yield a pool of processes; decoding is Python code, which threads would not speed up."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    start = "forkserver" if _START == "fork" and _UNFORKABLE in sys.modules else _START
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context(start), _begin)
     try:
-        yield engine
-        engine.shutdown()
+        # Signals are blocked until a worker ignores ^C, because it starts with the handlers of the parent. The threads
+        # of the pool keep them blocked, so that the main thread gets them.
+        with signals_blocked(*_SIGNALS):
+            pool.submit(int)
+        yield pool
     finally:
-        engine.stop()
+        for process in list((pool._processes or {}).values()):
+            process.kill()  # it may be busy, and has nothing to lose
+        pool.shutdown(cancel_futures=True)
 
 
-# -- answers as they arrive
+def _begin() -> None:
+    """Prepare a worker process."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()
+    gc.set_threshold(_TIDY)
+    gc.enable()
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent is killed: the pipe that it waits for is also held by the other workers."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+# -- answers in order
 
 
 def each_answer(
-    engine: Executor,
+    open_executor: OpenExecutor,
     work: Callable[[Item], Answer],
     items: Iterable[Item | Precomputed[Answer]],
     lost: Callable[[Item, CkptoolError], Answer],
-    *,
-    ordered: bool = True,
-    size_of: Callable[[Item], int] | None = None,
 ) -> Generator[Answer, None, None]:
-    """Yield the answer of ``work`` for every item, with any executor. Items may be endless; memory is bounded.
+    """Yield the answer of ``work`` for every item, in order. Items may be endless; memory is bounded.
 
-    ``lost`` makes the answer for an item whose process died twice, the second time while running it alone. Errors of
-    ``work`` and of the engine are raised here. ``size_of`` returns the bytes of an item, for engines that take several
-    small items at once.
+    If a worker dies, unanswered items are run again one at a time, and ``lost`` makes the answer for an item whose
+    worker dies then. Errors of ``work`` and of the engine are raised here.
     """
-    call = partial(_each, work)
-    count, nbytes = getattr(engine, "count", 1), getattr(engine, "nbytes", 0)
-    numbered = enumerate(items)
-    given: dict[Future[list[Answer]], list[tuple[int, Item]]] = {}
-    arrived: SimpleQueue[Future[list[Answer]]] = SimpleQueue()
-    done: dict[int, Answer] = {}
-    suspects: list[tuple[int, Item]] = []
-    alone = False
-    taken = yielded = 0
+    rest = iter(items)
+    waiting: deque[tuple[list[Any], Future[list[_Outcome]]]] = deque()
+    taken = 0
+    with ExitStack() as stack:
+        executor = stack.enter_context(open_executor())
 
-    def submit(batch: list[tuple[int, Item]]) -> None:
-        try:
-            future = engine.submit(call, [item for _, item in batch])
-        except EngineError as error:  # answers that arrived earlier still count
-            future = Future()
-            future.set_exception(error)
-        given[future] = batch
-        future.add_done_callback(arrived.put)
-
-    def next_batch(most: int) -> list[tuple[int, Item]]:
-        nonlocal taken
-        batch: list[tuple[int, Item]] = []
-        held = 0
-        for number, item in islice(numbered, most):
-            taken += 1
-            if isinstance(item, Precomputed):
-                done[number] = item.answer
-                continue
-            batch.append((number, item))
-            held += size_of(item) if size_of is not None and count > 1 else 0
-            if len(batch) >= _size(count, taken, workers) or held >= nbytes:
-                break
-        return batch
-
-    try:
-        while True:
-            workers = _workers(engine)
-            room = WAITING * workers * (4 if count > 1 else 1)
-            exhausted = False
-            while taken < yielded + room and not exhausted:
-                before = taken
-                batch = next_batch(yielded + room - taken)
-                if batch:
-                    submit(batch)
-                exhausted = taken == before
-                if not arrived.empty():
-                    break
-            if ordered:
-                while yielded in done:
-                    yield done.pop(yielded)
-                    yielded += 1
-            else:
-                for number in list(done):
-                    yield done.pop(number)
-                    yielded += 1
-            if not given and suspects:
-                alone = True
-                submit([suspects.pop()])
-            if not given:
-                if exhausted and not done:
-                    return
-                continue
-            future = arrived.get()
-            batch = given.pop(future)
+        def given(batch: list[Any]) -> Future[list[_Outcome]]:
+            future: Future[list[_Outcome]] = Future()
+            if isinstance(batch[0], Precomputed):
+                future.set_result([(True, batch[0].answer)])
+                return future
             try:
-                done.update(zip([number for number, _ in batch], future.result(), strict=True))
-            except WorkerDiedError as error:
-                if len(batch) > 1:  # one of them is to blame
-                    for one in batch:
-                        submit([one])
-                elif alone or getattr(engine, "blames", False):
-                    done[batch[0][0]] = lost(batch[0][1], error)
-                else:
-                    suspects += batch
-            alone = False
-    finally:
-        for future in given:
-            future.cancel()
+                return executor.submit(_outcomes, work, batch)
+            except (BrokenExecutor, EngineError) as error:  # answers that arrived earlier still count
+                future.set_exception(error)
+                return future
+
+        room, most = WAITING * _workers(executor), getattr(executor, "batch", 1)
+        while True:
+            while len(waiting) < room and not (waiting and waiting[0][1].done()):
+                # A task gets few items at first, so that a short list is spread over all workers.
+                batch: list[Any] = list(islice(rest, max(min(most, taken // room), 1)))
+                if not batch:
+                    break
+                taken += len(batch)
+                mixed = any(isinstance(item, Precomputed) for item in batch)
+                waiting.extend((part, given(part)) for part in ([[item] for item in batch] if mixed else [batch]))
+            if not waiting:
+                return
+            if not _has_died(waiting[0][1]):
+                yield from _results(waiting.popleft()[1])
+                continue
+            # Which item ended its worker is not known. Each of them is run alone, and the others wait.
+            wait(future for _, future in waiting)
+            while waiting:
+                batch, future = waiting.popleft()
+                if not _has_died(future):
+                    yield from _results(future)
+                    continue
+                for item in batch:
+                    if isinstance(future.exception(), BrokenExecutor):
+                        stack.close()
+                        executor = stack.enter_context(open_executor())
+                    future = given([item])
+                    if _has_died(future):
+                        yield lost(item, _death())
+                    else:
+                        yield from _results(future)
 
 
-def _size(count: int, taken: int, workers: int) -> int:
-    """Return how many items a task gets: few at first, so that a short list is spread over all workers."""
-    return max(min(count, taken // (4 * workers)), 1)
-
-
-def _workers(engine: Executor) -> int:
+def _workers(executor: Executor) -> int:
     """Return how many tasks an executor runs at once."""
-    number = getattr(engine, "workers", None) or getattr(engine, "_max_workers", None)
+    number = getattr(executor, "workers", None) or getattr(executor, "_max_workers", None)
     return number if isinstance(number, int) else cores()
 
 
-def _each(work: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    return [work(item) for item in items]
+def _has_died(future: Future[Any]) -> bool:
+    """Wait for a task; return whether its worker died. Dask has an error of its own."""
+    try:
+        error = future.exception()
+    except CancelledError:
+        return False
+    return isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker"
+
+
+def _results(future: Future[list[_Outcome]]) -> Iterator[Any]:
+    """Yield the results of a task that has ended, up to the first error, which is raised."""
+    try:
+        outcomes = future.result()
+    except (CancelledError, OSError) as error:  # the errors of the work are among the outcomes
+        what = "the connection to the workers was lost; what was done so far counts"
+        raise EngineError(what, next="start them again, and the command") from error
+    except CkptoolError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        what = f"the engine failed: {type(error).__name__}: {reason}"
+        raise EngineError(what, next="its workers need the same version of ckptool") from error
+    for succeeded, result in outcomes:
+        if not succeeded:
+            raise result
+        yield result
+
+
+def _outcomes(work: Callable[[Item], Answer], items: Sequence[Item]) -> list[_Outcome]:
+    """Do the work in a worker; return (True, result) or (False, error) for each item."""
+    return [_outcome(work, item) for item in items]
+
+
+def _outcome(work: Callable[[Item], Answer], item: Item) -> _Outcome:
+    try:
+        return True, work(item)
+    except (CkptoolError, OSError, MemoryError) as error:
+        return False, error  # these have their own exit codes
+    except Exception as error:
+        return False, RuntimeError(f"{type(error).__name__}: {error}")  # the error itself may not be picklable
+
+
+def _death() -> WorkerDiedError:
+    """Return the error for the task that ended its worker, most likely because memory ran out."""
+    what = "the process that read it was ended: there may not be enough memory"
+    return WorkerDiedError(what, next=advice("try it alone, without ", Setting("jobs", None)))

@@ -11,25 +11,24 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from ..base.errors import TargetError, UnreadableError, refuse_remote
-from ..base.steps import Setting, advice
 
 #: The list that comes from standard input.
 STDIN: Final = "-"
 _CHUNK: Final = 1 << 16
 
 
-def listed_paths(path: str, null: bool = False) -> Iterator[str]:
+def listed_paths(path: str) -> Iterator[str]:
     """Yield the paths in a list, including repetitions; skip empty lines.
 
-    Raises TargetError if the list cannot be read, or has a NUL in a line; UnreadableError if it is empty.
+    Raises TargetError if the list cannot be read, UnreadableError if it is empty.
     """
+    refuse_remote(path)
     count = 0
     try:
-        with _opened(path) as file:
-            for item in filter(None, _items(file, b"\0" if null else b"\n")):
+        with open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN) as file:
+            for item in filter(None, _items(file)):
                 if b"\0" in item:
-                    what = "there is a NUL in a line of the list of files"
-                    raise TargetError(what, path=path, next=advice("if NUL separates them, add ", Setting("null")))
+                    raise TargetError("the first part of the list has no NUL, a later line has one", path=path)
                 count += 1
                 yield os.fsdecode(item)
     except OSError as error:
@@ -38,26 +37,11 @@ def listed_paths(path: str, null: bool = False) -> Iterator[str]:
         raise UnreadableError("the list names no file", path=path)
 
 
-def listed_count(path: str, null: bool = False) -> int:
-    """Return the number of paths in a list, or -1 if the list can be read only once."""
-    if path == STDIN or not os.path.isfile(path):
-        return -1
-    with _opened(path) as file:
-        return sum(bool(item) for item in _items(file, b"\0" if null else b"\n"))
-
-
-def _opened(path: str) -> BinaryIO:
-    refuse_remote(path)
-    return open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN)
-
-
-def _items(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    if separator == b"\n":
-        for line in file:
-            yield line.removesuffix(b"\n").removesuffix(b"\r")
-        return
-    rest = b""
+def _items(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the items of a list, which are separated by NUL if there is one among the first bytes."""
+    rest, separator = b"", b""
     while chunk := file.read1(_CHUNK) if hasattr(file, "read1") else file.read(_CHUNK):
+        separator = separator or (b"\0" if b"\0" in chunk else b"\n")
         *items, rest = (rest + chunk).split(separator)
-        yield from items
-    yield rest
+        yield from items if separator == b"\0" else (item.removesuffix(b"\r") for item in items)
+    yield rest if separator == b"\0" else rest.removesuffix(b"\r")

@@ -1,10 +1,12 @@
-"""Threads for work that releases the GIL: reading, checksumming, hashing and inflating large pieces."""
+"""Threads for work that releases the GIL: reading, checksumming, hashing and inflating large pieces; their signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar, cast
 
 from ..base.errors import ChangedError
@@ -137,3 +139,16 @@ def run_in_threads(
                 thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
+
+
+@contextmanager
+def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Block signals, also in processes that start in this context; they are delivered afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,7 +20,6 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, is_contiguous, view_id
 from ..files.downloads import expect_reads
 from ..files.threads import run_in_threads
-from ..files.zips.reader import Nearby
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Ref
 from ..values.elements import (
@@ -31,21 +30,10 @@ from ..values.elements import (
     filling,
     in_storage_order,
     read_for,
-    short_elements,
     tensor_size,
 )
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
-from ..values.torch.batches import (
-    Kind,
-    batches,
-    kind_of,
-    kind_of_pair,
-    measure_batch,
-    measure_pair_rows,
-    measure_rows,
-    read_pair,
-)
 from ..values.torch.blocks import PACKED, ElementRule, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
@@ -201,37 +189,26 @@ def _measure_all(
             else:
                 found[number] = before
 
-    def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[Measured | MalformedError]:
-        def rows(data: list[tuple[bytes, ...]], kind: Kind) -> list[Measured | None]:
-            results = measure_rows(data, kind, _BINS)
-            advance(sum(len(row[0]) for row, result in zip(data, results) if result is not None))
-            return results
-
-        return measure_batch([work[at] for at in group], kind, _Work.read, rows, lambda item: item.measured(advance))
-
     expect_reads(read_for(item.storage, item.tensor) for item in work)
-    sizes = [tensor_size(item.tensor) for item in work]
-    results = _in_threads(measured, [kind_of([item.rule], item.tensor.numel) for item in work], sizes, progress)
+    results = _in_threads(_Work.measured, work, [tensor_size(item.tensor) for item in work], progress)
     for number, item, result in zip(unknown, work, results):
         found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
     return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings.values())]
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def _in_threads(
-    work: Callable[[list[int], Kind | None, Progress], list[Result]],
-    kinds: Sequence[Kind | None],
-    sizes: Sequence[int],
-    progress: Progress | None,
-) -> list[Result]:
-    """Call ``work`` with batches of indices of ``kinds``, and return the results in order.
+    measure: Callable[[Item, Progress], Result], items: Sequence[Item], sizes: Sequence[int], progress: Progress | None
+) -> list[Result | MalformedError]:
+    """Measure every item; the result of an item whose bytes are missing is the error.
 
     ``sizes`` are the bytes to read. Several threads are used if that pays.
     """
     torch = need_torch("computing with values")
-    results: dict[int, Result] = {}
+    results: dict[int, Result | MalformedError] = {}
     lock = threading.Lock()
 
     def advance(count: int) -> None:
@@ -239,12 +216,15 @@ def _in_threads(
             with lock:
                 progress(count)
 
-    def do(group: list[int]) -> None:
-        results.update(zip(group, work(group, kinds[group[0]], advance)))
+    def do(number: int) -> None:
+        try:
+            results[number] = measure(items[number], advance)
+        except MalformedError as error:
+            results[number] = error
 
     with one_thread(torch):
-        run_in_threads(batches(kinds), do, sum(sizes))
-    return [results[number] for number in range(len(sizes))]
+        run_in_threads(range(len(items)), do, sum(sizes))
+    return [results[number] for number in range(len(items))]
 
 
 def _statistics(reading: Reading | str, measured: Measured | MalformedError | None) -> _Statistics:
@@ -314,20 +294,12 @@ def measure_pairs(
     expect_reads(read_for(each.storage, each.tensor) for pair in work for each in pair)
     sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in work]
 
-    def measured(group: list[int], kind: Kind | None, advance: Progress) -> list[PairMeasured | MalformedError]:
-        items = [work[at] for at in group]
-        results = measure_batch(
-            items,
-            kind,
-            read_pair,
-            lambda data, kind: measure_pair_rows(data, kind, _BINS),
-            lambda pair: measure_pair(*pair, _BINS),
-        )
-        advance(sum(sizes[at] for at, result in zip(group, results) if not isinstance(result, MalformedError)))
-        return results
+    def measured(pair: tuple[Reading, Reading], advance: Progress) -> PairMeasured:
+        result = measure_pair(*pair, _BINS)
+        advance(sum(tensor_size(reading.tensor) for reading in pair))
+        return result
 
-    kinds = [kind_of_pair(*pair) for pair in work]
-    found = dict(zip(pairs, _in_threads(measured, kinds, sizes, progress) if pairs else ()))
+    found = dict(zip(pairs, _in_threads(measured, work, sizes, progress) if pairs else ()))
     result = MeasuredPairs(({}, {}), readings, {})
     for nodes, name in names.items():
         pair = found[name]
@@ -353,11 +325,6 @@ class _Work(NamedTuple):
     tensor: Tensor
     times: int
     rule: ElementRule
-
-    def read(self, nearby: Sequence[Nearby]) -> tuple[bytes]:
-        """Return the elements; raise MalformedError if bytes are missing."""
-        data = short_elements(self.storage, self.tensor, nearby[0])
-        return (b"".join(elements(self.storage, self.tensor)) if data is None else data,)
 
     def measured(self, advance: Progress) -> Measured:
         """Measure the tensor; raise MalformedError if bytes are missing."""

@@ -22,7 +22,7 @@ from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Piece, Span
-from ..files.zips.reader import Nearby, content_chunks
+from ..files.zips.reader import content_chunks
 
 #: Bytes read at a time.
 _CHUNK: Final = 1 << 19
@@ -165,13 +165,6 @@ class StorageReader(NamedTuple):
         if file is None or start + begin + size > file.size or begin + size > stored:
             return None
         return Span(source, start + begin, size)
-
-    def near(self, span: Span, nearby: Nearby) -> bytes:
-        """Return the bytes of a ``span`` of this storage, which ``nearby`` may have read ahead."""
-        data = nearby.content(span)
-        if (sums := self._sums(span)) is not None:
-            sums[span] = crc32(data)
-        return data
 
     def _sums(self, span: Span) -> dict[Span, int] | None:
         """Return where to keep the checksum of a span, or None unless it is wanted and the span is all bytes."""
@@ -327,13 +320,6 @@ def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:
     """Return a function that reads what ``elements`` yields into memory, or None if that takes more than reading."""
     place = _place(tensor)
     return None if place is None else storage.filling(*place)
-
-
-def short_elements(storage: StorageReader, tensor: Tensor, nearby: Nearby) -> bytes | None:
-    """Return what ``elements`` yields, reading ahead for other tensors; None if that takes more than reading."""
-    place = _place(tensor)
-    span = None if place is None else storage.span(*place)
-    return None if span is None else storage.near(span, nearby)
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:

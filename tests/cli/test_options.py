@@ -192,7 +192,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
 AROUND |= {"endpoint_url", "anonymous", "profile", "max_download", "allow_unversioned"}  # of remote files
-AROUND |= {"engine", "files_from", "null"}
+AROUND |= {"engine", "files_from", "slice"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
 #: The option and its parameter, by function, where the parameter has a shorter name.
 MAIN = {

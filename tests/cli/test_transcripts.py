@@ -268,7 +268,7 @@ def test_every_option_of_every_command_has_a_transcript(name: str) -> None:
     missing = [option.opts for option in command.params if option.param_type_name == "option"]
     # test_options.py reads --help-all and holds --json against --format json, test_colour.py runs --no-color on a
     # terminal.
-    used |= {"--help", "--help-all", "--json", "--no-color"}
+    used |= {"--help", "--help-all", "--json", "--no-color", "--files-from", "--slice"}  # test_fleets.py: the last two
     if main._REMOTE[0] in command.params:  # tests/remote/test_commands.py runs them against a server
         used |= {option.opts[0] for option in main._REMOTE}
     if main._VERBOSE in command.params:  # test_messages.py runs it on every command

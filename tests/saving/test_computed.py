@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -100,30 +99,6 @@ def test_twice_the_same_bytes(name: str, model: Path, folder: Path, tmp_path: Pa
     for out in (one, two):
         assert run([*arguments(name, model, tmp_path), "-o", str(out), "-q"]) == 0
     assert one.read_bytes() == two.read_bytes()
-
-
-# -- names that the content decides ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["cast", "rename", "slim"])
-def test_a_name_with_a_hash_is_what_torch_hub_checks(
-    name: str, model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [*arguments(name, model, tmp_path), "-o", str(folder / "model-{hash8}.pth"), "--format", "json"]
-    assert run(command) == 0
-    out = Path(json.loads(capsys.readouterr().out)["output"])
-    digest = hashlib.sha256(out.read_bytes()).hexdigest()[:8]
-    assert litter(folder) == [f"model-{digest}.pth"] == [out.name]
-    loaded = torch.hub.load_state_dict_from_url(
-        out.as_uri(), model_dir=str(tmp_path / "hub"), check_hash=True, progress=False, weights_only=True
-    )
-    assert oracle.difference(oracle.load(out), loaded) == ""
-    capsys.readouterr()
-    assert run(command) == 4 and "exists" in capsys.readouterr().err
-    assert litter(folder) == [out.name]
-    out.chmod(0o600)
-    assert run([*command, "--force"]) == 0
-    assert out.stat().st_mode & 0o777 == 0o600 and litter(folder) == [out.name]
 
 
 # -- what goes wrong halfway ----------------------------------------------------------------------------------

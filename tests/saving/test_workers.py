@@ -23,9 +23,8 @@ import ckptool
 from ckptool.base.errors import ChangedError, CkptoolError, MalformedError, OutputError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.edits.outputs import Conversion
-from ckptool.files.engine import open_engine
+from ckptool.files.engine import OpenExecutor, open_engine
 from ckptool.files.write import workers
-from ckptool.files.write.workers import OpenExecutor
 
 Edit = Callable[[Checkpoint, str], Checkpoint]
 
@@ -67,7 +66,7 @@ class Counting(ThreadPoolExecutor):
         self.files = 0
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.files += len(args[0])
+        self.files += len(args[1])
         return super().submit(fn, *args, **kwargs)
 
 
@@ -220,7 +219,7 @@ class Wrong(Executor):
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
-        for task in args[0]:
+        for task in args[1]:
             with open(task.path, "r+b") as file:
                 file.seek(self.place, os.SEEK_SET if self.place >= 0 else os.SEEK_END)
                 byte = file.read(1)[0]

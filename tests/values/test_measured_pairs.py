@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.files.sources import FileSource
 from ckptool.reports.stats import measure_pairs, reading_id, statistics
 from ckptool.values.interpretation import interpret
 from ckptool.values.torch.blocks import STEP
@@ -59,20 +58,3 @@ def test_pairs_that_stats_reads_in_another_order_are_left_out(tmp_path: Path) ->
     checkpoint = saved(tmp_path / "a.pth", state)
     refs = [(entry.ref, entry.ref) for entry in checkpoint.survey.tensors]
     assert list(measure_pairs(checkpoint, checkpoint, refs).compared) == refs[2:]
-
-
-def test_short_tensors_are_read_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = saved(tmp_path / "a.pt", {f"w{number}": torch.randn(3) for number in range(500)})
-    second = saved(tmp_path / "b.pt", {f"w{number}": torch.randn(3) for number in range(500)})
-    sides = [[entry.ref for entry in side.survey.tensors] for side in (first, second)]
-    before = measure_pairs(first, second, zip(*sides)).compared
-    read, count = FileSource.read, 0
-
-    def counted(self: FileSource, offset: int, size: int) -> bytes:
-        nonlocal count
-        count += 1
-        return read(self, offset, size)
-
-    monkeypatch.setattr(FileSource, "read", counted)
-    assert measure_pairs(first, second, zip(*sides)).compared == before and len(before) == 500
-    assert 0 < count < 50

@@ -9,12 +9,10 @@ from functools import wraps
 from itertools import chain, islice
 from typing import Any, Final, TypeVar, cast
 
-import click
-
 from ...base.errors import UnreadableError
 from ...base.records import NamedTuple
 from ...base.steps import concealed
-from ..options import AnyPath, Command, InputPath, engine_options, refuse_keys
+from ..options import EVERY, Command, engine_options, list_options, refuse_keys
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched
 
@@ -38,12 +36,17 @@ def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
 class Inputs(NamedTuple):
     """The input paths of a command line.
 
-    ``files_from`` is a list of further paths, NUL-separated if ``null``.
+    ``files_from`` is a list of further paths. Only the files in the slice ``chosen`` are read.
     """
 
     paths: tuple[str, ...]
     files_from: str | None = None
-    null: bool = False
+    chosen: slice = EVERY
+
+    @property
+    def whole(self) -> bool:
+        """Whether all files of the paths and nothing else are read."""
+        return self.files_from is None and self.chosen == EVERY
 
     @property
     def several(self) -> bool:
@@ -54,12 +57,15 @@ class Inputs(NamedTuple):
 
     def files(self, expand: Callable[[Sequence[str]], Iterable[File]]) -> Iterator[File | str]:
         """Yield the files that ``expand`` finds for the paths, then the listed files. Listed globs are not expanded."""
+        return islice(self._every(expand), self.chosen.start, None, self.chosen.step)
+
+    def _every(self, expand: Callable[[Sequence[str]], Iterable[File]]) -> Iterator[File | str]:
         yield from expand(self.paths)
         if self.files_from is None:
             return
         from ...files.lists import listed_paths
 
-        for path in listed_paths(self.files_from, self.null):
+        for path in listed_paths(self.files_from):
             if os.path.isdir(path):
                 yield from expand([path])
             else:
@@ -73,16 +79,13 @@ class Inputs(NamedTuple):
     def counted(self, files: Iterator[File], label: str) -> Iterator[tuple[Iterator[File], BarUpdate]]:
         """Show a progress bar, unless ``label`` is "". Yield the files, and a function to call with 1 per file or None.
 
-        Memory does not grow with the number of files: beyond ``COUNTED`` files the bar has no total.
+        Memory does not grow with the number of files: for a list, and beyond ``COUNTED`` files, the bar has no total.
         """
         if not label or not watched():
             yield files, None
             return
-        if self.files_from is not None:
-            from ...files.lists import listed_count
-
-            total = listed_count(self.files_from, self.null)
-        else:
+        total = -1
+        if self.files_from is None:
             first = list(islice(files, COUNTED))
             total = len(first) if len(first) < COUNTED else -1
             files = chain(first, files)
@@ -91,23 +94,12 @@ class Inputs(NamedTuple):
 
 
 def input_options(command: Command) -> Command:
-    """Add PATH, --files-from, --null and ``engine_options``; the command gets ``inputs`` and ``working``."""
+    """Add ``list_options`` and ``engine_options``; the command gets ``inputs`` and ``working``."""
 
     @wraps(command)
-    def with_inputs(*args: Any, paths: tuple[str, ...], files_from: str | None, null: bool, **options: Any) -> Any:
-        if null and files_from is None:
-            raise click.UsageError("--null is for --files-from.")
-        if not paths and files_from is None:
-            context = click.get_current_context()
-            missing = next(param for param in context.command.params if param.name == "paths")
-            raise click.MissingParameter(ctx=context, param=missing)
+    def with_inputs(*args: Any, paths: tuple[str, ...], files_from: str | None, chosen: slice, **options: Any) -> Any:
         if len(paths) > 1:
             refuse_keys(paths)
-        return command(*args, inputs=Inputs(paths, files_from, null), **options)
+        return command(*args, inputs=Inputs(paths, files_from, chosen), **options)
 
-    lists = "Read paths from a file, or - for standard input: one path per line; globs are not expanded."
-    null = "Paths are NUL-separated, as from find -print0."
-    option: Any = engine_options(with_inputs)
-    option = click.option("-0", "--null", is_flag=True, help=null)(option)
-    option = click.option("--files-from", type=AnyPath(), metavar="FILE", help=lists)(option)
-    return cast(Command, click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath())(option))
+    return list_options(engine_options(cast(Command, with_inputs)))

@@ -16,7 +16,6 @@ from ...base.engines import LOCAL, Precomputed
 from ...base.errors import CkptoolError, EngineError, UnreadableError
 from ...base.records import NamedTuple
 from ...base.text import pluralize, shown
-from ...files.archives import file_of
 from ...reports.file_rows import (
     PASSED_OVER,
     UNREADABLE,
@@ -232,7 +231,7 @@ def answers(
     how: Workers,
     lost: Callable[[str, CkptoolError], Result],
 ) -> Generator[Result, None, None]:
-    """Yield the result of ``work`` for every file, in input order unless the engine yields results as they finish.
+    """Yield the result of ``work`` for every file, in input order.
 
     ``lost`` makes the result for an error that stands in place of a file, and for a file whose process died. Errors of
     ``work`` are raised here. When the generator ends, the worker processes have ended. If the engine is lost, the
@@ -252,7 +251,7 @@ def answers(
             yield work(file) if isinstance(file, str) else given(file)
         return
 
-    from ...files.engine import each_answer, open_engine  # only several files need an engine
+    from ...files.engine import each_answer  # only several files need an engine
 
     def died(path: str, error: CkptoolError) -> Result:
         error.path = path
@@ -261,23 +260,18 @@ def answers(
     items: Iterable[str | Precomputed[Result]] = (
         file if isinstance(file, str) else Precomputed(given(file)) for file in chain(first, rest)
     )
-    with open_engine(how.engine, how.jobs or 0) as engine:
-        call = partial(_as_here, work, terminal_profile())
-        ordered = how.ordered or engine.ordered
-        try:
-            yield from each_answer(engine, call, items, died, ordered=ordered, size_of=_size)
-        except EngineError as error:
-            how.error = error
+    begun = False
+    try:
+        for answer in each_answer(how.open, partial(_as_here, work, terminal_profile()), items, died):
+            begun = True
+            yield answer
+    except EngineError as error:
+        if not begun:
+            raise
+        how.error = error
 
 
 def _as_here(work: Callable[[str], Result], here: TerminalProfile, path: str) -> Result:
     """Do the work in another process, with messages laid out for the terminal of this one."""
     with seen_as(here):
         return work(path)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(file_of(path)).st_size
-    except OSError:
-        return 0

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TypeAlias
 
-from ...base.errors import CkptoolError, OutputError, RefusedError, TargetError
-from ...base.lazy import regex
+from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice
 from ...base.text import join_limited
@@ -38,13 +37,8 @@ _RENAME_EXCHANGE: Final = 2
 _RENAME_SWAP: Final = 2
 #: The number of bytes from which syncing in a thread pays off.
 _MIN_SYNCED: Final = 1 << 20
-#: Bytes read at once.
-_BUFFER: Final = 4 << 20
 #: The suffix of temporary files.
 TEMPORARY: Final = ".ckptool-tmp"
-#: The placeholder for a hash of the content in the name of an output.
-HASH: Final = "{hash8}"
-_PLACEHOLDER: Final = regex(r"\{hash\w*\}")
 
 
 class StagedFile(NamedTuple):
@@ -127,11 +121,6 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     """
     if not path or "\0" in path:
         raise OutputError("it is not a file name", path=repr(path))
-    unknown = next((name for name in _PLACEHOLDER.findall(os.path.basename(path)) if name != HASH), "")
-    if unknown:
-        raise TargetError(
-            f"unknown placeholder {unknown}, use {HASH}", path=path, next=advice("call it 'model-{hash8}.pth'")
-        )
     refuse_address(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
@@ -173,8 +162,7 @@ def write_file(
 ) -> Written:
     """Execute a plan. ``mode`` applies to a new file; a replaced file keeps its own.
 
-    ``{hash8}`` in the file name becomes the first eight digits of the SHA-256 of the content, the form expected by
-    ``torch.hub.load_state_dict_from_url(check_hash=True)``. ``progress`` is called with the number of bytes of each
+    ``progress`` is called with the number of bytes of each
     step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default, the file must
     match the plan.
 
@@ -196,12 +184,6 @@ def write_file(
             size = _check_and_sync(fd, path, mode, sources, check or as_planned(plan))
         finally:
             os.close(fd)
-        if HASH in name:
-            digest = _digest(temporary)
-            path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
-            target = check_output(path, sources, force=force)
-            if force and os.path.exists(target):
-                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         if force:
             os.replace(temporary, target)
         else:
@@ -272,17 +254,6 @@ def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], ch
         return staged.size
     finally:
         staged.close()
-
-
-def _digest(path: str) -> str:
-    """Return the first eight digits of the SHA-256 of a file's content."""
-    from hashlib import sha256  # OpenSSL takes milliseconds to load
-
-    digest = sha256()
-    with open(path, "rb", buffering=0) as file:
-        while data := file.read(_BUFFER):
-            digest.update(data)
-    return digest.hexdigest()[:8]
 
 
 def _rename_new(temporary: str, target: str) -> None:

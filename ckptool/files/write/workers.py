@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any
 
 from ...base.errors import CkptoolError, OutputError
 from ...base.records import NamedTuple
-from ..engine import each_answer
+from ..engine import OpenExecutor, each_answer
 from ..sources import Deferred, Plan
 from .copying import Progress, as_output_failure, write_pieces
 from .output import StagedFile
-
-#: Opens the executor whose workers do the work.
-OpenExecutor: TypeAlias = Callable[[], AbstractContextManager[Executor]]
 
 
 class _Task(NamedTuple):
@@ -73,23 +69,17 @@ def write_by(workers: OpenExecutor, files: Sequence[StagedFile], progress: Progr
             data, deferred[number] = _pickled(plan)
             yield _Task(number, path, plan.size, data)
 
-    with workers() as executor:
-        answers = each_answer(executor, _write, tasks(), _lost, ordered=False, size_of=_size)
-        with closing(answers):
-            for number, values in answers:
-                for each, value in zip(deferred.pop(number), values, strict=True):
-                    each.value = value
-                if progress is not None:
-                    progress(files[number].plan.size)
+    with closing(each_answer(workers, _write, tasks(), _lost)) as answers:
+        for number, values in answers:
+            for each, value in zip(deferred.pop(number), values, strict=True):
+                each.value = value
+            if progress is not None:
+                progress(files[number].plan.size)
 
 
 def _lost(task: _Task, error: CkptoolError) -> _Written:
     error.path = task.path
     raise error
-
-
-def _size(task: _Task) -> int:
-    return task.size
 
 
 @as_output_failure()

@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
-from ...base.errors import MalformedError, TargetError, UnreadableError
+from ...base.errors import TargetError, UnreadableError
 from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, view_id
@@ -17,7 +17,6 @@ from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import BitDifference, dtype_of, read_for, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
-from ...values.torch.batches import batches, distance_rows, kind_of_pair, measure_batch, read_pair
 from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread
 from .graphs import TensorPair
@@ -143,7 +142,7 @@ def total_distance(differences: Sequence[RankedDifference]) -> tuple[Distances |
             once.setdefault(item.job, (item.report["path"], item.distance))
     if not once:
         return None, len(counters)
-    found = total(distance for _, distance in once.values())
+    found = total([distance for _, distance in once.values()])
     tensors = len({path for path, _ in once.values()})
     return {"tensors": tensors, "numbers": found.finite, **_figures(found)}, len(counters)
 
@@ -282,7 +281,7 @@ class ValueComparison:
             self.bits[number] = bits
 
     def measure_all(self, wanted: Sequence[int]) -> None:
-        """Measure how far these pairs are apart, several at a time if that pays."""
+        """Measure how far these pairs are apart."""
         try:
             torch = need_torch("measuring how far values are apart")
         except UnreadableError as error:
@@ -299,25 +298,13 @@ class ValueComparison:
                 self.measured[number] = one if isinstance(one, str) else str(other)
             else:
                 pairs[number] = one, other
-        numbers = list(pairs)
-        kinds = [kind_of_pair(*pairs[number], self.tolerance_of(number)) for number in numbers]
 
-        def do(group: list[int]) -> None:
-            def alone(number: int) -> Compared:
-                return distance(*pairs[number], self.tolerance_of(number))
-
-            chosen = [numbers[at] for at in group]
-            results = measure_batch(
-                chosen, kinds[group[0]], lambda number, nearby: read_pair(pairs[number], nearby), distance_rows, alone
-            )
-            for number, result in zip(chosen, results):
-                if isinstance(result, MalformedError):
-                    raise result
-                self.measured[number] = result
+        def do(number: int) -> None:
+            self.measured[number] = distance(*pairs[number], self.tolerance_of(number))
 
         expect_reads(read_for(each.storage, each.tensor) for pair in pairs.values() for each in pair)
         with one_thread(torch):
-            run_in_threads(batches(kinds), do, sum(tensor_size(self.pairs[number].a) for number in wanted))
+            run_in_threads(pairs, do, sum(tensor_size(self.pairs[number].a) for number in wanted))
 
     def tolerance_of(self, number: int) -> tuple[float, float]:
         """Return the relative and absolute tolerance for a pair; zeros if none applies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, Final
@@ -13,7 +13,7 @@ from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, ElementRule, doubles, rule_of
 from .loads import need_torch
-from .measure import Block, Gauge, Measured, blocks, factors_of, root, shift_of
+from .measure import Block, Gauge, Measured, blocks, factors_of, shift_of
 
 #: Dtypes whose range exceeds these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
@@ -79,8 +79,10 @@ class Distance(NamedTuple):
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
-def total(parts: Iterable[Distance]) -> Distance:
+def total(parts: Sequence[Distance]) -> Distance:
     """Return the distance over the pairs of all parts, which follow one another."""
+    if len(parts) == 1:
+        return parts[0]
     columns = tuple(zip(*parts)) or tuple((value,) for value in Distance())
     finite, nonfinite, differing, firsts, far, largest, largest_relative, *sums = columns
     counts = sum(finite), sum(nonfinite), sum(differing), next((first for first in firsts if first >= 0), -1), sum(far)
@@ -301,10 +303,10 @@ def _scaled(values: Any, shift: int) -> Any:
     return values
 
 
-def _exact(value: Any, shift: int) -> Fraction:
-    number = Fraction(float(value))
+def _exact(value: Any, shift: int) -> Fraction | float:
     if not shift:
-        return number
+        return float(value)
+    number = Fraction(float(value))
     return number / (1 << shift) if shift > 0 else number * (1 << -shift)
 
 
@@ -325,6 +327,14 @@ def _ratio(value: Fraction | float, count: int) -> float | None:
 
 
 def _root(numerator: int, denominator: int) -> float | None:
-    """Return the square root of a fraction, or None beyond float64."""
-    size = root(numerator, denominator)
+    """Return the square root of a fraction, which need not be reduced; None beyond float64."""
+    if not numerator:
+        return 0.0
+    # Divide by a power of four, so that the quotient is about 1. Fractions would search for common divisors.
+    half = (numerator.bit_length() - denominator.bit_length()) // 2
+    if half > 0:
+        denominator <<= 2 * half
+    else:
+        numerator <<= -2 * half
+    size = _ldexp(math.sqrt(numerator / denominator), half)
     return size if math.isfinite(size) else None

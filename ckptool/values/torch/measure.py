@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
 from typing import Any, Final
 
 from ...base.records import NamedTuple
 from ..elements import Filling
-from .blocks import PACKED, SCRATCH, STEP, ElementRule, modulus, numbers_of, raw_blocks
+from .blocks import PACKED, SCRATCH, STEP, ElementRule, doubles, modulus, numbers_of, raw_blocks
 from .loads import need_torch
 
 #: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
@@ -42,54 +41,48 @@ class Measured(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The count of some numbers, their sum, and the sum of their squared distances from ``center``.
+    """The count and mean of some numbers, the sum of their squares, and that of their squared distances from the mean.
 
-    These are fractions, so they can be added in any order.
+    The sums are of the numbers times 2**``shift``, because squares may be beyond float64.
     """
 
     numel: int = 0
-    total: Fraction = Fraction()
-    center: Fraction = Fraction()
-    squares: Fraction = Fraction()
-
-    def around(self, center: Fraction) -> Fraction:
-        """Return the sum of the squared distances from another center."""
-        gap = self.center - center
-        return self.squares + gap * (2 * self.total - self.numel * (self.center + center))
+    mean: float = 0.0
+    squares: float = 0.0
+    apart: float = 0.0
+    shift: int = 0
 
     def plus(self, other: Moments) -> Moments:
         """Return the moments of both."""
         if not self.numel:
             return other
-        squares = self.squares + other.around(self.center)
-        return Moments(self.numel + other.numel, self.total + other.total, self.center, squares)
+        numel = self.numel + other.numel
+        own, part = self.numel / numel, other.numel / numel
+        gap = other.mean - self.mean
+        mean = self.mean + gap * part if math.isfinite(gap) else self.mean * own + other.mean * part
+        shift = min((one.shift for one in (self, other) if one.squares), default=0)
+        gap = math.ldexp(other.mean, shift) - math.ldexp(self.mean, shift)
+        squares, apart = (
+            math.ldexp(mine, 2 * (shift - self.shift)) + math.ldexp(theirs, 2 * (shift - other.shift))
+            for mine, theirs in zip(self[2:4], other[2:4])
+        )
+        return Moments(numel, mean, squares, apart + gap**2 * self.numel * part, shift)
 
     @property
-    def deviations(self) -> Fraction:
-        """The sum of the squared distances from the mean."""
-        excess = (self.total - self.numel * self.center) ** 2 / self.numel
-        return max(self.squares - excess, Fraction())
+    def norm(self) -> float:
+        """The root of the sum of the squares; infinity beyond float64."""
+        return self._root(self.squares)
 
+    @property
+    def std(self) -> float | None:
+        """The sample deviation; None for one number."""
+        return self._root(self.apart / (self.numel - 1)) if self.numel > 1 else None
 
-def root(numerator: int, denominator: int) -> float:
-    """Return the square root of a fraction, which need not be reduced; infinity beyond float64."""
-    if not numerator:
-        return 0.0
-    # Divide by a power of four, so that the quotient is about 1. Fractions would search for common divisors.
-    half = (numerator.bit_length() - denominator.bit_length()) // 2
-    if half > 0:
-        denominator <<= 2 * half
-    else:
-        numerator <<= -2 * half
-    try:
-        return math.ldexp(math.sqrt(numerator / denominator), half)
-    except OverflowError:
-        return math.inf
-
-
-def _mean_root(value: Fraction, count: int) -> float:
-    """Return the square root of the value for each of ``count``."""
-    return root(value.numerator, value.denominator * count)
+    def _root(self, square: float) -> float:
+        try:
+            return math.ldexp(math.sqrt(square), -self.shift)
+        except OverflowError:
+            return math.inf
 
 
 class Block(NamedTuple):
@@ -125,9 +118,8 @@ def measure(
 ) -> Measured:
     """Measure elements; ``read`` begins a reading of their little-endian bytes.
 
-    Complex numbers count by absolute value. Sums are exact for integers, and pairwise in float64 otherwise. Memory:
-    some blocks of ``STEP`` numbers. ``advance`` is called with numbers of bytes, in the first reading. Raise
-    UnreadableError if torch is not installed.
+    Complex numbers count by absolute value. Sums are pairwise in float64. Memory: some blocks of ``STEP`` numbers.
+    ``advance`` is called with numbers of bytes, in the first reading. Raise UnreadableError if torch is not installed.
     """
     torch = need_torch("computing with values")
     gauge = Gauge(torch, rule, bins)
@@ -167,24 +159,24 @@ class Gauge:
 
     def _moments(self, finite: Any, bias: int, low: Any, high: Any) -> Moments:
         torch, count = self.torch, len(finite)
+        shift, bound = shift_of(max(abs(low), abs(high))), float(low)
         if low == high:
-            return Moments(count, Fraction(low) * count, Fraction(low))
-        base, unit = Fraction(), Fraction(1)
+            return Moments(count, bound, math.ldexp(bound, shift) ** 2 * count, 0.0, shift)
+        for factor in factors_of(shift):
+            finite = finite * factor
         if finite.dtype == torch.int64:
-            # Distances from the smallest number are exact as long as they fit in 64 bits.
-            base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
+            # The sum is exact, and so are distances from the smallest number as long as they fit in 64 bits.
+            mean = (_exact_sum(finite) + bias * count) / count
+            squares = float(doubles(torch, finite, bias).square_().sum())
             finite = _above(finite, low - bias, high - low)
+            middle, square = float(finite.mean()), math.inf
         else:
-            for factor in factors_of(shift_of(max(abs(low), abs(high)))):
-                finite, unit = finite * factor, unit * Fraction(factor)
-            total = Fraction(float(finite.sum())) / unit
-            size = float(torch.dot(finite, finite))
-            if unit == 1 and float(total) ** 2 <= count * size * _CLOSE:
-                return Moments(count, total, Fraction(), Fraction(size))
-        middle = float((total / count - base) * unit)
+            middle, square = float(finite.mean()), float(torch.dot(finite, finite))
+            mean, squares = math.ldexp(middle, -shift), square
+        if middle**2 * count <= square * _CLOSE < math.inf:
+            return Moments(count, mean, squares, square - middle**2 * count, shift)
         distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
-        apart = Fraction(float(torch.dot(distances, distances))) / unit**2
-        return Moments(count, total, base + Fraction(middle) / unit, apart)
+        return Moments(count, mean, squares, float(torch.dot(distances, distances)), shift)
 
     def measured(self, read: Callable[[], Iterable[bytes] | Filling]) -> Measured:
         """Return the statistics of all added numbers; ``read`` reads them again if there are many."""
@@ -212,9 +204,9 @@ class Gauge:
             self.zeros,
             low,
             high,
-            float(self.moments.total / count),
-            _mean_root(self.moments.deviations, count - 1) if count > 1 else None,
-            _mean_root(self.moments.around(Fraction()), 1),
+            self.moments.mean,
+            self.moments.std,
+            self.moments.norm,
             counts,
             edges,
         )
