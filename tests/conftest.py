@@ -8,8 +8,9 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -68,38 +69,6 @@ engine._UNFORKABLE = ""  # type: ignore[misc]
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.SIG_DFL)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector away from the 25,000 tests themselves: one pass over them takes a second."""
-    gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that Hypothesis gives their examples, and leave out cases of sampled tests.
-
-    Of a test with ``sampled(every=4)`` a quarter of the cases stays. All run in ``make torture``, and if the test is
-    named with ``::``.
-    """
-    named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
-    sampled: dict[tuple[str, int], list[str]] = {}
-    for item in items:
-        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-            item.add_marker("sampled")
-        mark, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
-        if mark and mark.kwargs and not WHOLE and not any(name.endswith(test) for name in named):
-            sampled.setdefault((test, mark.kwargs["every"]), []).append(item.nodeid)
-    left_out: set[str] = set()
-    for (_, every), cases in sampled.items():
-        left_out.update({*cases} - part(cases, every))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -194,3 +163,111 @@ needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason="the folder of rea
 def out(tmp_path: Path) -> Iterator[Path]:
     """A name for an output."""
     yield tmp_path / "out.pth"
+
+
+#: A test of more files, or of more combinations of parameters, runs with a part of them. All run in ``make torture``.
+MANY = 16
+
+#: Fixtures for every test of all checkpoints, each with what the others lack.
+CHOSEN = {
+    "bare.pth": "a state dict alone",
+    "ddp4_training.pth": "wrapped, with the prefix, an optimizer, and tensors on cuda and cpu",
+    "gan.pth": "two state dicts, of which one has the prefix, on two devices",
+    "legacy_cuda.pth": "torch's format before zip",
+    "py2_views.pth": "written by Python 2, with views",
+    "shared_views.pth": "views that share a storage",
+    "dtypes_typed.pt": "every dtype",
+    "sparse.pt": "tensors of several storages",
+    "big_endian.pth": "the other byte order",
+    "whole_model_legacy.pth": "a pickled module, with classes that are unknown",
+    "hostile_stack_global.pth": "a pickle that runs code",
+    "zip_deflated_pickle.pth": "a zip file that torch did not write",
+    "truncated.pth": "cut",
+    "model.safetensors": "no pickle",
+    "torch01.tar": "torch's first format",
+    "html_page.pth": "no checkpoint",
+}
+
+
+def chosen(names: Iterable[str], test: str) -> set[str]:
+    """Return the ``MANY`` files for a test: those of ``CHOSEN``, then others by a hash of the test and the name.
+
+    So tests of the same files take different ones beside the chosen ones.
+    """
+    by_hash = sorted({*names}, key=lambda name: (name not in CHOSEN, sha256(f"{test} {name}".encode()).digest()))
+    return {*by_hash[:MANY]}
+
+
+def pairwise(cases: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return cases in which any two values of different parameters meet; with two parameters, every value occurs.
+
+    ``cases`` maps the id of a case to the id of each parameter's value.
+    """
+    together = min(2, max(map(len, cases.values())) - 1)
+    covered: set[tuple[tuple[int, str], ...]] = set()
+    taken: set[str] = set()
+    in_order = sorted(cases, key=lambda case: sha256(case.encode()).digest())
+    for enough in (all, any):  # first the cases with nothing but new pairs: fewer are needed then
+        for case in in_order:
+            groups = [*combinations(enumerate(cases[case]), together)]
+            if enough(group not in covered for group in groups):
+                covered.update(groups)
+                taken.add(case)
+    return taken
+
+
+def file_name(item: pytest.Function) -> str | None:
+    """Return the name of the fixture or the real checkpoint that a case is about, or None."""
+    for value in item.callspec.params.values():
+        path = value.path if isinstance(value, Fixture) else value
+        if isinstance(path, Path) and path.parent in (FIXTURES, CORPUS):
+            return path.name
+    return None
+
+
+def kept(test: str, items: Sequence[pytest.Function]) -> set[str]:
+    """Return the ids of the cases of a test that run by default."""
+    mark = items[0].get_closest_marker("sampled")
+    if mark and mark.kwargs:
+        return part([item.nodeid for item in items], mark.kwargs["every"])
+    names = {item.nodeid: file_name(item) for item in items}
+    some = chosen((name for name in names.values() if name), test)
+    # pytest has no public name for the ids of the single parameters.
+    cases = {item.nodeid: item.callspec._idlist for item in items if (names[item.nodeid] or "") in {"", *some}}
+    return pairwise(cases) if len(cases) > MANY and len(items[0].callspec._idlist) > 1 else {*cases}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector away from the 25,000 tests themselves: one pass over them takes a second."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that Hypothesis gives their examples, and leave out cases of tests with many.
+
+    A test of more than ``MANY`` files runs with the chosen ones, one with more combinations of parameters with a
+    pairwise sample, and one with ``sampled(every=4)`` with a quarter of its cases: ``every=1`` keeps all. All run in
+    ``make torture``, and if the test is named with ``::``.
+    """
+    named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("sampled")
+        if hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[str] = set()
+    for test, cases in tests.items():
+        if len(cases) > 1 and (others := {case.nodeid for case in cases} - kept(test, cases)):
+            for case in cases:
+                case.add_marker("sampled")
+            if not WHOLE and not any(name.endswith(test) for name in named):
+                left_out |= others
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]

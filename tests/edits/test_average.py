@@ -58,7 +58,6 @@ def perturbed(path: Path, out: Path, seed: int) -> Path:
     return saved(loaded, out)
 
 
-@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_file(item: Fixture, count: int, out: Path, tmp_path: Path) -> None:

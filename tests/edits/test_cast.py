@@ -120,7 +120,6 @@ def naive(path: Path, dtype: str, chosen: Chosen = floating) -> Any:
 every = pytest.mark.parametrize("item", [item for item in WHOLE if item.path.name not in VIEWS], ids=by_name)
 
 
-@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
@@ -128,7 +127,6 @@ def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
     assert oracle.difference(naive(item.path, dtype), found) == ""
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_there_and_back(item: Fixture, out: Path) -> None:
     """float32 to bfloat16 to float32, in one pass."""
@@ -137,7 +135,6 @@ def test_there_and_back(item: Fixture, out: Path) -> None:
     assert oracle.difference(Naive(once, "float32").result, found) == ""
 
 
-@pytest.mark.sampled(every=6)
 @every
 def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path) -> None:
     one = edited(item.path, out, lambda c: everywhere(ckptool.slim(c), "bfloat16"))
@@ -145,7 +142,6 @@ def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path)
     assert oracle.difference(one, two) == ""
 
 
-@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
 def test_what_is_named_is_cast_whatever_it_is(item: Fixture, dtype: str, out: Path) -> None:

@@ -17,7 +17,6 @@ from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_extract_and_wrap(item: Fixture, out: Path) -> None:
     with ckptool.open(item.path) as checkpoint:
@@ -29,7 +28,6 @@ def test_extract_and_wrap(item: Fixture, out: Path) -> None:
     assert oracle.difference({"inner": oracle.load(item.path)}, found) == ""
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_wrap_then_extract_gives_back_the_object(item: Fixture, out: Path) -> None:
     found = edited(item.path, out, lambda checkpoint: ckptool.extract(ckptool.wrap(checkpoint, "inner"), "inner"))
@@ -41,7 +39,6 @@ def first_keys(path: Path) -> list[str]:
     return [key for key in loaded if isinstance(key, str)] if isinstance(loaded, dict) else []
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_drop_and_keep(item: Fixture, out: Path) -> None:
     names = [name for name in first_keys(item.path) if not set(name) & set("*?")]

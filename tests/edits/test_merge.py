@@ -77,7 +77,6 @@ def clash(path: Path, other: Path) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", PLAIN, ids=by_name)
 def test_every_file_into_another_and_back(item: Fixture, out: Path, tmp_path: Path) -> None:
     for path, other in ((FIXTURES / "wrapped.pth", item.path), (item.path, FIXTURES / "wrapped.pth")):
@@ -87,7 +86,6 @@ def test_every_file_into_another_and_back(item: Fixture, out: Path, tmp_path: Pa
         assert oracle.difference(without_metadata(naive(path, other)), without_metadata(found)) == ""
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("other", KINDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_into_every_other(name: str, other: str, out: Path) -> None:
@@ -97,7 +95,6 @@ def test_every_kind_into_every_other(name: str, other: str, out: Path) -> None:
     assert oracle.difference(without_metadata(naive(FIXTURES / name, FIXTURES / other)), without_metadata(found)) == ""
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", PLAIN, ids=by_name)
 def test_with_itself_nothing_changes(item: Fixture, out: Path) -> None:
     found = merged(item.path, item.path, out)

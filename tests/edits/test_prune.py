@@ -84,7 +84,6 @@ def drop(*globs: str) -> Callable[[Checkpoint], Checkpoint]:
     return lambda checkpoint: ckptool.drop(checkpoint, globs, prune_optimizer=True)
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("how", ["drop", "keep"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_states_of_what_stays(name: str, how: str, tmp_path: Path) -> None:

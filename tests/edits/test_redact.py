@@ -145,7 +145,6 @@ def test_sources_of_old_modules(out: Path) -> None:
     assert b"class " in path.read_bytes() and b"class " not in out.read_bytes()
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_every_file_afterwards_has_nothing_to_redact(item: Fixture, out: Path) -> None:
     with ckptool.open(item.path) as checkpoint:

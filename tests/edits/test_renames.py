@@ -64,7 +64,6 @@ def dotted(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_by_glob(item: Fixture, out: Path) -> None:
     head = dotted(item.path)[0].partition(".")[0]
@@ -75,7 +74,6 @@ def test_by_glob(item: Fixture, out: Path) -> None:
     same(item.path, out, lambda c: ckptool.rename(c, glob=(f"{head}.*", "new.x-*")), rename)
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_by_regex(item: Fixture, out: Path) -> None:
     dotted(item.path)
@@ -83,14 +81,12 @@ def test_by_regex(item: Fixture, out: Path) -> None:
     same(item.path, out, lambda c: ckptool.rename(c, regex=found), lambda name: re.sub(*found, name, count=1))
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_by_table(item: Fixture, out: Path) -> None:
     table = {name: f"t{number}.{name}" for number, name in enumerate(dict.fromkeys(dotted(item.path)[::2]))}
     same(item.path, out, lambda c: ckptool.rename(c, table), lambda name: table.get(name, name))
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_by_the_order_of_another(item: Fixture, out: Path, tmp_path: Path) -> None:
     paths = states(item.path)
@@ -104,7 +100,6 @@ def test_by_the_order_of_another(item: Fixture, out: Path, tmp_path: Path) -> No
         same(item.path, out, lambda c: ckptool.rename(c, like=like, by_order=True), lambda name: table.get(name, name))
 
 
-@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("edit", ["strip", "add", "remap"])
 def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:

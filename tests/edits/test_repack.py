@@ -52,7 +52,6 @@ def check_clean(out: Path) -> None:
     assert not complaints(out) - {"weights-only", "unknown-global", "global"}
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("item", WHOLE, ids=by_name)
 def test_every_file_comes_out_clean(item: object, out: Path, tmp_path: Path) -> None:
     path: Path = item.path  # type: ignore[attr-defined]

@@ -406,7 +406,6 @@ def count(value: Any) -> int:
     return int(isinstance(value, torch.Tensor))
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_state_says_whether_it_is_whole_and_training_starts_from_the_weights(

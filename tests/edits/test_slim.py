@@ -18,7 +18,6 @@ import ckptool
 from ckptool.base.errors import RefusedError
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_no_value_changes(item: Fixture, out: Path) -> None:
     before = oracle.load(item.path)
@@ -35,7 +34,6 @@ def values(loaded: Any) -> list[Any]:
     return list(loaded.values()) if isinstance(loaded, dict) else []
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_dedupe_changes_no_value(item: Fixture, out: Path) -> None:
     before = oracle.load(item.path)
@@ -44,7 +42,6 @@ def test_dedupe_changes_no_value(item: Fixture, out: Path) -> None:
     assert held(after) <= held(before)
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_slim_twice_is_slim_once(item: Fixture, out: Path, tmp_path: Path) -> None:
     edited(item.path, out, ckptool.slim)

@@ -115,7 +115,6 @@ LEGITIMATE: Mapping[str, State] = {
 }
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LEGITIMATE)
 @pytest.mark.parametrize("writer", ["pth", "wrapped", "legacy", "safetensors"])
 def test_tensors_that_are_empty_by_right_are_valid(name: str, writer: str, tmp_path: Path) -> None:
@@ -123,7 +122,6 @@ def test_tensors_that_are_empty_by_right_are_valid(name: str, writer: str, tmp_p
     assert said.code == 0, said.out
 
 
-@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", ["model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "norm"])
 def test_a_slice_of_a_token_embedding_contradicts_any_configuration(name: str, writer: str, tmp_path: Path) -> None:

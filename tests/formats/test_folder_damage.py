@@ -182,7 +182,6 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_a_file_that_is_not_what_it_was(

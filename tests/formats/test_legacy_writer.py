@@ -33,7 +33,6 @@ def plain_keys(data: bytes) -> bytes:
     return re.sub(rb"X.\0\0\0(\d{8,15})(?=q|r)", lambda m: seen.setdefault(m[1], b"%d" % len(seen)), data, flags=re.S)
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("item", LOADABLE, ids=by_name)
 def test_what_torch_loads_is_the_same(item: Fixture, tmp_path: Path) -> None:
     out = tmp_path / "legacy.pth"

@@ -109,7 +109,6 @@ def test_a_part_is_said_to_be_one(scheme: str, tmp_path: Path) -> None:
             assert f"part {number + 1} of 2" in said.out
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("command", ARGUMENTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_command_passes_a_part_off_as_the_whole(scheme: str, command: str, tmp_path: Path) -> None:

@@ -217,7 +217,6 @@ def answer(call: list[str], path: Path | str, capsys: pytest.CaptureFixture[str]
     return code, out, err
 
 
-@pytest.mark.sampled(every=6)
 @every
 def test_every_answer_on_every_file_is_harmless(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for call in CALLS.values():

@@ -180,7 +180,6 @@ BUGS = ["web.Web._answer", "wire._answer", "aws.signed", "source.RemoteSource.re
 BUGS += ["store.error_of", "source.error_of", "hub._Repository.facts", "source.open_store"]
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", ADDRESSES)
 @pytest.mark.parametrize("place", BUGS)
 def test_a_traceback(place: str, kind: str, server: Server, tmp_path: Path) -> None:

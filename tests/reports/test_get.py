@@ -164,7 +164,6 @@ def compare(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert array.shape == tuple(tensor.shape) and out.stat().st_size % 64 == array.nbytes % 64
 
 
-@pytest.mark.sampled(every=5)
 @every
 def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if item.path.name == "zip_wrong_crc.pth":

@@ -38,7 +38,6 @@ def data_of(page: str) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_the_numbers_are_those_of_stats(item: Any, tmp_path: Path) -> None:
     try:

@@ -357,7 +357,6 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("change", BREAKS)
 @pytest.mark.parametrize("folder", EVERY, ids=lambda path: str(path.relative_to(FIXTURES)))
 def test_a_folder_that_does_not_open_hides_no_file(folder: Path, change: str, tmp_path: Path) -> None:

@@ -158,7 +158,6 @@ def _values(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().numpy().tobytes()
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("save", by_key(FORMATS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CALLS)

@@ -229,7 +229,6 @@ def packings(name: str) -> list[str]:
     return sample([*PACKED], 3, first=zlib.crc32(name.encode()))
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", JSON_WAYS)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
@@ -240,7 +239,6 @@ def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path
         assert (verdict, payload.named in reasons) == (payload.verdict, True), (pack, reasons)
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", YAML_WAYS)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_yaml_is_never_weights_only(payload: Payload, way: str, tmp_path: Path) -> None:
@@ -279,7 +277,6 @@ SAVED: dict[str, Callable[[Any], bytes]] = {
 }
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("way", HELD)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_configuration_in_a_pickle_is_judged_like_that_in_a_text(payload: Payload, way: str, tmp_path: Path) -> None:

@@ -414,7 +414,6 @@ def test_without_torch_it_says_what_is_missing() -> None:
     assert "needs torch, which is not installed" in found.err and "pip install torch" in found.err
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_no_file_is_too_odd(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     """Also what torch does not load, and what is damaged: an answer or a reason, never a bug."""

@@ -33,7 +33,6 @@ ZIPS = [item for item in WHOLE if item.container == "torch-zip"]
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", ZIPS, ids=by_name)
 def test_each_edit_in_place_is_the_edit_to_a_new_file(item: object, tmp_path: Path, out: Path) -> None:
     path = copied(item.path, tmp_path)  # type: ignore[attr-defined]
@@ -63,7 +62,6 @@ def test_edits_of_a_real_checkpoint(path: Path, tmp_path: Path, out: Path) -> No
     assert [edit.name for edit in EDITS if edit in chosen and check_edit(edit, copy, out)]
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", ZIPS, ids=by_name)
 def test_five_edits_are_taken_back_one_by_one(item: object, tmp_path: Path, out: Path) -> None:
     source = item.path  # type: ignore[attr-defined]

@@ -472,7 +472,6 @@ def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
         (tmp_path / "out.pth").unlink()
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(item.path)

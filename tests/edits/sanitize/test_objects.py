@@ -91,7 +91,6 @@ NAIVE: dict[str, Any] = {
 HOWS = [(2, False), (4, False), (5, False), (2, True), (4, True)]
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("protocol,legacy", HOWS)
 @pytest.mark.parametrize("name", NAIVE)
 def test_objects_become_what_a_user_would_make_of_them(

@@ -84,7 +84,6 @@ def piece(value: torch.Tensor, box: tuple[tuple[int, int], tuple[int, int]]) -> 
     return value[row : row + rows, column : column + columns]
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_flipped_bit_of_any_piece_is_found_on_the_way(target: str, cut: str, tmp_path: Path) -> None:
@@ -100,7 +99,6 @@ def test_a_flipped_bit_of_any_piece_is_found_on_the_way(target: str, cut: str, t
         (folder / "__0_0.distcp").write_bytes(whole)
 
 
-@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_item_that_is_no_archive_is_named_before_there_is_an_output(target: str, cut: str, tmp_path: Path) -> None:

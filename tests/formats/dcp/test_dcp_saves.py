@@ -370,7 +370,6 @@ def tensors_in(value: object) -> int:
     return sum(map(tensors_in, inner))
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["{}._extra_state", "{}._extra_state/shard_0_1", "a/{}._extra_state/shard_0.0_1.2"])
 @pytest.mark.parametrize("kind", EXTRA_STATES)
 def test_an_extra_state_is_what_torch_loads(kind: str, name: str, tmp_path: Path) -> None:

@@ -151,7 +151,6 @@ EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
 }
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_every_weight_after_each_edit(name: str, edit: str, tmp_path: Path) -> None:

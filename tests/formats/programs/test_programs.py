@@ -387,7 +387,6 @@ def test_damaged_model_json(spoil: Callable[[dict[str, Any]], Any], tmp_path: Pa
 FILES = ("exported.pt2", "package.pt", "torchscript.pt")
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "command", [("inspect",), ("keys",), ("keys", "--all"), ("stats",), ("hash",), ("validate",), ("inspect", "--tree")]
