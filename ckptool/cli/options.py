@@ -15,7 +15,7 @@ from ..base.errors import CkptoolError, EngineError, TargetError, lost_a_slash, 
 from ..base.globs import Globs, is_pattern
 from ..base.records import NamedTuple
 from ..base.steps import command as command_line
-from ..base.steps import concealed, shell_words
+from ..base.steps import concealed, is_remote, shell_words
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -105,14 +105,17 @@ def worst(codes: Iterable[int]) -> int:
     return next((code for code in _GRAVITY if code in occurred), 0)
 
 
-def paths(command: Command) -> Command:
-    """Add ``list_options``; the command gets all ``paths``. A quoted glob names the files that it matches."""
+def paths(command: Command, *, local: bool = False) -> Command:
+    """Add ``list_options``; the command gets all ``paths``. A quoted glob names the files that it matches.
+
+    A ``local`` command refuses addresses later, without listing them.
+    """
 
     @wraps(command)
     def with_files(*args: Any, paths: tuple[str, ...], files_from: str | None, chosen: slice, **how: Any) -> Any:
         if len(paths) > 1:
             refuse_keys(paths)
-        if any(set("*?[") & {*path} for path in paths):
+        if any(set("*?[") & {*path} for path in paths) and not (local and any(map(is_remote, paths))):
             from ..formats.checkpoint_search import expanded  # only for patterns
 
             paths = expanded(paths)

@@ -27,7 +27,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
-@paths
+@partial(paths, local=True)
 @click.option("--list", "listed", is_flag=True, help="List the edits made in place, the oldest version first.")
 @click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
