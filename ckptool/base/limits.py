@@ -37,6 +37,9 @@ class Limits(NamedTuple):
     text_bytes: int = 4096
     #: decimal digits of one integer; CPython refuses to print more than 4,300
     int_digits: int = 4300
+    #: times that one pickle names a global. Picklers name each class once, and then fetch it from the memo; a file
+    #: of 200,000 tensors names some hundred. A million names would take 700 MB.
+    names: int = 300_000
     #: findings or globals printed one by one; the rest are counted
     listed: int = 10_000
     #: characters of one name or value in a table; JSON is never truncated

@@ -105,7 +105,7 @@ class Machine:
         self.global_names: dict[bytes, tuple[str, str]] = {}
         self.templates: dict[tuple[bytes | None, ...], Template] = {}
         self.frame_end = -1
-        self.discards = 0
+        self.discards = self.names = 0
         self.foreign: Foreign | None = None
         self.hashable: set[Ref] = set()
         self.filled_at: dict[Ref, int] = {}

@@ -187,7 +187,14 @@ def _global(machine: Machine, _: int) -> None:
         machine.global_names[machine.data[begin : machine.pos - 1]] = known
     else:
         machine.pos = end + 1
-    machine.push(Global(*known))
+    _push_global(machine, Global(*known))
+
+
+def _push_global(machine: Machine, node: Global) -> None:
+    machine.names += 1
+    if machine.names > machine.limits.names:
+        machine.fail_limit(f"globals are named more than {machine.limits.names:,} times, which is the limit")
+    machine.push(node)
 
 
 def _global_line(machine: Machine) -> str:
@@ -208,7 +215,7 @@ def _stack_global(machine: Machine, _: int) -> None:
     name, module = machine.nodes[name_ref], machine.nodes[module_ref]
     if type(name) is not str or type(module) is not str:
         machine.fail("STACK_GLOBAL on something that is not a string")
-    machine.push(Global(module, name, (module_ref, name_ref)))
+    _push_global(machine, Global(module, name, (module_ref, name_ref)))
 
 
 def _new(machine: Machine, code: int) -> None:

@@ -64,7 +64,8 @@ def checkpoint_verdict(
         from .companions import check_companions  # imported only for folders
 
         beside = companions or check_companions(checkpoint.source, torch)
-        pickles = [*pickles, *beside.pickles]
+        every_pickle = [*pickles, *beside.pickles]
+        pickles = [item._replace(calls=tuple(map(item.described, item.calls))) for item in every_pickle]
         unclear += [f"{item['name']}: {item['why']}" for item in beside.files if not item["looked_at"]]
     kind = f"{program.kind}, read by {program.loader}" if program is not None else ""
     return verdict_of(pickles, torch, program=kind, unclear=unclear)

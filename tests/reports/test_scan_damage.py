@@ -306,11 +306,11 @@ HIDDEN = (
 )
 
 
-def is_named(folder: Path) -> bool:
-    """Return whether the scan of a folder names the call in a file of it."""
+def is_named(folder: Path, name: str = "") -> bool:
+    """Return whether the scan of a folder names the call in a file of it, and the file if it has this name."""
     report = ckptool.scan(folder)
-    reasons = [text for item in report["files"] for text in item["reasons"]]
-    return report["verdict"] == "unsafe" and any("system" in text for text in reasons)
+    reasons = [f"{item['path']}: {text}" for item in report["files"] for text in item["reasons"]]
+    return report["verdict"] == "unsafe" and any("system" in text and name in text for text in reasons)
 
 
 @pytest.mark.sampled
@@ -327,7 +327,7 @@ def test_a_file_anywhere_in_a_folder_is_looked_at(folder: Path, tmp_path: Path) 
         for number, data in sample([*enumerate(HIDDEN)], 2, first=turn):
             evil = place / f"rng_state.{number}.pth"
             evil.write_bytes(data)
-            assert is_named(run), (place, number)
+            assert is_named(run, evil.name), (place, number)
             assert say("validate", run, "--safe").code == 1
             evil.unlink()
 

@@ -172,7 +172,7 @@ def test_a_call_in_a_tensor_is_unsafe(
     path = save({"layer.weight": torch.ones(2, 2), key: tensor}, tmp_path)
     report = _scan(str(path))
     assert report["verdict"] == "unsafe", report
-    assert report["reasons"][0].startswith("posix.system('true')")
+    assert "posix.system('true')" in report["reasons"][0]
     assert validation_report(str(path))["runs_code"]
 
 

@@ -135,6 +135,13 @@ def test_no_value_that_holds_a_call_is_weights_only(place: str, tmp_path: Path) 
         assert word in ("unsafe", "unknown"), (steps, names, container)
 
 
+@pytest.mark.parametrize("offset", [1, 7, 64, 511, 513, 4096])
+def test_bytes_that_programs_unpickle_are_understood_or_unknown(offset: int, tmp_path: Path) -> None:
+    for name, word in (("x._extra_state", "unknown"), ("x.weight", "weights-only")):
+        data = save({name: _tensor(bytes([1]) * offset + ENDINGS[1])})
+        assert _judged(tmp_path / "file", data) == word
+
+
 @pytest.mark.parametrize("step", TRIVIAL)
 def test_the_end_of_a_window_is_no_stop(step: bytes) -> None:
     before, call = step * 40, ENDINGS[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...base.errors import MalformedError
-from ...base.text import human_bytes, quoted
+from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import FoundPickle
 from ...checkpoint.survey import EXTRA_STATE
@@ -60,9 +60,9 @@ def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[Fo
     for pickle in value_pickles(data, where):
         found = True
         yield pickle._replace(note=pickle.note or _NOTE)
-    if not found and len(data) < tensor_size(tensor) and may_begin_pickle(data):
-        what = f"it may hold a pickle of {human_bytes(tensor_size(tensor))}; only {human_bytes(_MOST)} were read"
-        yield unchecked(where, what)
+    large = len(data) < tensor_size(tensor) and may_begin_pickle(data)
+    if not found and (large or (EXTRA_STATE in path and tensor.dtype == "uint8" and any(data))):
+        yield unchecked(where, "it may hold a pickle, and is not followed to its end")
 
 
 def _first(checkpoint: Checkpoint, tensor: Tensor, size: int) -> bytes:
