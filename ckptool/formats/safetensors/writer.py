@@ -3,8 +3,7 @@
 The library sorts tensors by dtype (widest first), then by name, and pads the header with spaces to a multiple of 8
 bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes was determined with safetensors 0.8).
 
-The library writes compact JSON with the metadata first. Other writers add spaces, write null without metadata, list
-tensors out of byte order, or do not pad. An edit keeps the spelling of the file.
+An edit keeps the order of the tensors, and spells the header like the library: compact JSON with the metadata first.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from json.encoder import encode_basestring, encode_basestring_ascii
-from typing import Any, Final, cast
+from json.encoder import encode_basestring
+from typing import Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
@@ -35,7 +34,6 @@ from .header import MAX_HEADER, METADATA, TensorEntry
 from .sharding_info import metadata_for
 
 _ALIGNMENT: Final = 8
-_SEPARATORS: Final = ((",", ":"), (", ", ": "), (",", ": "))
 #: A torch dtype with two values per element; the format counts single values.
 _PAIRS: Final = "float4_e2m1fn_x2"
 #: The order of dtypes in a file, from last to first.
@@ -137,12 +135,10 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
-    style = _style_of(checkpoint) if in_order and checkpoint.format == "safetensors" else LIBRARY
     header: dict[str, TensorEntry] = {}
     pieces: list[Piece] = []
     at = 0
-    arranged, kept = _arranged(checkpoint, chosen, in_order)
-    for named, piece in arranged:
+    for named, piece in _arranged(checkpoint, chosen, in_order):
         name, tensor = named.name, named.tensor
         if name in header:
             what = f"two tensors would be called {quoted(name)}, and the header holds one of a name"
@@ -154,7 +150,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         pieces.append(piece)
         at += size
     try:
-        text = (style if kept else style._replace(order=())).text(list(header.values()), texts)
+        text = _header_text(list(header.values()), texts)
     except UnicodeEncodeError as error:
         half = error.object[max(error.start - 40, 0) :]
         what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
@@ -165,13 +161,12 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     return Plan(merge_pieces([len(text).to_bytes(8, "little") + text, *pieces]))
 
 
-def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> tuple[list[tuple[Named, Piece]], bool]:
-    """Return the tensors with their bytes in file order, and whether this is the order of the input."""
+def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
+    """Return the tensors with their bytes in file order."""
     pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)[0]) for named in chosen.tensors]
-    kept = in_order and _keeps_places(pairs)
-    if not kept:
+    if not (in_order and _keeps_places(pairs)):
         pairs.sort(key=lambda pair: _place(pair[0]))
-    return pairs, kept
+    return pairs
 
 
 def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
@@ -261,97 +256,18 @@ def _shape(tensor: Tensor) -> list[int]:
     return shape
 
 
-class HeaderStyle(NamedTuple):
-    """The spelling of a header.
+def _header_text(tensors: Sequence[TensorEntry], texts: Mapping[str, str]) -> bytes:
+    """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair.
 
-    - ``order``: the place in the file of each tensor, in JSON order; () if both orders are equal.
-    - ``metadata_at``: the place of the metadata among the names.
-    - ``empty``: the spelling of missing metadata, "" for no entry.
-    - ``fields``: the field names of a tensor, in order.
-    - ``aligned``: spaces pad the header to a multiple of 8 bytes.
+    The offsets of the tensors count from the end of the header.
     """
-
-    separators: tuple[str, str] = _SEPARATORS[0]
-    is_ascii: bool = False
-    order: tuple[int, ...] = ()
-    metadata_at: int = 0
-    empty: str = ""
-    fields: tuple[str, ...] = ("dtype", "shape", "data_offsets")
-    aligned: bool = True
-
-    def text(self, tensors: Sequence[TensorEntry], texts: Mapping[str, str]) -> bytes:
-        """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair.
-
-        The offsets of the tensors count from the end of the header.
-        """
-        order = self.order if len(self.order) == len(tensors) else range(len(tensors))
-        between, colon = self.separators
-        quoted_text = encode_basestring_ascii if self.is_ascii else encode_basestring
-        # Joined from strings, because a dict and two lists for each tensor take ten times as much memory.
-        values_of = {"dtype": '"%(dtype)s"', "shape": "[%(shape)s]", "data_offsets": f"[%(begin)d{between}%(end)d]"}
-        fields = between.join([f'"{field}"{colon}{values_of[field]}' for field in self.fields])
-        entries = []
-        # Many tensors have one of few shapes.
-        spelled_shape = cache(lambda shape: between.join(map(str, shape)))
-        for name, dtype, shape, begin, end in map(tensors.__getitem__, order):
-            values = {"dtype": dtype, "shape": spelled_shape(shape), "begin": begin, "end": end}
-            entries.append(f"{quoted_text(name)}{colon}{{{fields % values}}}")
-        if texts or self.empty:
-            value = dict(texts) if texts or self.empty == "{}" else None
-            spelled = json.dumps(value, ensure_ascii=self.is_ascii, separators=self.separators)
-            entries.insert(self.metadata_at, f'"{METADATA}"{colon}{spelled}')
-        text = f"{{{between.join(entries)}}}".encode()
-        if self.aligned:
-            return text + b" " * (-len(text) % _ALIGNMENT)
-        # A length that looks aligned gets a space, so that the next reader sees the header is not aligned.
-        return text if len(text) % _ALIGNMENT else text + b" "
-
-
-#: The spelling of the library.
-LIBRARY: Final = HeaderStyle()
-
-
-def _style_of(checkpoint: Checkpoint) -> HeaderStyle:
-    """Return the spelling of a valid file's header, or the library's if no known spelling reproduces it."""
-    source, container = checkpoint.source, checkpoint.container
-    size = int.from_bytes(source.read(0, 8), "little")
-    if size > MAX_HEADER:
-        return LIBRARY
-    raw = source.read(8, size)
-    facts = zip(container.manifest().items(), container.records())
-    tensors = [
-        TensorEntry(
-            name,
-            str(dtype),
-            cast("tuple[int, ...]", shape),
-            record.span.offset - 8 - size,
-            record.span.offset - 8 - size + record.size,
-        )
-        for (name, (dtype, shape)), record in facts
-    ]
-    if LIBRARY.text(tensors, container.metadata) == raw:
-        return LIBRARY  # nearly every file; parsing the header takes five times as much memory as this
-    del tensors
-    fields: dict[str, Any] = json.loads(raw)
-    metadata, at = fields.get(METADATA), list(fields).index(METADATA) if METADATA in fields else 0
-    spelled = "" if METADATA not in fields else "null" if metadata is None else "{}" if not metadata else ""
-    named = [(name, entry) for name, entry in fields.items() if name != METADATA]
-    places = sorted(range(len(named)), key=lambda number: tuple(named[number][1]["data_offsets"]))
-    order = [0] * len(places)
-    for place, number in enumerate(places):
-        order[number] = place
-    keys = tuple(named[0][1]) if named else LIBRARY.fields
-    if any({*entry} != {*LIBRARY.fields} for _, entry in named):
-        return LIBRARY
-    tensors = [
-        TensorEntry(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-        for name, entry in (named[number] for number in places)
-    ]
-    known = LIBRARY._replace(metadata_at=at, empty=spelled, order=tuple(order), fields=keys)
-    for separators in _SEPARATORS:
-        for is_ascii in (False, True):
-            for aligned in (True, False):
-                style = known._replace(separators=separators, is_ascii=is_ascii, aligned=aligned)
-                if style.text(tensors, metadata or {}) == raw:
-                    return style
-    return LIBRARY
+    spelled = json.dumps(dict(texts), ensure_ascii=False, separators=(",", ":"))
+    entries = [f'"{METADATA}":{spelled}'] if texts else []
+    # Many tensors have one of few shapes. Joined from strings, because a dict and two lists for each tensor take ten
+    # times as much memory.
+    spelled_shape = cache(lambda shape: ",".join(map(str, shape)))
+    for name, dtype, shape, begin, end in tensors:
+        fields = f'"dtype":"{dtype}","shape":[{spelled_shape(shape)}],"data_offsets":[{begin},{end}]'
+        entries.append(f"{encode_basestring(name)}:{{{fields}}}")
+    text = f"{{{','.join(entries)}}}".encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)
