@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
+from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.steps import folder_of
 from ..base.text import join_limited
@@ -18,7 +19,6 @@ from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks,
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address, parsed_object
 from ..files.folders import Folder, open_folder
-from .names.families import family_of_model
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The most bytes of a ``params.json``.
@@ -286,7 +286,7 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
 def _is_adapter(checkpoint: Checkpoint) -> bool:
     """Return whether a file holds a LoRA adapter, whose matrices have the rank in its name."""
-    return "LoRA" in family_of_model(f"{entry.key}" for entry in checkpoint.survey.tensors)
+    return bool(adapter_keys(f"{entry.key}" for entry in checkpoint.survey.tensors))
 
 
 def _lone_part(checkpoint: Checkpoint, name: str, folder: Folder) -> NamedParts | None:

@@ -16,7 +16,11 @@ from .recipe import Recipe
 
 #: Files beside the weights that describe a model, the most trusted first.
 CONFIGURATIONS: Final = ("config.json", "params.json")
-_TOKEN: Final = regex(r"\s*(?:(\d+)|([A-Za-z][A-Za-z_]*)|([-+*/()]))")
+#: A formula, its terms, and the factors of a term.
+_WORD: Final = rf"\s*(?:[0-9]{{1,{MOST_DIGITS}}}|[A-Za-z][A-Za-z_]*)\s*"
+_FORMULA: Final = regex(rf"{_WORD}(?:[-+*/]{_WORD})*\Z")
+_TERM: Final = regex(r"([-+]?)([^-+]+)")
+_FACTOR: Final = regex(r"([*/]?)\s*(\w+)")
 #: The largest number that is believed.
 _LARGEST: Final = 1 << 40
 #: Where a configuration may keep the numbers of a model, besides its top.
@@ -158,79 +162,22 @@ def _at(values: Any, path: str) -> Any:
 
 
 def formula(text: str, known: Mapping[str, int]) -> int | None:
-    """Return the value of a formula with + - * / and parentheses; None if a symbol is unknown or a division leaves a
-    rest.
+    """Return the value of a formula of numbers and symbols with + - * /.
 
-    Raise MalformedError for a text that is no formula.
+    Return None if a symbol is unknown, a division leaves a rest, or no model has a number so large. Raise
+    MalformedError for a text that is no formula.
     """
-    tokens: list[str] = []
-    at = 0
-    while at < len(text.rstrip()):
-        match = _TOKEN.match(text, at)
-        if match is None or len(match[1] or "") > MOST_DIGITS:
-            raise MalformedError(f"{quoted('=' + text)} is not a formula of numbers with + - * / ( )")
-        tokens.append(match[0].strip())
-        at = match.end()
-    stream = iter([*tokens, ""])
-    parser = _Parser(stream, known, text)
-    value = parser.sum()
-    if parser.token:
-        raise parser.error()
-    return value
-
-
-def _believed(value: int) -> int | None:
-    """Return a number, or None if no model has one so large."""
-    return value if abs(value) < _LARGEST else None
-
-
-class _Parser:
-    """A formula, read from left to right; ``token`` is the next word, "" at the end."""
-
-    def __init__(self, stream: Iterator[str], known: Mapping[str, int], text: str) -> None:
-        self._stream, self._known, self._text = stream, known, text
-        self._depth = 0
-        self.token = next(stream)
-
-    def error(self) -> MalformedError:
-        return MalformedError(f"{quoted('=' + self._text)} is not a formula of numbers with + - * / ( )")
-
-    def _next(self) -> str:
-        token, self.token = self.token, next(self._stream, "")
-        return token
-
-    def sum(self) -> int | None:
-        value = self._product()
-        while self.token in ("+", "-"):
-            sign = 1 if self._next() == "+" else -1
-            other = self._product()
-            value = None if value is None or other is None else _believed(value + sign * other)
-        return value
-
-    def _product(self) -> int | None:
-        value = self._factor()
-        while self.token in ("*", "/") and self.token:
-            divides = self._next() == "/"
-            other = self._factor()
-            if value is None or other is None:
-                value = None
-            elif divides:
-                value = None if not other or value % other else value // other
-            else:
-                value = _believed(value * other)
-        return value
-
-    def _factor(self) -> int | None:
-        token = self._next()
-        if token == "(" and self._depth < 8:
-            self._depth += 1
-            value = self.sum()
-            self._depth -= 1
-            if self._next() != ")":
-                raise self.error()
-            return value
-        if token.isdigit():
-            return int(token)
-        if not token[:1].isalpha():
-            raise self.error()
-        return self._known.get(token)
+    if not _FORMULA.match(text):
+        raise MalformedError(f"{quoted('=' + text)} is not a formula of numbers with + - * /")
+    total = 0
+    for sign, product in _TERM.findall(text):
+        value = 1
+        for operator, word in _FACTOR.findall(product):
+            other = int(word) if word.isdigit() else known.get(word)
+            if other is None or (operator == "/" and (not other or value % other)):
+                return None
+            value = value // other if operator == "/" else value * other
+            if abs(value) >= _LARGEST:
+                return None
+        total += -value if sign == "-" else value
+    return total if abs(total) < _LARGEST else None
