@@ -86,7 +86,6 @@ ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
     "drop": lambda path: ["head.weight"],
     "edit": lambda path: ["--add-prefix", "m."],
     "extract": lambda path: ["layer.weight"],
-    "keep": lambda path: ["*"],
     "match": lambda path: [str(path), "--apply"],
     "merge": lambda path: [str(path)],
     "redact": lambda path: ["--redact", "all"],
@@ -94,7 +93,6 @@ ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
     "rename": lambda path: ["--rename", "layer.*=block.*"],
     "salvage": lambda path: [],
     "sanitize": lambda path: [],
-    "set": lambda path: ["epoch=3"],
     "slim": lambda path: [],
     "strip-module": lambda path: [],
 }
