@@ -1,4 +1,4 @@
-"""Edits that compute values: the example of docs/architecture.md, and results of other shapes, against torch."""
+"""Edits that compute values: the example of docs/library.md, and results of other shapes, against torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ckptool.values.elements import StorageReader, elements, storage_reader, swa
 
 
 def scale(checkpoint: Checkpoint, factor: float, **how: Any) -> Checkpoint:
-    """The example of docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    """The example of docs/library.md."""
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    _, code = re.findall(r"```python\n(.*?)```", text, re.S)
     names: dict[str, Any] = {"__name__": "example"}
     exec(code, names)
     result: Checkpoint = names["scale"](checkpoint, factor, **how)
