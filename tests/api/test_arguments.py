@@ -71,6 +71,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.pth"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_path_and_a_checkpoint_give_the_same(name: str, path: Path) -> None:
     from_path = function(name)(path, *ARGUMENTS[name])
@@ -151,6 +152,7 @@ def test_what_is_no_dtype_is_refused(dtype: Any, path: Path) -> None:
         ckptool.cast(path, dtype)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_can_be_pickled(name: str) -> None:
     assert pickle.loads(pickle.dumps(function(name))) is function(name)

@@ -281,6 +281,7 @@ NO_TARGETS = ["cpu:0", "cuda0", "CUDA:0", "Cpu", "gpu", "gpu:0", "", "cuda:", "c
 NO_TARGETS += ["cuda:-1", " cpu", "cuda:0 ", "cuda:\u0660", "cpu\n"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("target", TARGETS + NO_TARGETS)
 def test_a_target_is_what_torch_could_restore(target: str) -> None:
     """torch restores a storage to the device, or knows the device and misses it; else it is no target."""

@@ -150,6 +150,7 @@ def findings(report: dict[str, Any]) -> set[str]:
     return notes(report, "error") & {"geometry", "storage-size", "missing-storage"}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
 def test_a_view_that_fits_is_no_flaw(made: Made, tmp_path: Path) -> None:
     """Two elements of whatever has room for them: what fails below fails for its geometry."""

@@ -188,6 +188,7 @@ def test_every_edit_keeps_the_bytes_once_or_refuses(place: str, content: str, pr
     assert kept >= 9
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("place,content", KINDS)
 def test_every_printed_command_keeps_the_bytes(place: str, content: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)

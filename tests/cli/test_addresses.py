@@ -171,6 +171,7 @@ def was_opened(said: Said) -> bool:
     return any(text in said.all for text in OPENED)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder: Path, offline: None) -> None:
     said = said_with(name, parameter, REMOTE, folder)
@@ -191,6 +192,7 @@ def test_secrets_of_an_address_are_not_printed(
     assert "CRET" not in said.all
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])
 def test_a_remote_output_is_opened_or_refused_by_name(
     name: str, parameter: click.Parameter, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None

@@ -65,6 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
 def test_a_request_can_be_sent_to_another_process(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch

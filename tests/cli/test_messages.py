@@ -63,7 +63,7 @@ def messages(said: Said, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=16)
 def test_a_message_is_one_line_and_verbose_and_json_have_the_rest(file: Path, here: Path) -> None:
     path = file.name
     os.symlink(file, path)

@@ -96,6 +96,7 @@ def test_what_is_printed_for_generated_checkpoints(
     walk(partial(generated, number), tmp_path, monkeypatch)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_from_within_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is suggested for the folder that one is in works there, and writes nothing into the checkpoint."""

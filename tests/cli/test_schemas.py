@@ -136,7 +136,7 @@ def numbered(paths: Iterable[Path]) -> Any:
     )
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=10)
 @numbered([*(item.path for item in MANIFEST), *(item.path for item in REAL)])
 def test_commands_on_every_fixture(number: int, path: Path, out: Path) -> None:
     check_lines(number, path, out)

@@ -246,6 +246,7 @@ def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> Non
                 ckptool.save(everywhere(checkpoint, dtype, no_overflow=True), out, force=True)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
 def test_small_tensors_cast_together_have_the_bits_of_each_alone(source: str) -> None:
     """Any bits, among them NaN of either sign; with overflow in some storages, and in none."""
@@ -371,6 +372,7 @@ OVERFLOWS = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
 def test_overflow_is_counted_for_every_pair_of_dtypes(source: str) -> None:
     kind = getattr(torch, source)

@@ -94,6 +94,7 @@ OUTPUTS = (
 )
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("line", EDITS)
 def test_an_edit_into_another_format_is_the_edit_and_then_the_conversion(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -247,6 +247,7 @@ def two_layers(step: Step) -> dict[str, Any]:
     return trained({f"{prefix}s0.w": torch.randn(4, 4), f"{prefix}s1.w": torch.randn(4)})
 
 
+@pytest.mark.sampled(every=3)
 @each_step
 def test_no_edit_changes_an_optimizer_that_it_was_not_told_to_change(step: Step) -> None:
     """Every value and dtype in it, where the edit keeps it at all."""
@@ -257,6 +258,7 @@ def test_no_edit_changes_an_optimizer_that_it_was_not_told_to_change(step: Step)
     assert oracle.difference(before, after.get("optimizer", before)) == ""
 
 
+@pytest.mark.sampled(every=3)
 @each_step
 def test_the_pickle_of_a_plan_writes_what_the_edit_writes(step: Step) -> None:
     """Another process gets it, so all that computes bytes must be plain data."""

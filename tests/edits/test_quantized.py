@@ -307,6 +307,7 @@ def load(path: Path) -> Tensors:
     return state.get("model", state)
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("parts", "config", "known", "how", "name"), every())
 def test_a_cast_leaves_every_part_alone_and_says_so(
     parts: Tensors, config: dict[str, Any], known: str, how: str, name: str, tmp_path: Path
@@ -328,6 +329,7 @@ def test_a_cast_leaves_every_part_alone_and_says_so(
     assert all(result[f"{M}.{end}"].dtype == value.dtype for end, value in parts.items())
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("parts", "config", "known", "how", "name"), every())
 def test_edits_that_compute_refuse(
     parts: Tensors, config: dict[str, Any], known: str, how: str, name: str, tmp_path: Path
@@ -354,6 +356,7 @@ def test_edits_that_compute_refuse(
         assert said.code == 4 and "quantized" in said.all and not out.exists(), (line[0], said.all)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     parts, config, known = LAYOUTS[name]
@@ -374,6 +377,7 @@ def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", {**LAYOUTS, **UNKNOWN})
 def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path) -> None:
     """Half a quantized weight is not a plain one: neither the code nor the scale that is left is cast or averaged."""
@@ -398,6 +402,7 @@ def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path)
             assert not wrong, (lost, wrong)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [name for name, (parts, *_) in LAYOUTS.items() if len(parts) > 1])
 def test_merge_takes_a_weight_whole_or_not_at_all(name: str, tmp_path: Path) -> None:
     parts, config, _ = LAYOUTS[name]
@@ -441,6 +446,7 @@ b = "blocks.{{L}}.down.{end} : {turned}"
 """
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_recipe_does_not_rearrange_or_part_the_tensors(name: str, tmp_path: Path) -> None:
     parts, config, _ = LAYOUTS[name]

@@ -74,6 +74,7 @@ def converted(state: State, config: dict[str, Any], family: str, folder: Path) -
     return load_file(out)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_the_configuration_of_another_model_is_refused(kind: str, target: str, tmp_path: Path) -> None:
     """The way there and back works under the own configuration; under others neither does."""
@@ -110,6 +111,7 @@ def numbers(config: dict[str, Any]) -> list[str]:
     return [name for name, value in config.items() if type(value) is int and name.endswith(named)]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_a_number_that_is_missing_is_derived_or_asked_for(kind: str, target: str, tmp_path: Path) -> None:
     state, config = sample(kind)
@@ -124,6 +126,7 @@ def test_a_number_that_is_missing_is_derived_or_asked_for(kind: str, target: str
         assert_equal(made, wanted)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_a_number_that_is_wrong_never_moves_other_rows(kind: str, target: str, tmp_path: Path) -> None:
     state, config = sample(kind)

@@ -282,6 +282,7 @@ def test_two_files_of_shards_exchanged(
     assert all(torch.equal(loaded[name], value) for name, value in state().items())
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "name"), EVERY_DATA)
 def test_a_copy_of_another_file(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(kind, tmp_path / "in")
@@ -290,6 +291,7 @@ def test_a_copy_of_another_file(kind: str, name: str, tmp_path: Path, capsys: py
     refused(folder, name, tmp_path, capsys)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "name"), EVERY_DATA)
 def test_a_flipped_bit(kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(kind, tmp_path / "in")

@@ -98,6 +98,7 @@ ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_part_is_said_to_be_one(scheme: str, tmp_path: Path) -> None:
     for number, path in enumerate(parts(scheme, tmp_path / "model")):
@@ -128,6 +129,7 @@ def test_no_command_passes_a_part_off_as_the_whole(scheme: str, command: str, tm
         assert out.exists()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_edit_of_each_part_needs_no_option(scheme: str, tmp_path: Path) -> None:
     path, _ = parts(scheme, tmp_path / "model")
@@ -137,6 +139,7 @@ def test_an_edit_of_each_part_needs_no_option(scheme: str, tmp_path: Path) -> No
     assert say("add-module", path, "-o", named).code == 0
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_folder_is_joined_or_refused(scheme: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -122,6 +122,7 @@ def attempt(job: Job, inputs: Path, folder: Path) -> ReadBackError:
     return caught.value
 
 
+@pytest.mark.sampled(every=3)
 @each
 def test_what_is_whole_passes(job: Job, inputs: Path, tmp_path: Path) -> None:
     with ckptool.open(inputs / job.source) as checkpoint:
@@ -147,6 +148,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
     monkeypatch.setattr(where, name, failing)
 
 
+@pytest.mark.sampled(every=3)
 @each
 def test_a_disk_that_fails_is_no_bug(job: Job, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, saving, "check_folder" if job.folder else "check_file")
@@ -239,6 +241,7 @@ def _worse(graph: Graph) -> Graph:
     return graph.edited({numbers[-1]: 99})
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("job", PICKLED, ids=lambda job: job.name)
 def test_an_encoder_that_loses_something(
     job: Job, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ CALLS: list[list[str]] = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("arguments", CALLS, ids=lambda call: " ".join(part.rpartition("/")[2] for part in call))
 def test_no_command_needs_torch_or_numpy(arguments: list[str], out: Path) -> None:
     found = command(*(str(out) if part == "OUT" else part for part in arguments))

@@ -34,6 +34,7 @@ def memory(limit: int) -> Iterator[None]:
 # -- sizes that lie -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "head",
     [

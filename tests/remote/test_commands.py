@@ -103,7 +103,7 @@ def _squeezed(text: str) -> str:
     return re.sub(r"[\s;─-]+", "", text)
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize(("name", "calls"), WALKS, ids=WALKED)
 def test_every_fixture(name: str, calls: list[list[str]], server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of the file, suggested names of outputs are the same, too."""

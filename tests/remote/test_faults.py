@@ -239,7 +239,7 @@ CASES = [(name, fault) for name, case in COMMANDS.items() for fault in FAULTS if
 CASES += [(name, COMPLETE) for name in ("publish", "publish --force")]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_at_any_request(name: str, fault: str, bench: Bench, request: pytest.FixtureRequest) -> None:
     case = COMMANDS[name]

@@ -135,7 +135,7 @@ REST = {"get": ["fc.bias"], "extract": ["."], "redact": ["--redact", "all"]}
 TWICE = ("diff", "match")
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("name", "style"), STYLES, ids=lambda value: value)
 def test_every_format_of_a_report(name: str, style: str, server: Server) -> None:
     start, end = address("http", server)

@@ -53,6 +53,7 @@ def opened(server: Server, request: pytest.FixtureRequest) -> Open:
     return open_it
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("size", [1, 100, ENDS, ENDS + 1, 2 * ENDS - 1, 2 * ENDS + 1, 3 * MIB])
 def test_random_reads_are_right(size: int, opened: Open, server: Server) -> None:
     data, chance = DATA[:size], random.Random(size)

@@ -156,6 +156,7 @@ def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) 
     assert alone["differing"] == 3 and alone["max_abs"] == row["max_abs"]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", EVERY, ids=str)
 def test_no_bits_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_no_bits_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
         assert other["mean"] == pytest.approx(finite.mean(), abs=1e-9 * float(np.abs(finite).max()))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("other", DTYPES, ids=str)
 def test_dtypes_of_one_shape_are_compared_as_numbers(other: torch.dtype, tmp_path: Path) -> None:
     a, b = numbers(torch.float32, 1), numbers(other, 2)

@@ -46,7 +46,7 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {name: name for name in ("bare.pth", "run.pth", "optimizer.pt", "whole.pth")}
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=20)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 def test_an_unknown_message_gets_findings_and_no_more(name: str, tmp_path: Path) -> None:
@@ -60,6 +60,7 @@ def test_an_unknown_message_gets_findings_and_no_more(name: str, tmp_path: Path)
         assert not any(words in report["why"] for words in TOO_MUCH)
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
 def test_a_known_message_about_another_file_claims_nothing(error, plain: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
@@ -93,6 +94,7 @@ def check(line: str, path: str) -> None:
         shutil.rmtree(output) if output.is_dir() else output.unlink()
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
 def test_printed_python_is_python_for_the_file(error, plain: dict[str, str]) -> None:  # type: ignore[no-untyped-def]

@@ -636,6 +636,7 @@ def test_every_name_is_that_of_one_error() -> None:
     assert {*CASES, *REPORTED} <= {*names}
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
 def test_every_message_of_the_page_is_found(error: KnownError) -> None:
     for text in (error.message, *error.alike):

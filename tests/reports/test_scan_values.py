@@ -142,6 +142,7 @@ def test_bytes_that_programs_unpickle_are_understood_or_unknown(offset: int, tmp
         assert _judged(tmp_path / "file", data) == word
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("step", TRIVIAL)
 def test_the_end_of_a_window_is_no_stop(step: bytes) -> None:
     before, call = step * 40, ENDINGS[0]

@@ -414,6 +414,7 @@ def test_the_sample_runs_code(number: int, folders: dict[int, Path]) -> None:
     assert (folder / "mark").exists(), error.read_text() if error.exists() else "no error"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("number", NUMBERED)
 def test_the_scan_names_the_call(number: int, tmp_path: Path) -> None:
     sample = SAMPLES[number]

@@ -56,6 +56,7 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_those_that_torch_loads(dtype: str, tmp_path: Path) -> None:
     whole = tensor_of(dtype, (4, 6))
@@ -79,6 +80,7 @@ def _saved(path: Path, edit: Callable[[Checkpoint], Checkpoint], out: str) -> Pa
     return path.with_name(out)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edits_keep_the_values_that_torch_loads(dtype: str, tmp_path: Path) -> None:
     whole = tensor_of(dtype, (64, 6))

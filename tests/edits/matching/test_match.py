@@ -122,6 +122,7 @@ ARCHITECTURES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("have", "want"), list(itertools.permutations(ARCHITECTURES, 2)))
 def test_two_models_do_not_fit(have: str, want: str, tmp_path: Path) -> None:
     report = matched(ARCHITECTURES[have](), ARCHITECTURES[want](), tmp_path)

@@ -87,7 +87,7 @@ WHERE: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("where", WHERE)

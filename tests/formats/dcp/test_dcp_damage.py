@@ -353,7 +353,7 @@ def with_item(folder: Path, data: bytes, object_: bool) -> Path:
     return folder
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("object_", [True, False])
 @pytest.mark.parametrize("case", by_key(FAILURES))
 def test_an_item_is_looked_at_like_a_file(case: Any, object_: bool, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path, capsys
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("item", FOREIGN, ids=by_name)
 def test_cut_or_changed_it_never_crashes(item: Real, tmp_path: Path) -> None:
     data = item.path.read_bytes()
@@ -338,6 +339,7 @@ def test_marks(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> 
     assert kind in FOREIGN_KINDS
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
 def test_marks_in_part(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> None:
     path, chance = tmp_path / name, random.Random(len(data))
@@ -357,6 +359,7 @@ def test_every_row_says_where_its_mark_is_from() -> None:
     assert [row.format for row in signatures.SIGNATURES if not (row.magic or row.suffix or row.test)] == []
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("item", [item for item in FOREIGN if item.path.is_file()], ids=by_name)
 def test_a_row_matches_no_other_first_byte_than_it_says(item: Real) -> None:
     data = item.path.read_bytes()[: 1 << 16]

@@ -80,6 +80,7 @@ def test_it_is_what_the_engine_had(name: str, tmp_path: Path) -> None:
     assert all(state["step"].item() == found["global_steps"] for state in states.values() if "step" in state)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_weights_as_they_were_trained(name: str, tmp_path: Path) -> None:
     with ckptool.open(step_of(name)) as checkpoint:
@@ -111,6 +112,7 @@ def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
         assert equal(load_file(out), oracle(name)["module"])
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_it_says_what_it_is_and_how_to_make_one_file_of_it(name: str, tmp_path: Path) -> None:
     folder = shutil.copytree(step_of(name), tmp_path / "step")

@@ -221,6 +221,7 @@ def files(*kinds: str) -> list[Any]:
 SOME = files("fsdp1", "fsdp2_3", "hsdp2", "placements", "tp_3", "verl_fsdp1", "local_3")
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "file"), SOME)
 def test_a_missing_file_is_missed(name: str, file: str, tmp_path: Path) -> None:
     folder = shutil.copytree(RANKS / name, tmp_path / name)
@@ -235,6 +236,7 @@ def test_a_missing_file_is_missed(name: str, file: str, tmp_path: Path) -> None:
         assert any(f"{file} is not there" in message for message in damaged(folder))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "file"), SOME)
 def test_a_truncated_file_is_named(name: str, file: str, tmp_path: Path) -> None:
     folder = shutil.copytree(RANKS / name, tmp_path / name)
@@ -246,6 +248,7 @@ def test_a_truncated_file_is_named(name: str, file: str, tmp_path: Path) -> None
         assert any(file in message for message in damaged(folder)), size
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "file"), SOME)
 def test_a_copy_of_another_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
     folder = shutil.copytree(RANKS / name, tmp_path / name)
