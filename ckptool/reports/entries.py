@@ -32,7 +32,7 @@ from ..base.errors import MalformedError, RefusedError
 from ..base.records import NamedTuple, TypedDict
 from ..base.text import huge_text, is_huge, pluralize, shape_text
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import class_name, device_text, mapping, plain_parts
+from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, bounded, extra_children, joined, sequence
 from ..checkpoint.selection import Located, lookup
 from ..checkpoint.sharding import sharding
@@ -205,8 +205,6 @@ def _children(graph: Graph, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
 _MAX_DEPTH: Final = 200
 #: An object with more characters is written once; later occurrences refer to it.
 _LONG: Final = 1_000
-#: Types of values that fit on one line.
-_SIMPLE: Final = frozenset((str, int, bool, type(None)))
 #: Maximum number of empty lists that a shape may ask for.
 _MAX_EMPTY: Final = 1_000_000
 
@@ -275,11 +273,6 @@ class _Writer:
         if node is None or isinstance(node, bool | int | float | str):
             yield _text(_json_leaf(ScalarValue("", node)))
             return
-        plain = self._plain(ref)
-        if plain:
-            self.places[ref] = (bounded(path, ref), len(plain))
-            yield plain
-            return
         value = python_value(self.checkpoint, ref)
         if isinstance(value, ScalarValue):
             yield _text(_json_leaf(value))
@@ -293,21 +286,6 @@ class _Writer:
             yield _text({"ref": path})
         else:
             yield from self._opened(ref, value, path)
-
-    def _plain(self, ref: Ref) -> str:
-        """Return the complete JSON of a dict of strings to plain values, which may be frequent; "" for
-        other objects.
-        """
-        parts = plain_parts(self.checkpoint.graph, ref)
-        if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
-            return ""
-        entries = dict(zip(parts[::2], parts[1::2]))
-        if len(entries) * 2 < len(parts):
-            return ""  # a key occurs twice
-        indent = "\n" + "  " * len(self.stack)
-        leaves = ((key, ScalarValue("", value)) for key, value in entries.items())  # type: ignore[arg-type]
-        rows = [f"{indent}  {_text(key)}: {_text(_json_leaf(leaf))}" for key, leaf in leaves]
-        return "{" + ",".join(rows) + indent + "}"
 
     def _opened(self, ref: Ref, container: ContainerValue, path: str) -> Iterator[str]:
         path = bounded(path, ref)
