@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, prod
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.dtypes import is_complex
 from ..base.errors import MalformedError, TargetError
@@ -17,11 +16,10 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor, is_contiguous, view_id
+from ..checkpoint.tensors import Tensor, view_id
 from ..files.downloads import expect_reads
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
-from ..pickles.nodes import Ref
 from ..values.elements import (
     Filling,
     StorageReader,
@@ -35,7 +33,6 @@ from ..values.elements import (
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.blocks import PACKED, ElementRule, rule_of
-from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch, one_thread
 from ..values.torch.measure import Measured, measure
 from .html import ShownStats
@@ -118,14 +115,12 @@ def statistics_of(
     everything: bool = False,
     globs: Globs = Globs(),
     sort: str = "file",
-    known: Mapping[object, Measured] = MappingProxyType({}),
-    readings_of: Mapping[Ref, Reading | str] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> StatsReport:
     """Return the report of ``stats`` on the tensors that ``select_entries`` selects.
 
-    ``known`` has earlier measurements by ``reading_id``, and ``readings_of`` readings by nodes. ``progress`` is called
-    with numbers of bytes. Raise TargetError as ``select_entries`` does, UnreadableError if torch is not installed.
+    ``progress`` is called with numbers of bytes. Raise TargetError as ``select_entries`` does, UnreadableError if torch
+    is not installed.
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
@@ -135,14 +130,14 @@ def statistics_of(
     numbers: dict[object, int] = {}
     for entry in entries:
         if entry.ref not in numbers:
-            reading = readings_of.get(entry.ref) or interpret(checkpoint, entry.ref)
-            name = reading_id(reading)
+            reading = interpret(checkpoint, entry.ref)
+            name = _identity(reading)
             number = numbers.setdefault(name, len(readings))
             numbers[entry.ref] = number
             if number == len(readings):
                 paths.append(entry.path)
                 readings[name] = reading
-    measured = _measure_all(readings, known, progress)
+    measured = _measure_all(list(readings.values()), progress)
     rows: list[TensorStatistics] = []
     missing = []
     for entry in entries:
@@ -166,49 +161,18 @@ def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
     return entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
 
 
-def reading_id(reading: Reading | str) -> object:
+def _identity(reading: Reading | str) -> object:
     """Return the identity of the numbers to measure: readings with equal ids have the same numbers."""
     if isinstance(reading, str):
         return object()
     return view_id(reading.tensor), reading.of, reading.negated, reading.affine
 
 
-def _measure_all(
-    readings: Mapping[object, Reading | str], known: Mapping[object, Measured], progress: Progress | None
-) -> list[_Statistics]:
-    """Return the statistics of each reading; they have the keys of ``reading_id``."""
-    found: dict[int, Measured | MalformedError] = {}
-    unknown: list[int] = []
-    work: list[_Work] = []
-    for number, (name, reading) in enumerate(readings.items()):
-        if not isinstance(reading, str):
-            before = known.get(name)
-            if before is None:
-                unknown.append(number)
-                work.append(_work(reading))
-            else:
-                found[number] = before
-
-    expect_reads(read_for(item.storage, item.tensor) for item in work)
-    results = _in_threads(_Work.measured, work, [tensor_size(item.tensor) for item in work], progress)
-    for number, item, result in zip(unknown, work, results):
-        found[number] = result if isinstance(result, MalformedError) else _repeated(result, item.times)
-    return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings.values())]
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def _in_threads(
-    measure: Callable[[Item, Progress], Result], items: Sequence[Item], sizes: Sequence[int], progress: Progress | None
-) -> list[Result | MalformedError]:
-    """Measure every item; the result of an item whose bytes are missing is the error.
-
-    ``sizes`` are the bytes to read. Several threads are used if that pays.
-    """
+def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:
+    """Return the statistics of each reading. Several threads are used if that pays."""
     torch = need_torch("computing with values")
-    results: dict[int, Result | MalformedError] = {}
+    work = {number: _work(reading) for number, reading in enumerate(readings) if not isinstance(reading, str)}
+    found: dict[int, Measured | MalformedError] = {}
     lock = threading.Lock()
 
     def advance(count: int) -> None:
@@ -218,13 +182,14 @@ def _in_threads(
 
     def do(number: int) -> None:
         try:
-            results[number] = measure(items[number], advance)
+            found[number] = _repeated(work[number].measured(advance), work[number].times)
         except MalformedError as error:
-            results[number] = error
+            found[number] = error
 
+    expect_reads(read_for(item.storage, item.tensor) for item in work.values())
     with one_thread(torch):
-        run_in_threads(range(len(items)), do, sum(sizes))
-    return [results[number] for number in range(len(items))]
+        run_in_threads(list(work), do, sum(tensor_size(item.tensor) for item in work.values()))
+    return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings)]
 
 
 def _statistics(reading: Reading | str, measured: Measured | MalformedError | None) -> _Statistics:
@@ -257,65 +222,6 @@ def statistics(reading: Reading, measured: Measured) -> _Statistics:
 
 def _no_statistics(of: str | None, reason: str) -> _Statistics:
     return cast("_Statistics", {**dict.fromkeys(_Statistics.__annotations__), "of": of, "reason": reason})
-
-
-class MeasuredPairs(NamedTuple):
-    """Measurements of pairs of tensors: numbers of each side by ``reading_id``, and comparisons by pairs of nodes.
-
-    ``readings`` has the readings of each side by nodes, because making one takes longer than measuring a small tensor.
-    """
-
-    sides: tuple[dict[object, Measured], dict[object, Measured]]
-    readings: tuple[dict[Ref, Reading | str], dict[Ref, Reading | str]]
-    compared: dict[tuple[Ref, Ref], Compared]
-
-
-def measure_pairs(
-    a: Checkpoint, b: Checkpoint, refs: Iterable[tuple[Ref, Ref]], progress: Progress | None = None
-) -> MeasuredPairs:
-    """Measure pairs of tensors from two checkpoints, given by their nodes: each side and their difference, in one
-    reading.
-
-    Pairs are left out if they have no numbers or bytes, if their shapes differ, or if ``stats`` reads them in another
-    order. ``progress`` is called with numbers of bytes on both sides. Raise UnreadableError if torch is not installed.
-    """
-    pairs: dict[object, tuple[Reading, Reading]] = {}
-    names: dict[tuple[Ref, Ref], tuple[object, object]] = {}
-    readings: tuple[dict[Ref, Reading | str], dict[Ref, Reading | str]] = {}, {}
-    for nodes in refs:
-        one, other = (
-            known.setdefault(ref, known.get(ref) or interpret(side, ref))
-            for side, ref, known in zip((a, b), nodes, readings)
-        )
-        if not isinstance(one, str) and not isinstance(other, str) and _in_step(one, other):
-            names[nodes] = name = reading_id(one), reading_id(other)
-            pairs.setdefault(name, (one, other))
-    work = list(pairs.values())
-    expect_reads(read_for(each.storage, each.tensor) for pair in work for each in pair)
-    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in work]
-
-    def measured(pair: tuple[Reading, Reading], advance: Progress) -> PairMeasured:
-        result = measure_pair(*pair, _BINS)
-        advance(sum(tensor_size(reading.tensor) for reading in pair))
-        return result
-
-    found = dict(zip(pairs, _in_threads(measured, work, sizes, progress) if pairs else ()))
-    result = MeasuredPairs(({}, {}), readings, {})
-    for nodes, name in names.items():
-        pair = found[name]
-        if not isinstance(pair, MalformedError):
-            for side, reading, numbers in zip(result.sides, name, (pair.a, pair.b)):
-                side[reading] = numbers
-            result.compared[nodes] = pair.compared
-    return result
-
-
-def _in_step(one: Reading, other: Reading) -> bool:
-    """Return whether the numbers of two tensors can be read side by side, in the order in which ``stats``
-    reads them.
-    """
-    whole = all(reading.of in ("elements", "dequantized") and is_contiguous(reading.tensor) for reading in (one, other))
-    return whole and one.tensor.shape == other.tensor.shape and 0 not in one.tensor.shape
 
 
 class _Work(NamedTuple):

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from ...base.errors import TargetError
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from typing import NotRequired
 
     from ...files.write.copying import Progress
-    from ...pickles.nodes import Ref
-    from ...values.torch.distance import Compared
 
 #: Words for parts that the comparison can ignore, and what each covers.
 IGNORABLE: Final = {
@@ -153,7 +150,6 @@ def diff_report(
     only: Globs = MATCH_ALL,
     count: bool = True,
     sort: str = "max",
-    known: Mapping[tuple[Ref, Ref], Compared] = MappingProxyType({}),
     paired: tuple[tuple[Side, Side], GraphComparison] | None = None,
     progress: Progress | None = None,
     before_distances: Callable[[DiffReport], None] | None = None,
@@ -162,12 +158,11 @@ def diff_report(
 
     ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
     torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
-    counted, and distances are not measured. ``known`` has earlier comparisons of pairs of nodes, made without a
-    tolerance, and ``paired`` an earlier comparison of graphs that ignored the same. If distances remain to be measured
-    after the verdict, ``before_distances`` is called with the report without them; its ``values`` name the tensors.
-    Raise TargetError for an unknown word or key, or a pattern that matches in neither, MalformedError if bytes are
-    missing, and UnreadableError if torch is not installed but needed for the verdict. If torch is needed only for
-    figures, ``not_measured`` says so.
+    counted, and distances are not measured. ``paired`` has an earlier comparison of graphs that ignored the same. If
+    distances remain to be measured after the verdict, ``before_distances`` is called with the report without them; its
+    ``values`` name the tensors. Raise TargetError for an unknown word or key, or a pattern that matches in neither,
+    MalformedError if bytes are missing, and UnreadableError if torch is not installed but needed for the verdict. If
+    torch is needed only for figures, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -182,7 +177,7 @@ def diff_report(
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = None if paired is None or only else _known_graphs(paired, left, right)
     graphs = graphs or compare_graphs(left, right, words, dotted(only, a, b))
-    comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress, known)
+    comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
     if "values" not in words:
         for pair in graphs.tensors:
             comparison.add(pair)

@@ -151,12 +151,6 @@ def _figures(found: Distance | None) -> Figures:
     return cast("Figures", {name: None if found is None else getattr(found, name) for name in Figures.__annotations__})
 
 
-def figures_of(compared: Compared) -> dict[str, Any]:
-    """Return the fields that a report has on two tensors whose values differ."""
-    differing = compared.distance.differing if compared.bits is None else compared.bits.differing
-    return {"differing": differing, **_figures(compared.distance)}
-
-
 class _Pair(NamedTuple):
     """Two tensors to compare, and their nodes; -1 for tensors inside others."""
 
@@ -180,8 +174,7 @@ class ValueComparison:
 
     With ``measure``, the distance of differing pairs is measured, and tensors with different dtypes are compared as
     numbers. Without it, this is done only if ``mixed`` dtypes or a ``tolerance`` (relative, absolute) require it.
-    ``count`` counts the elements whose bits differ. ``known`` has earlier comparisons by pairs of nodes. ``reason``
-    says why nothing could be measured.
+    ``count`` counts the elements whose bits differ. ``reason`` says why nothing could be measured.
     """
 
     a: Checkpoint
@@ -191,7 +184,6 @@ class ValueComparison:
     count: bool
     measure: bool
     progress: Progress | None
-    known: Mapping[tuple[Ref, Ref], Compared] = field(default_factory=dict)
     reason: str = ""
     pairs: list[_Pair] = field(default_factory=list)
     numbers: dict[object, int] = field(default_factory=dict)
@@ -239,17 +231,10 @@ class ValueComparison:
         """Compare the bits of all pairs, without torch; ``wanted`` are then the pairs to measure."""
         # Pairs with different dtypes count as different, because their bytes differ.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
-        for number, pair in enumerate(self.pairs):
-            known = self.known.get(pair.refs)
-            if known is not None:
-                self.measured[number] = known
-            if known is not None and known.bits is not None:
-                self.bits[number] = known.bits
-            elif pair.same_dtype:
-                self.unknown.append(number)
+        self.unknown = [number for number, pair in enumerate(self.pairs) if pair.same_dtype]
         self.compare_bits(self.unknown, False, self.progress)
         differing = [number for number, bits in enumerate(self.bits) if bits.first >= 0]
-        self.wanted = [at for at in differing if at not in self.measured and (self.measure or self.judges(at))]
+        self.wanted = [number for number in differing if self.measure or self.judges(number)]
 
     @property
     def is_decided(self) -> bool:
@@ -355,6 +340,30 @@ class ValueComparison:
             }
             within = judged and known is not None and not known.far
             yield RankedDifference(report, within, known, None if job in self.exact else job)
+
+
+#: The figures of two tensors with equal values.
+_EQUAL: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("differing", "nonfinite"), 0),
+    **dict.fromkeys(("max_abs", "max_rel", "mean_abs", "rel_l2"), 0.0),
+    "cosine": 1.0,
+}
+
+
+def figures_of(
+    a: Checkpoint, b: Checkpoint, pairs: Sequence[TensorPair], progress: Progress | None
+) -> list[Mapping[str, Any]]:
+    """Return how far the tensors of each pair are apart, with the keys of a ValueDifference; {} if not compared."""
+    comparison = ValueComparison(a, b, False, None, True, True, progress)
+    for pair in pairs:
+        comparison.add(pair)
+    comparison.compare()
+    comparison.measure_distances()
+    figures: list[Mapping[str, Any]] = []
+    for number, jobs in enumerate(comparison.jobs):
+        found = next(comparison.differences(number, ""), None)
+        figures.append(found.report if found is not None else _EQUAL if jobs else {})
+    return figures
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:

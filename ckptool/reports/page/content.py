@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from ...base.errors import UnreadableError
@@ -15,22 +14,20 @@ from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id
 from ...edits.matching.pairing import pair_names
 from ...edits.optimizers import optimizers, state_owners
+from ...values.interpretation import lazy_bits
 from ...values.torch.loads import need_torch
-from ...values.torch.measure import Measured
 from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
-from ..comparing.graphs import GraphComparison, compare_graphs
+from ..comparing.graphs import GraphComparison, TensorPair, compare_graphs
 from ..comparing.places import Side, side_of
 from ..comparing.values import figures_of
 from ..entries import BranchReport, tree_of
 from ..inspection import InspectReport, inspection
 from ..keys import tensor_report
-from ..stats import measure_pairs, statistics_of
+from ..stats import statistics_of
 from ..validate import ValidateReport, report_on
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
-    from ...pickles.nodes import Ref
-    from ...values.interpretation import Reading
 
 #: Depth of the entries without tensors, and how many of them a page shows.
 _DEPTH: Final = 4
@@ -132,16 +129,11 @@ def _tensors(
     only: Globs,
     measured: bool,
     progress: Progress | None,
-    known: Mapping[object, Measured] = MappingProxyType({}),
-    readings: Mapping[Ref, Reading | str] = MappingProxyType({}),
 ) -> Tensors:
     entries = select_entries(checkpoint, key, True, only)
     rows: Sequence[Mapping[str, Any]]
     if measured:
-        report = statistics_of(
-            checkpoint, key=key, everything=True, globs=only, known=known, readings_of=readings, progress=progress
-        )
-        rows = report["tensors"]
+        rows = statistics_of(checkpoint, key=key, everything=True, globs=only, progress=progress)["tensors"]
     else:
         rows = [{**tensor_report(checkpoint.survey, entry), "numel": entry.tensor.numel} for entry in entries]
     numbers: dict[object, int] = {}
@@ -180,9 +172,6 @@ def _compared(
     chosen = _chosen(a, sides[0]), _chosen(b, sides[1])
     renamed = _renamed(entries[0], entries[1], partners, chosen)
     both = {**partners, **renamed}
-    refs = {number: (entries[0][number].ref, entries[1][partner].ref) for number, partner in both.items()}
-    compare = measured and "values" not in scope.ignore
-    pairs = measure_pairs(a, b, dict.fromkeys(refs.values()) if compare else (), progress)
     diff = diff_report(
         a,
         b,
@@ -192,14 +181,10 @@ def _compared(
         only=only,
         count=measured,
         sort="file",
-        known=pairs.compared,
         paired=(sides, graphs),
         progress=progress,
     )
-    ours, theirs = (
-        _tensors(side, None, only, measured, progress, known, readings)
-        for side, known, readings in zip((a, b), pairs.sides, pairs.readings)
-    )
+    ours, theirs = (_tensors(side, None, only, measured, progress) for side in (a, b))
     figures: dict[int, Mapping[str, Any]] = {}
     for item in (*diff["values"], *diff["within_tolerance"]):
         for number in rows.get(item["path"], ()):
@@ -208,10 +193,10 @@ def _compared(
     for change in diff["changed"]:
         for number in rows.get(change["path"], ()):
             changes.setdefault(number, []).append(f"{change['what']}: {change['a']} -> {change['b']}")
-    for number in renamed:
-        compared = pairs.compared.get(refs[number])
-        if compared is not None:
-            figures[number] = figures_of(compared)
+    if measured and "values" not in scope.ignore:
+        pairs = {row: _pair(a, b, entries[0][row], entries[1][partner]) for row, partner in renamed.items()}
+        alike = {row: pair for row, pair in pairs.items() if pair is not None}
+        figures |= {row: found for row, found in zip(alike, figures_of(a, b, [*alike.values()], progress)) if found}
     fate = []
     for number, entry in enumerate(ours.entries):
         inside = chosen[0] is None or entry.state_dict == chosen[0]
@@ -219,6 +204,13 @@ def _compared(
     validation = report_on(b, quick=not choice.values, progress=progress)
     everything = Comparison(theirs, inspection(b), validation, diff, scope, fate, both, figures, changes)
     return ours, everything
+
+
+def _pair(a: Checkpoint, b: Checkpoint, one: TensorEntry, other: TensorEntry) -> TensorPair | None:
+    """Return two tensors to compare, or None if only one of them is conjugated or negated lazily."""
+    if lazy_bits(a, one.ref) != lazy_bits(b, other.ref):
+        return None
+    return TensorPair((one.ref, other.ref), one.tensor, other.tensor, [], [])
 
 
 def _fate(number: int, renamed: Collection[int], *known: Collection[int]) -> str:

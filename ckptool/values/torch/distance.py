@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any, Final
 
 from ...base.records import NamedTuple
@@ -13,7 +12,7 @@ from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, ElementRule, doubles, rule_of
 from .loads import need_torch
-from .measure import Block, Gauge, Measured, blocks, factors_of, shift_of
+from .measure import Block, blocks, factors_of, shift_of
 
 #: Dtypes whose range exceeds these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
@@ -109,49 +108,17 @@ class Compared(NamedTuple):
     bits: BitDifference | None
 
 
-class PairMeasured(NamedTuple):
-    """Two measured tensors with equal shapes, and their comparison."""
-
-    a: Measured
-    b: Measured
-    compared: Compared
-
-
-def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
-    """Measure two tensors with equal shapes, and compare them, in one reading of both, and one for histograms.
-
-    Raise MalformedError if bytes are missing, UnreadableError if torch is not installed.
-    """
-    torch = need_torch("comparing values as numbers")
-    gauges = [Gauge(torch, resolved_rule(reading), bins) for reading in (one, other)]
-
-    def add(*pair: Block) -> None:
-        for gauge, block in zip(gauges, pair):
-            gauge.add(block)
-
-    compared = _compare(torch, one, other, (0.0, 0.0), add)
-    a, b = (gauge.measured(partial(_bytes_of, reading)) for gauge, reading in zip(gauges, (one, other)))
-    return PairMeasured(a, b, compared)
-
-
 def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Compared:
     """Measure how far two tensors with equal shapes are apart.
 
     ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly. Raise
     MalformedError if bytes are missing, UnreadableError if torch is not installed.
     """
-    return _compare(need_torch("comparing values as numbers"), one, other, tolerance, lambda *pair: None)
-
-
-def _compare(
-    torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float], each: Callable[[Block, Block], None]
-) -> Compared:
-    """Compare two tensors with equal shapes; ``each`` is called with both blocks before the next ones are read."""
+    torch = need_torch("comparing values as numbers")
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
     found: list[Distance] = []
     bits, at = BitDifference(), 0
     for pair, part in _blocks(torch, one, other, tolerance):
-        each(*pair)
         found.append(part)
         if len(found) == _TOGETHER:
             found = [total(found)]
@@ -175,7 +142,7 @@ def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> Bit
     return BitDifference(first, before.differing + differing)
 
 
-def resolved_rule(reading: Reading) -> ElementRule:
+def _resolved_rule(reading: Reading) -> ElementRule:
     """Return the rule for the elements that ``resolved_bytes`` yields."""
     rule = rule_of(reading)
     return rule._replace(negated=False) if rule.negated else rule  # the bytes are already resolved
@@ -185,7 +152,7 @@ def _blocks(
     torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float]
 ) -> Iterator[tuple[tuple[Block, Block], Distance]]:
     """Yield pairs of blocks, with their distance."""
-    rules = [resolved_rule(side) for side in (one, other)]
+    rules = [_resolved_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
     sides = [blocks(torch, _bytes_of(side), rule, name) for name, side, rule in named]
     wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
