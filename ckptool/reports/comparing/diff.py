@@ -150,7 +150,6 @@ def diff_report(
     only: Globs = MATCH_ALL,
     count: bool = True,
     sort: str = "max",
-    paired: tuple[tuple[Side, Side], GraphComparison] | None = None,
     progress: Progress | None = None,
     before_distances: Callable[[DiffReport], None] | None = None,
 ) -> DiffReport:
@@ -158,11 +157,11 @@ def diff_report(
 
     ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
     torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
-    counted, and distances are not measured. ``paired`` has an earlier comparison of graphs that ignored the same. If
-    distances remain to be measured after the verdict, ``before_distances`` is called with the report without them; its
-    ``values`` name the tensors. Raise TargetError for an unknown word or key, or a pattern that matches in neither,
-    MalformedError if bytes are missing, and UnreadableError if torch is not installed but needed for the verdict. If
-    torch is needed only for figures, ``not_measured`` says so.
+    counted, and distances are not measured. If distances remain to be measured after the
+    verdict, ``before_distances`` is called with the report without them; its ``values`` name the tensors. Raise
+    TargetError for an unknown word or key, or a pattern that matches in neither, MalformedError if bytes are missing,
+    and UnreadableError if torch is not installed but needed for the verdict. If torch is needed only for figures,
+    ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -175,8 +174,7 @@ def diff_report(
     elif key is not None or other_key is not None:
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
-    graphs = None if paired is None or only else _known_graphs(paired, left, right)
-    graphs = graphs or compare_graphs(left, right, words, dotted(only, a, b))
+    graphs = compare_graphs(left, right, words, dotted(only, a, b))
     comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
     if "values" not in words:
         for pair in graphs.tensors:
@@ -244,16 +242,6 @@ def diff_report(
     comparison.measure_distances()
     check_unchanged([*a.sources, *b.sources])
     return _judged(_with_values(report, graphs, comparison, altered, sort))
-
-
-def _known_graphs(paired: tuple[tuple[Side, Side], GraphComparison], left: Side, right: Side) -> GraphComparison | None:
-    """Return an earlier comparison if it was of the same sides, otherwise None."""
-    (one, other), graphs = paired
-    return (
-        graphs
-        if (one.root, one.base, other.root, other.base) == (left.root, left.base, right.root, right.base)
-        else None
-    )
 
 
 def _with_values(

@@ -181,7 +181,6 @@ def _compared(
         only=only,
         count=measured,
         sort="file",
-        paired=(sides, graphs),
         progress=progress,
     )
     ours, theirs = (_tensors(side, None, only, measured, progress) for side in (a, b))
