@@ -55,17 +55,6 @@ def codes(path: Path) -> list[str]:
     return [finding["code"] for finding in ckptool.inspect(path)["findings"]]
 
 
-def test_what_stands_beside_is_told() -> None:
-    for name, file in (
-        ("megatron_core", "common.pt"),
-        ("lightning_sharded", "meta.pt"),
-        ("accelerate_state", "custom_checkpoint_0.pkl"),
-        ("lora", "adapter_config.json"),
-    ):
-        (note,) = (item for item in ckptool.inspect(HERE / name)["findings"] if item["code"] == "side-files")
-        assert file in note["message"]
-
-
 def test_weights_in_folders_within_are_told() -> None:
     (note,) = (item for item in ckptool.inspect(HERE / "sentences")["findings"] if item["code"] == "inner-weights")
     assert note["next"] == f"ckptool inspect {HERE / 'sentences' / '2_Dense'}"

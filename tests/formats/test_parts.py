@@ -178,7 +178,7 @@ def test_the_last_epoch_of_torchtune_is_read(tmp_path: Path) -> None:
     assert "skipped: hf_model_0001_1.pt" in say("inspect", tmp_path / "model").out
 
 
-@pytest.mark.parametrize("name", ["model_rank{}.pt", "fold-{}-of-2.pth", "ep1-ba5-rank{}.pt"])
+@pytest.mark.parametrize("name", ["model_rank{}.pt", "fold-{}-of-2.pth", "ep1-ba5-rank{}.pt", "epoch_{:03d}_of_100.pt"])
 def test_copies_and_files_of_their_own_are_no_parts(name: str, tmp_path: Path) -> None:
     """With data parallelism each rank may save the whole; five folds of one model are five models."""
     first = 1 if "fold" in name else 0
@@ -330,13 +330,3 @@ def test_the_rank_of_an_adapter_is_no_part_of_a_model(
         said = say("validate", path)
         assert said.code == 0 and "it is part" not in said.out, said.out
     assert say("convert", path, "-o", tmp_path / "out.pth").code == 0
-
-
-def test_files_of_epochs_are_no_shards(tmp_path: Path) -> None:
-    """The same tensors in each: names alone would make them parts of one model."""
-    for number in range(3):
-        torch.save(
-            {name: value + number for name, value in whole().items()}, tmp_path / f"epoch_{number:03d}_of_100.pt"
-        )
-    with ckptool.open(tmp_path / "epoch_001_of_100.pt") as checkpoint:
-        assert part_of(checkpoint) is None

@@ -80,7 +80,10 @@ def test_an_edit_keeps_the_names_of_a_variant(pattern: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "name",
-    ["adapter_model.safetensors", "adapter_model.bin", "diffusion_pytorch_model.bin", "model.fp16.safetensors"],
+    [
+        *("adapter_model.safetensors", "adapter_model.bin", "diffusion_pytorch_model.bin", "model.fp16.safetensors"),
+        "diffusion_pytorch_model.fp16.safetensors",
+    ],
 )
 def test_an_edit_keeps_the_name_of_a_file(name: str, tmp_path: Path) -> None:
     """peft looks for adapter_model.safetensors, and finds no model.safetensors."""
@@ -194,17 +197,3 @@ def test_names_of_an_index(name: str, index: bool) -> None:
 
 def test_nothing_is_weights_by_chance() -> None:
     assert weights_of({"model.bin", "pytorch_model.safetensors", "model.fp16.txt"}) is None
-
-
-# -- an edit keeps the name ------------------------------------------------------------------------------------
-# peft and diffusers look for adapter_model and diffusion_pytorch_model: under another name they find nothing.
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"])
-def test_an_edit_keeps_the_name_of_the_weights(name: str, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    save_file({"w": torch.zeros(2)}, tmp_path / "in" / name)
-    (tmp_path / "in" / "config.json").write_text("{}")
-    with ckptool.open(tmp_path / "in") as checkpoint:
-        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "config.json"}
