@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from crafted_files import (
     tensor,
     with_status,
 )
+from dcp_folders import archive
 
 UTILS = "torch._utils"
 #: Shape, stride and offset of views that do not lie in a storage of four floats.
@@ -161,10 +161,6 @@ def test_a_view_that_fits_is_no_flaw(made: Made, tmp_path: Path) -> None:
     assert say("keys", tmp_path / "seed.pth").code == 0
 
 
-#: Shapes, strides and offsets that are read as no tensor at all are skipped.
-UNREAD = "a tensor whose numbers are absurd is taken for no tensor, and nothing is said"
-
-
 @pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
 @pytest.mark.parametrize("view", by_key(WRONG))
 def test_impossible_geometry_fails(made: Made, view: tuple[Any, Any, int], tmp_path: Path) -> None:
@@ -196,7 +192,6 @@ STORAGES = {
     "no tuple": Code(put("0") + b"Q"),
     "no storage at all": Code(b"N"),
 }
-ABSURD = "a storage whose persistent id makes no sense is skipped, and its tensor with it"
 
 
 @pytest.mark.parametrize("held", by_key(STORAGES))
@@ -311,19 +306,13 @@ def test_a_legacy_view_must_lie_in_its_base(case: tuple[tuple[str, int, int], in
 # -- what is legal ----------------------------------------------------------------------------------------------
 
 
-def saved(value: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 LEGAL = {
-    "an expanded view of 4 PiB": saved(torch.ones(1).expand(1 << 25, 1 << 25)),
+    "an expanded view of 4 PiB": archive(torch.ones(1).expand(1 << 25, 1 << 25)),
     "an empty view far outside": plain({"w": tensor((0, 9), (9, 1), 0)}),
     "an empty view with an offset at the end": plain({"w": tensor((0,), (1,), 4)}),
-    "a scalar": saved(torch.tensor(2.0)),
-    "overlapping strides": saved(torch.arange(5.0).as_strided((3, 3), (1, 1))),
-    "meta, however large": saved(torch.empty(1 << 40, device="meta")),
+    "a scalar": archive(torch.tensor(2.0)),
+    "overlapping strides": archive(torch.arange(5.0).as_strided((3, 3), (1, 1))),
+    "meta, however large": archive(torch.empty(1 << 40, device="meta")),
 }
 
 

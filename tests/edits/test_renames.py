@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from conftest import Fixture, corpus_files, needs_corpus
+from naive_edits import without_metadata
 from output_checks import at, edited, every, saved
 from torch import nn
 
@@ -38,20 +39,10 @@ def names(path: Path) -> list[str]:
     return [name for steps in states(path) for name in at(loaded, steps)]
 
 
-def bare(loaded: Any) -> Any:
-    """Without ``_metadata``, which has its own tests below."""
-    work = [loaded]
-    while work:
-        value = work.pop()
-        getattr(value, "__dict__", {}).pop("_metadata", None)
-        work += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    return loaded
-
-
 def same(path: Path, out: Path, edit: Callable[[Checkpoint], Checkpoint], rename: Rename) -> None:
     """Is the edit what renaming by hand is?"""
     expected = oracle.rename(oracle.load(path), states(path), rename)
-    assert oracle.difference(bare(expected), bare(edited(path, out, edit))) == ""
+    assert oracle.difference(without_metadata(expected), without_metadata(edited(path, out, edit))) == ""
 
 
 # -- each way, on every file --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Each way to write a payload is first given to the real parser, which must read f
 from __future__ import annotations
 
 import argparse
-import base64
 import gzip
 import io
 import json
@@ -24,6 +23,7 @@ import pytest
 import torch
 from conftest import sample
 from crafted_files import by_key
+from dcp_folders import archive
 from safetensors.torch import save
 
 from ckptool.formats.search.inert import encoding_of
@@ -43,10 +43,6 @@ class Payload(NamedTuple):
     named: str
     verdict: str = "unknown"
     of_files: bool = False
-
-
-def in_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 PAYLOADS = {
@@ -255,12 +251,6 @@ def _in_a_legacy_file(value: Any) -> bytes:
     return out.getvalue()
 
 
-def _saved(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 HELD: dict[str, Callable[[Any], Any]] = {
     "a value": lambda value: {"state_dict": {"w": torch.ones(2)}, "config": value},
     "an object": lambda value: argparse.Namespace(weight=torch.ones(2), config=value),
@@ -270,10 +260,10 @@ HELD: dict[str, Callable[[Any], Any]] = {
     "YAML": lambda value: {"w": torch.ones(2), "config": "# settings\n" + yaml.safe_dump(value, default_style='"')},
 }
 SAVED: dict[str, Callable[[Any], bytes]] = {
-    "torch.save": _saved,
+    "torch.save": archive,
     "the legacy format": _in_a_legacy_file,
     "pickle": lambda value: pickle.dumps(value, 2),
-    "in an archive": lambda value: _tarred("x/model.pth", _saved(value)),
+    "in an archive": lambda value: _tarred("x/model.pth", archive(value)),
 }
 
 
@@ -372,7 +362,7 @@ def test_text_with_tags_is_never_weights_only(tag: str, way: str, tmp_path: Path
         for pack, packed in PACKED.items():
             assert _scanned(packed(text.encode(encoding)), tmp_path)[0] == "unknown", pack
     if "%" not in text and way != "primary handle":  # a tag in a string is a note; a handle may be any text
-        assert _scanned(_saved({"x": text}), tmp_path)[0] == "unknown"
+        assert _scanned(archive({"x": text}), tmp_path)[0] == "unknown"
 
 
 # -- templates -------------------------------------------------------------------------------------------------------
@@ -468,7 +458,7 @@ def test_a_template_that_reaches_attributes_is_unknown(template: str, tmp_path: 
         for pack, packed in PACKED.items():
             verdict, reasons = _scanned(packed(text.encode()), tmp_path, name if pack == "file" else "x")
             assert verdict == "unknown", (name, pack, reasons)
-    assert _scanned(_saved({"chat_template": template}), tmp_path)[0] == "unknown"
+    assert _scanned(archive({"chat_template": template}), tmp_path)[0] == "unknown"
     assert _scanned(save({"w": torch.ones(2)}, {"chat_template": template}), tmp_path)[0] == "unknown"
 
 
@@ -521,7 +511,7 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
     assert _scanned(_zipped(name, text.encode()), tmp_path, "x.zip") == ("weights-only", "")
     assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
     for held in (HARMLESS[name], text):
-        assert _scanned(_saved({"w": torch.ones(2), "config": held}), tmp_path, "x.pth") == ("weights-only", "")
+        assert _scanned(archive({"w": torch.ones(2), "config": held}), tmp_path, "x.pth") == ("weights-only", "")
 
 
 def test_text_for_people_is_text(tmp_path: Path) -> None:
