@@ -26,7 +26,6 @@ from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock
 from ckptool.reports.comparing.values import Distances, ValueDifference
-from ckptool.reports.entries import BranchReport
 from ckptool.reports.explaining.explanation import ExplainReport
 from ckptool.reports.file_rows import FileRow
 from ckptool.reports.inspection import InspectReport
@@ -58,7 +57,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "undo": (UndoReport, HistoryReport, FailureReport),
 }
 #: Types that report modules import only for type checkers, so that their annotations can be resolved here.
-_NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadReport, ValueDifference)}
+_NAMES: Final = {item.__name__: item for item in (Distances, LoadReport, ValueDifference)}
 _SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 

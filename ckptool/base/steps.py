@@ -231,7 +231,7 @@ def salvage_step(path: str) -> NextStep:
 
 def tree_step(path: str) -> NextStep:
     """Return the command that shows every path in a checkpoint."""
-    return command("inspect", path, tree=True)
+    return command("get", path, ".")
 
 
 def undo_step(path: str) -> NextStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -14,7 +15,7 @@ import ckptool
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
 from ..base.steps import is_remote
-from ..base.text import cut, join_limited, pluralize, shape_text
+from ..base.text import BREVITY, cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS, role
 from .help import GroupedCommand
 from .options import (
@@ -25,7 +26,7 @@ from .options import (
     ignore_option,
     no_values_option,
     other_key_option,
-    quiet_options,
+    quiet_option,
     sort_option,
 )
 from .progress import note, progress_bar, work_size
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
     from ..reports.comparing.values import Figures, ValueDifference
 
-#: Rows shown per section; the rest are only counted.
+#: Rows shown per section without --verbose; the rest are only counted.
 _SHOWN = 20
 #: From this many tensors with the same change on, they share one line.
 _ALIKE = 4
@@ -73,10 +74,8 @@ Words for --ignore:
 @other_key_option
 @no_values_option
 @sort_option(SORTS, "max")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Lines of each list; JSON has all.")
-@click.option("--stat", is_flag=True, help="Print one line.")
 @format_option(REPORT_FORMATS)
-@quiet_options
+@quiet_option
 def diff(
     a: str,
     b: str,
@@ -88,11 +87,8 @@ def diff(
     only: Globs,
     no_values: bool,
     sort: str,
-    top: int | None,
-    stat: bool,
     style: str,
     quiet: bool,
-    no_progress: bool,
 ) -> int:
     """Show what differs between two checkpoints: keys, shapes, dtypes, devices, strides, values, entries.
 
@@ -109,13 +105,13 @@ def diff(
         with ckptool.open(a) as left, ckptool.open(b) as right, ExitStack() as bars:
             for checkpoint in (left, right):
                 say_problems(checkpoint)
-            wanted = not (quiet or no_progress)
+            wanted = not quiet
             size = sum(each.source.size for each in (left, right) if is_remote(each.path)) or work_size(a)
 
             def show_verdict(report: DiffReport) -> None:
                 """Print all lines that need no distances, because importing torch takes longer than comparing."""
                 bars.close()
-                shown.extend(_verdict(report, top or _SHOWN))
+                shown.extend(_verdict(report))
                 emit_lines(shown)
                 flush()
                 names = join_limited(list(map(_name, report["values"])))
@@ -127,13 +123,13 @@ def diff(
                 rtol=rtol,
                 atol=atol,
                 ignore=words,
-                count=not (quiet or stat),
+                count=not quiet,
                 key=key,
                 other_key=other_key,
                 only=only,
                 sort=sort,
                 progress=bars.enter_context(progress_bar(size, "comparing", wanted)),
-                before_distances=None if quiet or stat or style != "table" else show_verdict,
+                before_distances=None if quiet or style != "table" else show_verdict,
             )
     except UnreadableError as error:
         say_error(error)
@@ -141,18 +137,18 @@ def diff(
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
     if style == "table" and not quiet:
-        emit_lines([clean(report["stat"])] if stat else _lines(report, sort, top or _SHOWN)[len(shown) :])
+        emit_lines(_lines(report, sort)[len(shown) :])
     elif not quiet:
         emit_json([report], style, False)
     return 0 if report["same"] else 1
 
 
-def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
-    """Return the verdict, then one section per kind of difference with at most ``top`` rows each, and the next step."""
-    return [*_verdict(report, top), *_measured(report, sort, top), *_next_step(report)]
+def _lines(report: DiffReport, sort: str) -> list[str]:
+    """Return the verdict, then one section per kind of difference, and the next step."""
+    return [*_verdict(report), *_measured(report, sort), *_next_step(report)]
 
 
-def _verdict(report: DiffReport, top: int) -> list[str]:
+def _verdict(report: DiffReport) -> list[str]:
     """Return the verdict and the sections that need no distances between values."""
     from ..reports.comparing.diff import all_equal
 
@@ -171,34 +167,34 @@ def _verdict(report: DiffReport, top: int) -> list[str]:
         lines.append(f"the names agree with {report['hint']}")
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
         role = "bad" if side == "A" else "good"
-        rows = [f"  {painted(_name(item), role)}  {clean(_content(item))}" for item in items[:top]]
-        lines += _listed(f"only in {side}", rows, top, len(items))
-    lines += _listed("container", [f"  {clean(item['what'])}: {_change(item)}" for item in report["container"]], top)
-    lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]], top)
-    lines += _listed("changed", list(_changes(report["changed"])), top)
+        rows = [f"  {painted(_name(item), role)}  {clean(_content(item))}" for item in items[: _rows_shown()]]
+        lines += _listed(f"only in {side}", rows, len(items))
+    lines += _listed("container", [f"  {clean(item['what'])}: {_change(item)}" for item in report["container"]])
+    lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]])
+    lines += _listed("changed", list(_changes(report["changed"])))
     rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
-    return lines + _listed("entries", rows, top)
+    return lines + _listed("entries", rows)
 
 
-def _measured(report: DiffReport, sort: str, top: int) -> list[str]:
+def _measured(report: DiffReport, sort: str) -> list[str]:
     """Return the sections that begin with the distances between values."""
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
     values = sorted(report["values"], key=_role) if order else report["values"]
     if order and len({*map(_role, values)}) > 1:
         order += ", weights before training state"
-    lines = _values(f"values{order}", values, near, top)
-    lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
+    lines = _values(f"values{order}", values, near)
+    lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near)
     lines += _distances(report)
     rows = [
         clean(f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only")
         for item in report["sharing"]
     ]
-    lines += _listed("sharing", rows, top)
+    lines += _listed("sharing", rows)
     rows = [
         f"  {_name(item)}: from key {item['place']:,} on, " + clean(f"{label(item['a'])} in A, {label(item['b'])} in B")
         for item in report["order"]
     ]
-    return lines + _listed("order of keys", rows, top)
+    return lines + _listed("order of keys", rows)
 
 
 def _role(item: ValueDifference) -> int:
@@ -237,18 +233,24 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  {words} in {pluralize(len(names), 'tensor')}: {join_limited(names, most=3)}"
 
 
-def _listed(title: str, rows: Sequence[str], top: int, count: int = 0) -> list[str]:
-    """Return a section: its title and at most ``top`` rows, which must be clean.
+def _listed(title: str, rows: Sequence[str], count: int = 0) -> list[str]:
+    """Return a section: its title and its first rows, which must be clean.
 
     ``count`` is the full number of rows, if ``rows`` is already shortened. No rows give [].
     """
     if not rows:
         return []
-    return ["", f"{title}:", *rows[:top], *_more(max(count, len(rows)) - top)]
+    return ["", f"{title}:", *rows[: _rows_shown()], *_more(max(count, len(rows)))]
+
+
+def _rows_shown() -> int:
+    """Return how many rows a section has: all of them with --verbose."""
+    return _SHOWN if BREVITY.get().lists else sys.maxsize
 
 
 def _more(count: int) -> list[str]:
-    return [f"  ... and {count:,} more: --top {_SHOWN * 5:,}, or --format json for all"] if count > 0 else []
+    left = count - _rows_shown()
+    return [f"  ... and {left:,} more: -v or --format json for all"] if left > 0 else []
 
 
 def label(path: str) -> str:
@@ -295,18 +297,18 @@ def _short(value: object) -> str:
     return cut(repr(value))
 
 
-def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) -> list[str]:
+def _values(title: str, items: Sequence[ValueDifference], near: bool) -> list[str]:
     """Return a table of the tensors whose values differ. ``near``: a tolerance was given."""
     if not items:
         return []
     measured = near or any(not item["reason"] for item in items)
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
     headers += _FIGURES if measured else []
-    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[:top]]
+    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[: _rows_shown()]]
     # A narrow terminal loses columns in this order: first index, mean, dtype, shape, cosine, count.
     spare = (3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
     drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
-    return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items) - top)]
+    return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items))]
 
 
 #: The columns that ``_figures`` fills.

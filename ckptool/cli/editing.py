@@ -359,7 +359,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:
     """Write a new file. Return the report fields about it."""
-    shown = not (how.quiet or how.no_progress) and watched()
+    shown = not how.quiet and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
         saved = save(
             edited,

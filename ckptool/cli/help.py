@@ -27,7 +27,7 @@ SHARED: Final[Headings] = (
     (
         "Report",
         (
-            *("--format", "--json", "--verbose", "--overview", "--quiet", "--no-progress", "--no-color"),
+            *("--format", "--json", "--verbose", "--quiet", "--no-color"),
             *("--help-all", "--help"),
         ),
     ),
@@ -36,7 +36,7 @@ SHARED: Final[Headings] = (
 RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
-        *("--reclaim", "--files-from", "--slice", "--jobs", "--engine", "--no-progress", "--no-color"),
+        *("--reclaim", "--files-from", "--slice", "--jobs", "--engine", "--no-color"),
         *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned"),
     )
 )

@@ -30,8 +30,7 @@ from .options import (
     force_option,
     format_option,
     no_values_option,
-    progress_option,
-    quiet_options,
+    quiet_option,
 )
 from .progress import progress_bar, work_size
 from .render import clean, emit, problem_lines, say
@@ -58,7 +57,7 @@ Examples:
 @force_option
 @input_options
 @format_option(("json", ROWS), "json")
-@quiet_options
+@quiet_option
 def lock(
     inputs: Inputs,
     output: str | None,
@@ -67,7 +66,6 @@ def lock(
     working: Workers,
     style: str,
     quiet: bool,
-    no_progress: bool,
 ) -> int:
     """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
@@ -86,15 +84,13 @@ def lock(
             inputs,
             inputs.checkpoints(),
             working,
-            bar="" if quiet or no_progress else "locking",
+            bar="" if quiet else "locking",
             errors=ErrorLog(KEPT),
             finish=Totals.code if rows else partial(_end_lock, output, force, quiet, working),
             options={"content": content},
         )
     (path,) = inputs.paths
-    with progress_bar(
-        work_size(path) if content and watched() else 0, "hashing", not (quiet or no_progress)
-    ) as progress:
+    with progress_bar(work_size(path) if content and watched() else 0, "hashing", not quiet) as progress:
         if output is None or output == "-":
             _emit_lock(ckptool.lock(path, content=content, progress=progress), output, quiet)
             return 0
@@ -171,7 +167,6 @@ devices, compression, strides, sharing and values that are not tensors do not co
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
-@progress_option
 def hash_command(
     inputs: Inputs,
     key: str | None,
@@ -180,7 +175,6 @@ def hash_command(
     each: bool,
     working: Workers,
     style: str,
-    no_progress: bool,
 ) -> int:
     """Print a fingerprint of the content: names, shapes, dtypes and values, whatever the container.
 
@@ -193,7 +187,7 @@ def hash_command(
     Exit 1: copies of a tensor in several files differ, and the fingerprint is made of the first ones.
     """
     inputs = inputs._replace(paths=as_one(inputs.paths))
-    own_bar = not (no_values or no_progress) and working.alone
+    own_bar = not no_values and working.alone
     return run(
         FileCommand(
             "hash",

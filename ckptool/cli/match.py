@@ -33,7 +33,7 @@ from .options import (
     model_option,
     one_path,
     other_key_option,
-    quiet_options,
+    quiet_option,
 )
 from .render import (
     advised_step,
@@ -102,7 +102,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @converting
 @force_option
 @format_option()
-@quiet_options
+@quiet_option
 @as_writing
 def match(
     path: str,

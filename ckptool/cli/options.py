@@ -343,16 +343,8 @@ def strict_option(command: Command) -> Command:
     return click.option("--strict", is_flag=True, help=text)(command)
 
 
-def progress_option(command: Command) -> Command:
-    return click.option("--no-progress", is_flag=True, help="Show no progress bar.")(command)
-
-
 def quiet_option(command: Command) -> Command:
     return click.option("-q", "--quiet", is_flag=True, help="Print errors only.")(command)
-
-
-def quiet_options(command: Command) -> Command:
-    return quiet_option(progress_option(command))
 
 
 def force_option(command: Command) -> Command:
@@ -421,7 +413,6 @@ class Writing(NamedTuple):
     dry_run: bool = False
     style: str = "table"
     quiet: bool = False
-    no_progress: bool = False
     in_place: bool = False
     reclaim: bool = False
     update_config: bool = False
@@ -434,7 +425,7 @@ _LINKS = "Also copy files that links point to outside of the folder."
 _CONFIG = "Also update the config.json of a folder where the edit makes it wrong."
 #: Options of ``writing``, in reverse order of the help. Those of ``converting`` come between the two groups.
 _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    quiet_options,
+    quiet_option,
     format_option(),
     work_options,
     dry_run_option,

@@ -18,7 +18,7 @@ from .options import (
     ignore_option,
     no_values_option,
     other_key_option,
-    quiet_options,
+    quiet_option,
 )
 from .progress import progress_bar
 from .render import clean, emit
@@ -49,7 +49,7 @@ The same input gives the same bytes.
 @other_key_option
 @no_values_option
 @force_option
-@quiet_options
+@quiet_option
 def report(
     a: str,
     b: str | None,
@@ -61,7 +61,6 @@ def report(
     no_values: bool,
     force: bool,
     quiet: bool,
-    no_progress: bool,
 ) -> None:
     """Write a page that a browser opens: what a checkpoint is, what to do, its bytes and numbers, and what B changed.
 
@@ -69,7 +68,7 @@ def report(
     With B it shows what diff prints, and tensors that have another name in B. --key and --include choose the tensors.
     """
     read = sum(os.path.getsize(path) for path in (a, b) if path is not None and os.path.isfile(path))
-    with progress_bar(read, "reading", not (quiet or no_progress or no_values)) as progress:
+    with progress_bar(read, "reading", not (quiet or no_values)) as progress:
         written = ckptool.report(
             a,
             b,

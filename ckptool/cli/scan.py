@@ -30,7 +30,7 @@ from .help import GroupedCommand
 from .many.inputs import Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, NAMED, Answer, FileCommand, FileItem, Totals, run
-from .options import REPORT_FORMATS, Workers, format_option, progress_option
+from .options import REPORT_FORMATS, Workers, format_option
 from .render import clean, emit, emit_lines, tell
 from .terminal import judged, on_terminal
 
@@ -60,8 +60,7 @@ _REASONS: Final = 3
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
 @click.option("-v", "--verbose", is_flag=True, help="List every file, and every reason.")
-@progress_option
-def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbose: bool, no_progress: bool) -> int:
+def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbose: bool) -> int:
     """Show what code a file could run when it is loaded.
 
     Looks at every file of a folder by its content: checkpoints, pickles of any kind, what is in archives and compressed
@@ -89,7 +88,7 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
         inputs,
         files,
         working,
-        bar="scanning" if not no_progress and (style != "table" or not on_terminal()) else "",
+        bar="scanning" if (style != "table" or not on_terminal()) else "",
         errors=ErrorLog(KEPT),
         finish=partial(_end, inputs, version, style, verbose),
         options={"torch": version},

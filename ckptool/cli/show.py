@@ -33,17 +33,15 @@ from .options import (
     key_option,
     listing,
     location,
-    progress_option,
     sort_option,
     unmatched_lines,
 )
 from .progress import reading_bar
 from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
-from .terminal import bar, columns, elided, judged, on_terminal, painted, wrapped
+from .terminal import bar, judged, on_terminal, painted, wrapped
 
 if TYPE_CHECKING:
     from ..checkpoint.sharding import ShardingSummary
-    from ..reports.entries import BranchReport
     from ..reports.inspection import FindingReport, InspectReport
 
 #: The most errors printed one by one below an overview.
@@ -54,7 +52,6 @@ _SPARE: Final = ("prefix", "devices", "layout", "keys", "bytes")
 INSPECT_EPILOG = """\b
 Examples:
   ckptool inspect model.pth
-  ckptool inspect model.pth --tree --depth 2
   ckptool inspect model.pth --map-location cuda:1=cuda:0
   ckptool inspect runs/
   ckptool inspect runs/ --format jsonl --jobs 4
@@ -64,10 +61,6 @@ Examples:
 
 @click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
 @input_options
-@click.option("--tree", is_flag=True, help="Also show the tree of objects.")
-@click.option(
-    "--depth", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Levels of the tree."
-)
 @click.option(
     "--map-location",
     metavar="SPEC",
@@ -77,19 +70,13 @@ Examples:
 @click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show full details of every file, even for folders and globs.")
-@click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
-@progress_option
 def inspect(
     inputs: Inputs,
-    tree: bool,
-    depth: int,
     map_location: str | None,
     load: bool,
     working: Workers,
     style: str,
     verbose: bool,
-    overview: bool,
-    no_progress: bool,
 ) -> int:
     """Show what a checkpoint contains and what to do about it.
 
@@ -97,18 +84,17 @@ def inspect(
     with one line each. Reads only the metadata: nothing in the file is run, and torch is imported for --load only.
     JSON is an object for one named file, otherwise a list.
     """
-    if overview and (verbose or tree or load):
-        raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
     mapped, inputs = parse_map_location(map_location), inputs._replace(paths=as_one(inputs.paths))
     files = inputs.checkpoints()
-    if style == "table" and not (overview or verbose or tree or load):
+    overview = False
+    if style == "table" and not (verbose or load):
         first = list(islice(files, 2))
         files = chain(first, files)
         overview = len(first) > 1 and not all(names_one_file([path]) for path in inputs.paths)
-    own_bar = not no_progress and working.alone
-    style = OVERVIEW if overview and style == "table" else style
-    work = partial(_inspected, location=mapped, depth=depth if tree else 0, load=load, own_bar=own_bar, style=style)
-    label = "reading" if not no_progress and (style == "json" or not on_terminal()) else ""
+    own_bar = working.alone
+    style = OVERVIEW if overview else style
+    work = partial(_inspected, location=mapped, load=load, own_bar=own_bar, style=style)
+    label = "reading" if (style == "json" or not on_terminal()) else ""
     if style == OVERVIEW:
         from ..reports.summary import OVERVIEW_COLUMNS
 
@@ -120,7 +106,7 @@ def inspect(
     return run(each, inputs, files, working, bar=label, spaced=True)
 
 
-def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_bar: bool, style: str) -> Answer:
+def _inspected(path: str, *, location: MapLocation, load: bool, own_bar: bool, style: str) -> Answer:
     from ..reports.inspection import inspection
     from ..reports.summary import overview_row
 
@@ -128,10 +114,6 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_
     with open_checkpoint(path) as checkpoint:
         single = style != OVERVIEW  # an overview shows neither the verdict nor the next steps
         report = inspection(checkpoint, location, judged=single, steps=single)
-        if depth:
-            from ..reports.entries import tree_of
-
-            report["tree"] = tree_of(checkpoint, depth)
     if load:
         from ..reports.loads import load_report
 
@@ -169,23 +151,9 @@ def summary(report: InspectReport) -> str:
     parts = [painted(clean(headline(report)), "head"), pairs(texts, report["safety"]["verdict"])]
     if report["entries"]:
         parts.append(table(ENTRY_COLUMNS, entry_rows(report), right=(3,), prose=2))
-    if "tree" in report:
-        parts.append("\n".join(_tree_lines(report["tree"])))
     if report["findings"]:
         parts.append("\n".join(_findings(report["findings"])))
     return "\n\n".join(parts)
-
-
-def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
-    """Yield a line per branch. The bytes of its tensors and a bar with their share come first."""
-    total = tree[0]["bytes"]
-    most = columns()
-    for line in tree:
-        value = f" {cut(line['value'], 80)}" if line["value"] else ""
-        text = clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
-        size = f"{human_bytes(line['bytes']):>9}  {bar(line['bytes'] / total)}" if line["bytes"] else " " * 21
-        before = f"{size}  " if total else ""
-        yield before + (elided(text, most - len(before)) if most else text)
 
 
 def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
@@ -216,7 +184,6 @@ Examples:
 @sort_option(("file", "name", "bytes"))
 @key_option
 @format_option(ALL_FORMATS)
-@progress_option
 def keys(
     inputs: Inputs,
     names: bool,
@@ -226,7 +193,6 @@ def keys(
     key: str | None,
     working: Workers,
     style: str,
-    no_progress: bool,
 ) -> int:
     """List the keys of the state dicts: name, dtype, shape, device, bytes.
 
@@ -244,7 +210,7 @@ def keys(
         partial(_listed, how=how, names=names, several=several, style=style),
         columns=Columns(headers, (len(headers) - 1,)) if style == "markdown" and not names else None,
     )
-    label = "reading" if not no_progress and (style in ("json", "markdown") or not on_terminal()) else ""
+    label = "reading" if (style in ("json", "markdown") or not on_terminal()) else ""
     return run(each, inputs, inputs.checkpoints(), working, bar=label, spaced=style == "table" and not names)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -11,7 +11,6 @@ import click
 import ckptool
 
 from ..base.errors import UnreadableError
-from ..base.lazy import regex
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
 from ..checkpoint.selection import select_entries
@@ -29,13 +28,12 @@ from .options import (
     format_option,
     key_option,
     listing,
-    progress_option,
     sort_option,
     unmatched_lines,
 )
 from .progress import progress_bar
 from .render import ARROW, clean, problem_lines, table
-from .terminal import draws, on_terminal, watched
+from .terminal import draws, watched
 
 STATS_EPILOG = """\b
 Examples:
@@ -51,22 +49,11 @@ numbers count by their absolute value, quantized ones as the numbers that they
 stand for, sparse and nested tensors by the values that they store. The chart
 goes from min to max in ten equal steps; --format json has its counts and edges,
 and every number in full. A number beyond JSON is a text there: "nan", "inf".
-
-\b
-On a terminal, four or more tensors of one dtype and shape whose names differ in
-numbers alone are one line, layers.{0..51}.weight x52: the lowest min, the highest
-max, the smallest and the largest of the others, and the sum of the counts.
---no-fold shows a line for each.
 """
 
 #: The characters of a chart from few to many, then its left and right edges.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
-
-
-#: From this many tensors with similar names on, they share one line.
-_ALIKE: Final = 4
-_NUMBER: Final = regex(r"(?<![^.\[\]])\d+(?![^.\[\]])")
 #: The columns of a table between the name and the chart.
 _HEADERS: Final = ("dtype", "shape", "min", "max", "mean", "std", "norm", "zeros")
 #: Columns that a narrow terminal loses, first to last.
@@ -77,11 +64,9 @@ _SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 @input_options
 @listing
 @sort_option(SORTS)
-@click.option("--no-fold", is_flag=True, help="On a terminal, show one line per tensor; do not group similar ones.")
 @key_option
 @format_option(ALL_FORMATS)
-@progress_option
-def stats(inputs: Inputs, no_fold: bool, working: Workers, style: str, no_progress: bool, **how: Any) -> int:
+def stats(inputs: Inputs, working: Workers, style: str, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf, histogram.
 
     Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
@@ -92,18 +77,17 @@ def stats(inputs: Inputs, no_fold: bool, working: Workers, style: str, no_progre
     several = inputs.several
     headers = (("file",) if several else ()) + _COLUMNS
     numbers = range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)
-    own_bar = not no_progress and working.alone and watched()
-    fold = on_terminal() and not no_fold
+    own_bar = working.alone and watched()
     each = FileCommand(
         "stats",
         style,
-        partial(_measured, own_bar=own_bar, style=style, several=several, fold=fold, how=how),
+        partial(_measured, own_bar=own_bar, style=style, several=several, how=how),
         columns=Columns(headers, numbers) if style == "markdown" else None,
     )
     return run(each, inputs, inputs.checkpoints(), working, spaced=style == "table")
 
 
-def _measured(path: str, *, own_bar: bool, style: str, several: bool, fold: bool, how: Mapping[str, Any]) -> Answer:
+def _measured(path: str, *, own_bar: bool, style: str, several: bool, how: Mapping[str, Any]) -> Answer:
     key, everything, only = how["key"], how["everything"], how["only"]
     with ckptool.open(path) as checkpoint:
         total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if own_bar else 0
@@ -124,7 +108,7 @@ def _measured(path: str, *, own_bar: bool, style: str, several: bool, fold: bool
     if style in JSON:
         return Answer(verdict, report_text(report, style), remarks=tuple(remarks))
     if style == "table":
-        drawn = [_sections(report, fold=fold), ""] if report["tensors"] else []
+        drawn = [_sections(report), ""] if report["tensors"] else []
         text = "\n".join([*[clean(path)] * several, *drawn, *_summary(report, everything)])
         return Answer(verdict, text, remarks=tuple(remarks))
     rows = tuple(((path,) if several else ()) + _cells(row) for row in report["tensors"])
@@ -142,11 +126,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""
 
 
-def _sections(report: StatsReport, *, fold: bool) -> str:
-    """Return a table per state dict, and one for the tensors outside of them.
-
-    ``fold`` gives similar tensors a common line.
-    """
+def _sections(report: StatsReport) -> str:
+    """Return a table per state dict, and one for the tensors outside of them."""
     groups: dict[str | None, list[Mapping[str, Any]]] = {}
     for row in report["tensors"]:
         groups.setdefault(row["state_dict"], []).append(row)
@@ -161,8 +142,7 @@ def _sections(report: StatsReport, *, fold: bool) -> str:
         headers = [label, *_HEADERS, *(label for _, label in bad), "min .. max"]
         counts = ["zeros", *(name for name, _ in bad)]
         rows = [
-            [_name(alike, label), _dtype(alike[0]), *_line(alike, counts), _chart(alike, marks, names)]
-            for alike in (_siblings(entries, label) if fold else [[row] for row in entries])
+            [str(row[label]) or ".", _dtype(row), *_line(row, counts), _chart(row, marks, names)] for row in entries
         ]
         spare = [headers.index(name) for name in _SPARE]
         drawn = table(headers, rows, right=range(3, len(headers) - 1), spare=spare)
@@ -183,63 +163,10 @@ def _dtype(row: Mapping[str, Any]) -> str:
     return row["dtype"] if row["kind"] in PLAIN_KINDS else f"{row['dtype']} ({row['kind']})"
 
 
-def _siblings(rows: Sequence[Mapping[str, Any]], label: str) -> list[list[Mapping[str, Any]]]:
-    """Group rows whose names differ only in numbers, and whose dtypes and shapes agree.
-
-    Groups stand in the order of their first rows. Fewer than ``_ALIKE`` such rows, and rows without numbers of their
-    own, form groups of one.
-    """
-    groups: dict[object, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        single = row["reason"] is not None or row["same_as"] is not None
-        alike = _NUMBER.sub("#", row[label]), _dtype(row), tuple(row["shape"])
-        groups.setdefault(row["path"] if single else alike, []).append(row)
-    short = {id(row) for group in groups.values() if len(group) < _ALIKE for row in group}
-    firsts = {id(group[0]): group for group in groups.values()}
-    return [[row] if id(row) in short else firsts[id(row)] for row in rows if id(row) in short or id(row) in firsts]
-
-
-def _name(alike: Sequence[Mapping[str, Any]], label: str) -> str:
-    """Return a common name for similar rows, such as ``layers.{0..51}.weight x52``."""
-    names = [str(row[label]) or "." for row in alike]
-    if len(names) == 1:
-        return names[0]
-    numbers = [sorted(set(column)) for column in zip(*(map(int, _NUMBER.findall(name)) for name in names))]
-    spans = iter(_span(column) for column in numbers)
-    return f"{_NUMBER.sub(lambda _: next(spans), names[0])} x{len(names):,}"
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """Return the numbers at one place of similar names: ``7``, ``{0..51}`` or ``{1,3,8,...}``."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return f"{{{','.join(map(str, numbers[:3]))}{',...' if numbers[3:] else ''}}}"
-
-
-def _line(alike: Sequence[Mapping[str, Any]], counts: list[str]) -> list[str]:
-    """Return the cells for one row; for several similar rows, cells with the ranges of their numbers."""
-    low, high = (_known(alike, name) for name in ("min", "max"))
-    spread = (sorted(_known(alike, name)) for name in ("mean", "std", "norm"))
-    return [
-        shape_text(alike[0]["shape"]),
-        _short(min(low, default=None)),
-        _short(max(high, default=None)),
-        *map(_range, spread),
-        *(f"{sum(values):,}" if (values := _known(alike, name)) else "" for name in counts),
-    ]
-
-
-def _range(values: Sequence[Any]) -> str:
-    """Return the smallest and the largest of sorted numbers, or "" without numbers."""
-    if values[:1] == values[-1:]:
-        return _short(values[0]) if values else ""
-    return f"{values[0]:.2g}..{values[-1]:.2g}"
-
-
-def _known(alike: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return [row[name] for row in alike if row[name] is not None]
+def _line(row: Mapping[str, Any], counts: list[str]) -> list[str]:
+    """Return the cells between the dtype and the chart."""
+    numbers = (_short(row[name]) for name in ("min", "max", "mean", "std", "norm"))
+    return [shape_text(row["shape"]), *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
 
 
 def _short(value: object) -> str:
@@ -249,11 +176,9 @@ def _short(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _chart(alike: Sequence[Mapping[str, Any]], marks: tuple[str, str, str], names: dict[str, str]) -> str:
-    """Return the histogram, one character per bin, or why it is missing, such as "(all zero)". Several rows give ""."""
-    row, levels, left, right = alike[0], *marks
-    if len(alike) > 1:
-        return ""
+def _chart(row: Mapping[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
+    """Return the histogram, one character per bin, or why it is missing, such as "(all zero)"."""
+    levels, left, right = marks
     if row["reason"] is not None:
         return f"({row['reason']})"
     if row["same_as"] is not None:

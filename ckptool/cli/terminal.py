@@ -86,8 +86,8 @@ def _encoding() -> str:
 
 
 def watched() -> bool:
-    """Return whether stderr is a terminal, so that somebody sees a progress bar."""
-    return _is_terminal(sys.stderr)
+    """Return whether stderr is a terminal that draws, so that somebody sees a progress bar."""
+    return _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
 
 def _is_terminal(stream: IO[str] | None) -> bool:

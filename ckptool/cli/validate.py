@@ -50,7 +50,6 @@ from .options import (
     format_option,
     include_option,
     location,
-    progress_option,
     repeatable,
     strict_option,
 )
@@ -122,7 +121,6 @@ those above it, up to that with .git. One that is found can only add requirement
 @format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="List every file and check.")
 @click.option("-q", "--quiet", is_flag=True, help="Print invalid files only.")
-@progress_option
 def validate(
     inputs: Inputs,
     policy_file: str | None,
@@ -132,7 +130,6 @@ def validate(
     style: str,
     verbose: bool,
     quiet: bool,
-    no_progress: bool,
     **options: Any,
 ) -> int:
     """Check that checkpoints are whole and unambiguous, what loading them would call, and what a release expects.
@@ -162,7 +159,7 @@ def validate(
     how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary), shown)
     every = chain(first, given)
     files: Iterator[FileItem] = _with_missing(every, policy, how) if locks and inputs.whole else every
-    label = "" if quick or quiet or no_progress or style == "github" or not watched() else "validating"
+    label = "" if quick or quiet or style == "github" or not watched() else "validating"
     own_bar = bool(label) and working.alone and style in ("table", "jsonl", ROWS) and on_terminal()
     work = partial(_validated, how=how, policies=policies, quick=quick, own_bar=own_bar)
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.patterns import escaped
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, Setting, advice, command, suggested_output
+from ..base.steps import AnyStep, Setting, advice, command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -196,4 +196,4 @@ def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str,
         return "its models are pickled modules", command("edit", checkpoint.path, settings=steps, output=output)
     if os.path.isdir(beside):
         return "it holds no average; the folder beside it does", command("inspect", beside)
-    return "it holds no averaged weights that ckptool can tell by name", command("inspect", checkpoint.path, tree=True)
+    return "it holds no averaged weights that ckptool can tell by name", tree_step(checkpoint.path)

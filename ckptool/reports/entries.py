@@ -30,12 +30,11 @@ from typing import Any, Final
 
 from ..base.errors import MalformedError, RefusedError
 from ..base.records import NamedTuple, TypedDict
-from ..base.text import huge_text, is_huge, pluralize, shape_text
+from ..base.text import huge_text, is_huge, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, bounded, extra_children, joined, sequence
 from ..checkpoint.selection import Located, lookup
-from ..checkpoint.sharding import sharding
 from ..checkpoint.tensors import Tensor
 from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.downloads import expect_reads
@@ -107,8 +106,8 @@ class BranchReport(TypedDict):
     bytes: int
 
 
-def tree_of(checkpoint: Checkpoint, depth: int, *, tensors: bool = True) -> list[BranchReport]:
-    """Return the tree down to ``depth`` levels, with or without ``tensors``.
+def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
+    """Return the tree without its tensors, down to ``depth`` levels.
 
     An object that occurs again is named, but not opened again.
     """
@@ -122,7 +121,7 @@ def tree_of(checkpoint: Checkpoint, depth: int, *, tensors: bool = True) -> list
         if ref < 0:
             branches.append({"depth": level, "name": "...", "type": "", "value": name, "bytes": 0})
             continue
-        if not tensors and checkpoint.survey.reader.tensor(ref) is not None:
+        if checkpoint.survey.reader.tensor(ref) is not None:
             continue
         leaf = _branch_leaf(checkpoint, ref)
         cls, value = leaf or (class_name(graph, ref), f"the same object as {opened.get(ref)}")
@@ -164,14 +163,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
 def _branch_leaf(checkpoint: Checkpoint, ref: Ref) -> tuple[str, str] | None:
     """Return the type and value of a node that is not opened; None for a container."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
-    node, tensor = graph.nodes[ref], reader.tensor(ref)
-    if tensor is not None:
-        kind = "" if tensor.kind == "dense" else f" {tensor.kind}"
-        part = sharding(reader, ref, tensor)
-        if part is not None:
-            kind = f", {part.here} of it here: {part.words}"
-        return tensor.cls or "Tensor", f"{tensor.dtype} {shape_text(tensor.shape)} {tensor.location}{kind}"
-    cls = class_name(graph, ref)
+    node, cls = graph.nodes[ref], class_name(graph, ref)
     if node is None or isinstance(node, bool | int | float):
         huge = isinstance(node, int) and is_huge(node)
         return cls, "" if node is None else "a huge integer" if huge else str(node)

@@ -33,7 +33,6 @@ from .loads import VerdictReport, checkpoint_verdict, verdict_report
 if TYPE_CHECKING:
     from typing import NotRequired
 
-    from .entries import BranchReport
     from .loads import LoadReport
 
 #: Maximum number of an object's arguments that are shown.
@@ -169,7 +168,6 @@ class _Optional(TypedDict, total=False):
     quantized: QuantizedReport
     program: ProgramReport
     sharding: ShardingReport
-    tree: list[BranchReport]
     load: LoadReport
 
 

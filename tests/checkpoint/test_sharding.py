@@ -36,7 +36,6 @@ from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, shardi
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
-from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import keys_report
 from ckptool.safety.calls import suspicious_calls
@@ -550,7 +549,6 @@ def tried(checkpoint: Checkpoint) -> None:
     looks: tuple[Callable[[Checkpoint], object], ...] = (
         lambda it: keys_report(it, select_entries(it, everything=True)),
         inspection,
-        lambda it: tree_of(it, 4),
     )
     for look in looks:
         with contextlib.suppress(CkptoolError):

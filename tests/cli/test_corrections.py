@@ -29,7 +29,7 @@ TYPED = {
     "check bare.pth --quik": "Did you mean 'validate'?",
     "validate bare.pth --quik": "Did you mean '--quick'?",
     "keys bare.pth --exclud fc.*": "Did you mean '--exclude'?",
-    "keys bare.pth --top 5": "Did you mean '--sort'?",
+    "keys bare.pth --largest 5": "Did you mean '--sort'?",
     "keys bare.pth --grep fc": "Did you mean '--include'?",
     "convert bare.pth --to safetensors": "Did you mean '--to-format'?",
     "remap bare.pth --map-location cpu": "Did you mean '--to'?",

@@ -62,7 +62,6 @@ def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[byte
     [
         *(["inspect", "--format", style] for style in ("table", "json", "jsonl")),
         ["inspect", "-v"],
-        ["inspect", "--tree"],
         *(["keys", "--format", style] for style in ("table", "jsonl", "markdown")),
         ["keys", "--names", "--include", "*weight"],
         *(["validate", "--format", style] for style in ("table", "json", "jsonl", "junit", "sarif", "github")),

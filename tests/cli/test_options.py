@@ -190,7 +190,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 }
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
-AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
+AROUND = {"format", "help_all", "json", "jobs", "no_color", "quiet", "verbose"}
 AROUND |= {"endpoint_url", "anonymous", "profile", "max_download", "allow_unversioned"}  # of remote files
 AROUND |= {"engine", "files_from", "slice"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
@@ -214,15 +214,10 @@ NOT_OPTIONS = {
 NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
     ("convert", "model"): "unflatten takes a model",
-    ("diff", "top"): "the report has all",
-    ("inspect", "tree"): "another report",
-    ("inspect", "depth"): "of --tree",
     ("inspect", "load"): "ckptool.load does it",
-    ("inspect", "overview"): "another form of the same",
     ("keys", "names"): "another form of the same",
     ("match", "apply"): "rename and edit do it",
     ("slim", "for"): "for is a keyword of Python",
-    ("stats", "no_fold"): "the report has all",
     ("strip-module", "wrappers"): "strip_wrappers does it",
     ("rename", "weight_norm"): "edit does it",
     ("undo", "list"): "history does it",

@@ -28,7 +28,7 @@ OTHER = str(FIXTURES / "bare.pth")
 
 #: A line of each command, without its name: PATH is a checkpoint. What writes writes nothing.
 LINES = {
-    "inspect": ["PATH --tree --map-location cpu --load"],
+    "inspect": ["PATH --map-location cpu --load"],
     "keys": ["PATH --all"],
     "stats": ["PATH --all"],
     "scan": ["PATH", "PATH --format jsonl"],

@@ -20,26 +20,25 @@ from conftest import FIXTURES, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.cli import terminal
+from ckptool.cli import progress, terminal
 from ckptool.cli.main import COMMANDS, run
 
 SCREENS = ROOT / "tests" / "cli" / "screens"
 FILES = ("bare.pth", "gan.pth", "ddp4_training.pth", "zip_wrong_crc.pth", "args_namespace.pth", "lfs_pointer.pth")
 CALLS = (
     "inspect gan.pth",
-    "inspect args_namespace.pth --tree --depth 2",
-    "inspect . --overview",
+    "get args_namespace.pth .",
+    "inspect .",
     "keys ddp4_training.pth --sort bytes",
     "scan .",
     "validate zip_wrong_crc.pth",
     "validate . --quick",
-    "diff bare.pth ddp4_training.pth --key . --other-key state_dict --top 3",
+    "diff bare.pth ddp4_training.pth --key . --other-key state_dict",
     "diff bare.pth halved.pth",
     "diff before.pth after.pth",
     "match bare.pth gan.pth",
     "rename bare.pth --rename conv1.*=stem.* --dry-run",
     "stats siblings.pth",
-    "stats siblings.pth --no-fold --include layers.[01].*",
     "strip-module nothing.pth -o out.pth",
 )
 _ROLES = {f"\x1b[{style}m": f"<{role}>" for role, style in terminal._STYLES.items()} | {"\x1b[0m": "</>"}
@@ -82,7 +81,8 @@ def shown(call: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
         patch.setenv("COLUMNS", str(width))
         patch.setattr(sys, "stdout", screen)
         patch.setattr(sys, "stderr", screen)
-        run([*call.split(), *(["--no-progress"] if "--no-progress" in OPTIONS[call.split()[0]] else [])])
+        patch.setattr(progress, "watched", lambda: False)
+        run(call.split())
     return screen.getvalue()
 
 

@@ -93,7 +93,7 @@ CALLS = (
     ("validate", "--format", "junit"),
     ("validate", "--format", "sarif"),
     ("inspect",),
-    ("inspect", "--tree"),
+    ("get", "."),
     ("keys",),
     ("keys", "--names"),
     ("keys", "--format", "markdown"),

@@ -321,7 +321,7 @@ def test_github_has_no_command_of_the_old_kind(
     assert [line for line in (told.out + told.err).splitlines() if "##[" in line and not line.startswith("::")] == []
 
 
-@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--tree"], ["keys", "--all"], ["get", "."], ["validate"]])
+@pytest.mark.parametrize("words", [["inspect"], ["keys", "--all"], ["get", "."], ["validate"]])
 @pytest.mark.parametrize("style", ["json", "table", "sarif", "junit", "github", "jsonl", "markdown"])
 def test_nothing_of_a_file_is_a_command_of_github(
     here: Path, style: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

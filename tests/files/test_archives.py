@@ -138,7 +138,7 @@ def test_every_command_takes_addresses(outer: Path, tmp_path: Path, capsys: pyte
         ["validate", address],
         ["diff", address, address],
         ["hash", address],
-        ["inspect", "--tree", address],
+        ["inspect", address],
         ["stats", address],
         ["convert", other, "-o", str(tmp_path / "x.safetensors"), "--allow-loss", "all"],
         ["strip-module", address, other, "--out-dir", str(folder)],

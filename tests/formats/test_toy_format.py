@@ -63,7 +63,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["model.toy", "model.bin"])
 @pytest.mark.parametrize(
-    "command", ["inspect", "inspect --json", "inspect --tree", "validate", "validate --quick", "scan", "keys", "hash"]
+    "command", ["inspect", "inspect --json", "validate", "validate --quick", "scan", "keys", "hash"]
 )
 def test_a_report_about_a_toy_says_nothing_of_other_formats(command: str, name: str, toy: Path) -> None:
     path = toy.rename(toy.with_name(name))

@@ -49,7 +49,7 @@ Tensors: TypeAlias = "collections.Counter[tuple[str, tuple[int, ...], str]]"
 FIRST = """
 explain FILE
 inspect FILE
-inspect FILE --tree
+get FILE .
 keys FILE
 validate FILE
 validate FILE --quick

@@ -49,7 +49,7 @@ WATCHED = """
         out = os.path.join(folder, "out.pth")
         writing = ["-o", out, "--force"]
         for call in (
-            ["inspect", "--tree", "--depth", "9"],
+            ["inspect"],
             ["inspect", "--map-location", "cpu", "--format", "json"],
             ["keys", "--all"],
             ["keys", "--key", "state_dict", "--format", "jsonl"],
@@ -188,8 +188,8 @@ def acting(text: str) -> list[str]:
 
 
 CALLS = {
-    "inspect": ["inspect", "--tree", "--depth", "20", "--map-location", "cpu"],
-    "inspect-json": ["inspect", "--tree", "--depth", "20", "--format", "json"],
+    "inspect": ["inspect", "--map-location", "cpu"],
+    "inspect-json": ["inspect", "--format", "json"],
     "keys": ["keys", "--all"],
     "keys-names": ["keys", "--names"],
     "keys-json": ["keys", "--all", "--format", "json"],
@@ -342,7 +342,7 @@ def test_names_of_files_are_harmless_too(call: list[str], name: str, capsys: pyt
         ["inspect", "--\u202eoption", "x"],
         ["\u202ecommand"],
         ["keys", "--sort", "\u202e", "x"],
-        ["inspect", "--depth", "\x9b", "x"],
+        ["stats", "--sort", "\x9b", "x"],
         ["remap", "--map", "\u202e", "x"],
         ["strip-module", "--repeat", "\u202e", "x"],
     ],

@@ -116,8 +116,8 @@ def test_every_fixture(name: str, calls: list[list[str]], server: Server, monkey
 
 #: What else reads; {} is the path, and OUT an output.
 MORE = [
-    *("keys {} --all", "keys {} --names", "keys {} --format json", "inspect {} --tree", "inspect {} --format json"),
-    *("inspect {} --overview", "validate {} --quick", "validate {} --load", "validate {} --format json"),
+    *("keys {} --all", "keys {} --names", "keys {} --format json", "inspect {} --format json"),
+    *("validate {} --quick", "validate {} --load", "validate {} --format json"),
     *("inspect {} --load", "stats {} --format json"),
     *("scan {} --format json", "hash {} --each", "lock {} --content", "stats {}"),
     *("get {} epoch", "get {} state_dict", "explain {}", "explain \"KeyError: 'state_dict'\" {}", "redact {}"),

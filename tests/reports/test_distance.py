@@ -347,11 +347,11 @@ def test_without_values_nothing_is_read(tmp_path: Path) -> None:
     assert run(["diff", str(a), str(shapes), "--no-values", "-q"]) == 1
 
 
-def test_top_is_the_length_of_every_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_is_shortened_unless_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = saved(tmp_path / "a.pth", {f"layer{n}.w": torch.ones(4) for n in range(30)})
     b = saved(tmp_path / "b.pth", {f"layer{n}.w": torch.ones(4) * n for n in range(30)})
-    for top, shown in ((["--top", "3"], 3), ([], 20), (["--top", "100"], 29)):
-        run(["diff", str(a), str(b), *top])
+    for more, shown in (([], 20), (["-v"], 29)):
+        run(["diff", str(a), str(b), *more])
         assert capsys.readouterr().out.count("float32") == shown
 
 

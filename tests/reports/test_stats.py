@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
-from hypothesis import strategies as some
 from process_probe import command
 from random_tensors import any_tensor
 from zip_copies import rewritten
 
 import ckptool
 from ckptool.base.errors import TargetError
-from ckptool.cli import stats as stats_command
 from ckptool.cli.main import run
 from ckptool.safety.weights_only import weights_only
 from ckptool.values.torch.blocks import STEP
@@ -424,43 +421,3 @@ def test_no_file_is_too_odd(item: Fixture, capsys: pytest.CaptureFixture[str]) -
 
 
 # -- lines of a terminal
-
-
-_NAMES = some.lists(
-    some.tuples(
-        some.sampled_from(["a.{}.w", "a.{}.b.{}", "{}", "x{}", "s[{}].w"]), some.integers(0, 9), some.integers(0, 3)
-    ),
-    max_size=30,
-    unique=True,
-)
-
-
-@given(_NAMES, some.data())
-def test_lines_that_are_alike_have_every_tensor_once(names: list[tuple[str, int, int]], data: some.DataObject) -> None:
-    rows = []
-    for template, first, second in names:
-        number = data.draw(some.floats(-5, 5))
-        row = {"key": template.format(first, second), "path": f"{template}-{first}-{second}", "dtype": "float32"}
-        row |= {"kind": "dense", "shape": [data.draw(some.integers(1, 2))], "reason": None, "same_as": None}
-        rows.append(row | {"min": number, "max": number + 1, "mean": number, "std": None, "norm": 1.0, "zeros": 1})
-    groups = stats_command._siblings(rows, "key")
-    assert sorted(row["path"] for group in groups for row in group) == sorted(row["path"] for row in rows)
-    firsts = [rows.index(group[0]) for group in groups]
-    assert firsts == sorted(firsts)
-    for group in groups:
-        assert len(group) == 1 or len(group) >= 4
-        assert len({(tuple(row["shape"]), re.sub(r"\d", "#", row["key"])) for row in group}) == 1
-        _, low, high, *_, zeros = stats_command._line(group, ["zeros"])
-        assert low == stats_command._short(min(row["min"] for row in group))
-        assert high == stats_command._short(max(row["max"] for row in group))
-        assert zeros == str(len(group))
-
-
-def test_the_numbers_of_names_that_are_alike() -> None:
-    def name(*names: str) -> str:
-        return stats_command._name([{"key": name} for name in names], "key")
-
-    assert name(*(f"layers.{n}.w" for n in range(52))) == "layers.{0..51}.w x52"
-    assert name(*(f"a.{n}.b.{m}" for n in range(3, 5) for m in (0, 2))) == "a.{3..4}.b.{0,2} x4"
-    assert name("a.7.w2") == "a.7.w2"
-    assert name("a.1.w2", "a.2.w2") == "a.{1..2}.w2 x2"

@@ -370,7 +370,7 @@ def test_nothing_is_called_harmless(style: str, tmp_path: Path) -> None:
         path = tmp_path / f"{key}.pth"
         path.write_bytes(data)
         paths.append(path)
-    said = say("validate", "-v", "--no-progress", "--format", style, *paths).all
+    said = say("validate", "-v", "--format", style, *paths).all
     assert [line for line in said.splitlines() if SAFE.search(line)] == []
 
 

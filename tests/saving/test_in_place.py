@@ -160,7 +160,7 @@ def test_an_output_that_is_its_input_says_what_it_holds(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["inspect"], ["inspect", "--tree"], ["keys"], ["stats"], ["hash"], ["validate", "--strict"], ["undo", "--list"],
+        ["inspect"], ["keys"], ["stats"], ["hash"], ["validate", "--strict"], ["undo", "--list"],
         ["lock", "-o", "LOCK"], ["undo", "--dry-run"],
         ["get", "epoch"],
     ],

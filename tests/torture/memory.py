@@ -15,7 +15,6 @@ from ckptool.cli.show import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of
-from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import keys_report
 
@@ -44,11 +43,10 @@ def opened(data: bytes) -> Checkpoint:
 
 
 def tell(data: bytes) -> Told:
-    """Everything that ``inspect --tree`` and ``keys --all`` print; a CkptoolError is an answer as well."""
+    """Everything that ``inspect`` and ``keys --all`` print; a CkptoolError is an answer as well."""
     try:
         checkpoint = opened(data)
         report = inspection(checkpoint)
-        report["tree"] = tree_of(checkpoint, 9)
         words = [summary(report)]
         words += [problem.message for problem in checkpoint.container.problems if problem.message.isprintable()]
         keys_report(checkpoint, select_entries(checkpoint, everything=True))

@@ -71,7 +71,7 @@ def signals(tally: Tally, options: Options) -> None:
 def pipes(tally: Tally, options: Options) -> None:
     """Readers that go away before, while and after something is printed; both of ckptool's streams are looked at."""
     chance = random.Random(options.seed)
-    reading = [["keys", "--names"], ["keys"], ["inspect"], ["inspect", "--tree", "--depth", "9"], ["validate"]]
+    reading = [["keys", "--names"], ["keys"], ["inspect"], ["validate"]]
     reading = [call for call in reading if call[0] in COMMANDS]
     files = [FIXTURES / "ddp4_training.pth", FIXTURES / "lightning.ckpt", FIXTURES / "legacy_cuda.pth"]
     for turn in range(options.amount(50, 6)):

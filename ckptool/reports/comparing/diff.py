@@ -494,7 +494,6 @@ def diff(
     include: Patterns = (),
     exclude: Patterns = (),
     sort: str = "max",
-    stat: bool = False,
     progress: Progress | None = None,
 ) -> DiffReport:
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
@@ -504,9 +503,9 @@ def diff(
     says so. ``ignore`` has words from ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
     stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
     ``include`` and ``exclude`` are patterns for keys and entries, with all their content. ``sort`` is the order of
-    values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat``, differing elements are not
-    counted and distances are not measured. Raise UnreadableError for a file that is not a checkpoint, TargetError for
-    an unknown key or word, or a pattern that matches in neither.
+    values: "max", "mean", "l2", "cosine", "differing", "file" or "name". Raise
+    UnreadableError for a file that is not a checkpoint, TargetError for an unknown key or word, or a pattern that
+    matches in neither.
 
     >>> ckptool.diff("model.pth", "other.pth")["same"]
     True
@@ -525,7 +524,6 @@ def diff(
             key=key,
             other_key=other_key,
             only=only,
-            count=not stat,
             sort=sort,
             progress=progress,
         )

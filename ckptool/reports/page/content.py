@@ -118,7 +118,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
     else:
         tensors, comparison = _compared(a, b, choice, measured, progress)
-    entries = tree_of(a.lenient(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
+    entries = tree_of(a.lenient(), _DEPTH)[1 : _BRANCHES + 1]
     validation = report_on(a, quick=not choice.values, progress=progress)
     return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
 

@@ -183,7 +183,7 @@ def test_every_command_takes_it(stage: str, tmp_path: Path) -> None:
         ("match", folder, one),
         ("stats", folder),
         ("get", folder, "module.first.bias"),
-        ("inspect", folder, "--tree"),
+        ("get", folder, "."),
         ("lock", folder, "-o", tmp_path / "lock.json"),
         ("validate", folder, "--lock", tmp_path / "lock.json"),
     ):
