@@ -12,7 +12,7 @@ import pytest
 import torch
 from changed_tensors import CUT, saved
 from command_line import say
-from conftest import CHECKPOINTS, Fixture, by_name, corpus_files, examples, needs_corpus
+from conftest import CHECKPOINTS, Fixture, by_name, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,15 +86,10 @@ def glob_of(path: Path) -> str:
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 
 
+@pytest.mark.sampled(every=9)
 @every
 def test_a_part_of_a_file_is_the_same_as_itself(item: Fixture) -> None:
     same_in_part(item.path)
-
-
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_a_part_of_a_real_checkpoint_is_the_same_as_itself(path: Path) -> None:
-    same_in_part(path)
 
 
 def same_in_part(path: Path) -> None:
@@ -109,6 +104,7 @@ def same_in_part(path: Path) -> None:
         assert included["tensors"]["in_both"] + excluded["tensors"]["in_both"] == everything["in_both"]
 
 
+@pytest.mark.sampled(every=4)
 @every
 def test_the_difference_of_a_part_is_that_of_the_kept_files(item: Fixture) -> None:
     """By ``keep`` and ``drop``, which choose the same of a bare state dict."""
@@ -235,6 +231,7 @@ def looked(path: Path, **policy: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(every=4)
 @every
 def test_a_part_is_as_valid_as_the_kept_file(item: Fixture, tmp_path: Path, out: Path) -> None:
     glob = glob_of(item.path)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from changed_tensors import CUT, KINDS, as_big_endian, bumped, copied, saved
 from command_line import say
-from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, examples, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -51,6 +51,7 @@ def two(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 # -- the same ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=9)
 @every
 def test_a_file_is_the_same_as_itself_and_as_its_copy(item: Fixture, tmp_path: Path) -> None:
     try:
@@ -64,21 +65,6 @@ def test_a_file_is_the_same_as_itself_and_as_its_copy(item: Fixture, tmp_path: P
         assert report["same"], found(report)
         assert found(report) == {} and report["tensors"]["differ"] == 0
         assert report["tensors"]["in_a"] == report["tensors"]["in_b"] == report["tensors"]["in_both"]
-
-
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_real_checkpoints_are_the_same_as_their_copies(path: Path, tmp_path: Path) -> None:
-    try:
-        ckptool.open(path).close()
-    except CkptoolError:
-        pytest.skip("ckptool does not open it")
-    twin = tmp_path / "twin"
-    twin.write_bytes(path.read_bytes())
-    report = ckptool.diff(path, twin)
-    assert report["same"], found(report)
-    with ckptool.open(path) as checkpoint:
-        assert report["tensors"]["in_both"] >= len(checkpoint.survey.tensors)
 
 
 @pytest.mark.parametrize("name", ["ddp4_training.pth", "bare_module.pth", "fsdp_wrapped.pth", "orig_mod_module.pth"])
@@ -586,9 +572,7 @@ def test_attributes_of_tensors_are_apart_from_their_values(tmp_path: Path) -> No
     assert [item["path"] for item in ckptool.diff(tmp_path / "a.pth", tmp_path / "c.pth")["values"]] == ["tensor"]
 
 
-@pytest.mark.parametrize(
-    "name", ["bare.pth", "legacy_bare.pth", "protocol4.pth", "tied.pth", "cuda0.pth", "wrapped.pth"]
-)
+@pytest.mark.parametrize("name", ["legacy_bare.pth", "tied.pth", "wrapped.pth"])
 def test_a_round_trip_begins_with_its_equal_tensors(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     path = FIXTURES / name

@@ -56,6 +56,7 @@ def test_the_contract(tmp_path: Path) -> None:
     assert report["structure"] == "ckptool-structure:1:a3cd8da0674276fe55231475ee446c716f33e9c23e7b19c72c110c58b0cfc4a9"
 
 
+@pytest.mark.sampled(every=9)
 @every
 def test_every_fixture_has_one_that_its_copy_has_too(item: Fixture, tmp_path: Path) -> None:
     try:
@@ -258,7 +259,7 @@ class Wrapper:
         return torch._tensor._rebuild_from_type_v2, (make, torch.Tensor, layout, state)
 
 
-@pytest.mark.parametrize("number", [0, 63, 64, 150, 199])
+@pytest.mark.parametrize("number", [0, 64, 199])
 def test_every_tensor_within_a_tensor_counts(number: int, tmp_path: Path) -> None:
     parts = [torch.full((3,), float(place)) for place in range(200)]
     torch.save({"w": Wrapper(parts)}, tmp_path / "a.pth")
