@@ -54,8 +54,6 @@ _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
 _PLAIN: Final = ("", "Tensor", "Parameter", "Buffer")
 #: Bytes of a large tensor that one thread compares at a time.
 _SHARE: Final = 32 << 20
-#: Maximum bytes between two tensors that are read along with them, such as record headers.
-_GAP: Final = 4096
 
 
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
@@ -177,24 +175,13 @@ def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> It
 # -- bit for bit
 
 
-class _Member(NamedTuple):
-    """A tensor, or a share of one, in a run.
-
-    ``number`` is the index of its pair. ``begin`` in the run, ``within`` the tensor, and ``size`` are in bytes.
-    """
-
-    number: int
-    begin: int
-    within: int
-    size: int
-
-
-class _Run(NamedTuple):
-    """A stretch of bytes with the same layout in both files."""
+class _Share(NamedTuple):
+    """Bytes of a pair of tensors, by its number, which begin ``at`` bytes into the tensors."""
 
     a: RawElements
     b: RawElements
-    members: list[_Member]
+    number: int
+    at: int
 
 
 @dataclass
@@ -223,10 +210,8 @@ class BitComparison:
         run_in_threads(self.work(), self.do, total)
         return [self.differences.get(number, BitDifference()) for number in range(len(self.pairs))]
 
-    def work(self) -> Iterator[_Run | int]:
-        """Yield runs of stored bytes in the order of the first file, then the numbers of pairs that must be
-        computed.
-        """
+    def work(self) -> Iterator[_Share | int]:
+        """Yield shares of stored bytes in the order of the first file, then the numbers of pairs to compute."""
         stored: list[tuple[RawElements, RawElements, int]] = []
         computed: list[int] = []
         for number, (left, right) in enumerate(self.pairs):
@@ -238,31 +223,31 @@ class BitComparison:
             else:
                 stored.append((ours, theirs, number))
         stored.sort(key=lambda item: (item[0].source.name, item[0].offset))
-        yield from _runs(stored)
+        for ours, theirs, number in stored:
+            for at in range(0, ours.size, _SHARE):
+                size = min(_SHARE, ours.size - at)
+                a, b = (side._replace(offset=side.offset + at, size=size) for side in (ours, theirs))
+                yield _Share(a, b, number, at)
         yield from computed
 
-    def do(self, work: _Run | int) -> None:
+    def do(self, work: _Share | int) -> None:
         if isinstance(work, int):
             self.compare_computed(work)
         else:
-            self.compare_run(work)
+            self.compare_share(work)
 
-    def compare_run(self, run: _Run) -> None:
+    def compare_share(self, share: _Share) -> None:
         if not hasattr(self.buffers, "pair"):
             self.buffers.pair = (bytearray(READ_SIZE), bytearray(READ_SIZE))
         ours, theirs = self.buffers.pair
-        for at in range(0, run.a.size, READ_SIZE):
-            size = min(READ_SIZE, run.a.size - at)
+        for at in range(0, share.a.size, READ_SIZE):
+            size = min(READ_SIZE, share.a.size - at)
             if size < READ_SIZE:
                 ours, theirs = bytearray(size), bytearray(size)
-            run.a.source.read_into(run.a.offset + at, ours)
-            run.b.source.read_into(run.b.offset + at, theirs)
+            share.a.source.read_into(share.a.offset + at, ours)
+            share.b.source.read_into(share.b.offset + at, theirs)
             if ours != theirs:
-                for member in run.members:
-                    # A run with several members fits in one block; a run with several blocks has one member.
-                    begin = max(member.begin - at, 0)
-                    end = min(member.begin + member.size - at, size)
-                    self.note(member.number, member.within + at, ours[begin:end], theirs[begin:end])
+                self.note(share.number, share.at + at, ours, theirs)
             self.advance(size)
 
     def compare_computed(self, number: int) -> None:
@@ -299,35 +284,6 @@ class BitComparison:
         if self.progress:
             with self.lock:
                 self.progress(size)
-
-
-def _runs(stored: list[tuple[RawElements, RawElements, int]]) -> Iterator[_Run]:
-    """Join pairs that follow each other in both files, and split large ones into shares.
-
-    A folder has several files; places in different files are unrelated.
-    """
-    run: _Run | None = None
-    for ours, theirs, number in stored:
-        if run is not None:
-            gap = ours.offset - run.a.offset - run.a.size
-            other_gap = theirs.offset - run.b.offset - run.b.size
-            size = run.a.size + gap + ours.size
-            same_files = ours.source is run.a.source and theirs.source is run.b.source
-            if same_files and gap == other_gap and 0 <= gap <= _GAP and size <= READ_SIZE:
-                run.members.append(_Member(number, run.a.size + gap, 0, ours.size))
-                run = _Run(run.a._replace(size=size), run.b._replace(size=size), run.members)
-                continue
-            yield run
-            run = None
-        if ours.size <= READ_SIZE:
-            run = _Run(ours, theirs, [_Member(number, 0, 0, ours.size)])
-            continue
-        for at in range(0, ours.size, _SHARE):
-            size = min(_SHARE, ours.size - at)
-            a, b = (side._replace(offset=side.offset + at, size=size) for side in (ours, theirs))
-            yield _Run(a, b, [_Member(number, 0, at, size)])
-    if run is not None:
-        yield run
 
 
 def _differing(a: bytes | bytearray, b: bytes | bytearray, width: int, count: bool) -> tuple[int, int]:
