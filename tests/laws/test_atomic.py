@@ -899,7 +899,7 @@ def _read_one_line(*arguments: str) -> tuple[bytes, int, bytes]:
         return line, process.wait(), said
 
 
-@pytest.mark.parametrize("style", ["--names", "--format=plain", "--format=json"])
+@pytest.mark.parametrize("style", ["--names", "--format=json"])
 def test_a_reader_that_goes_away_hears_nothing_more(style: str) -> None:
     line, _, said = _read_one_line("keys", *[str(FIXTURES / "ddp4_training.pth")] * 300, style)
     assert line.strip()

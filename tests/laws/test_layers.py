@@ -255,7 +255,10 @@ _OPTION = re.compile(r"(?<![-\w])--(?!nthreads|upgrade|include {path})[a-z]")
 
 def spelled_options(path: Path) -> list[str]:
     """The string literals of a module that spell an option of ckptool, apart from docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    if not _OPTION.search(source):
+        return []
+    tree = ast.parse(source)
     prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     literals = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in prose]
     texts = [(node.lineno, node.value) for node in literals if isinstance(node.value, str)]

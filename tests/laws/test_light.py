@@ -346,6 +346,7 @@ def test_a_format_is_imported_only_when_a_file_may_be_of_it(tmp_path: Path) -> N
     assert [name for name in formats if name.split(".")[2] in others or "legacy" in name or "tar_reader" in name] == []
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "call",
     [["stats", "bare.pth"], ["validate", "--load", "bare.pth"], ["cast", "bare.pth", "bf16", "-o", "OUT"]],

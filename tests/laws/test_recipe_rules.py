@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +116,7 @@ def converted(path: Path, recipe: Path, out: Path, config: dict[str, int]) -> di
     return loaded
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), dtype=st.sampled_from(DTYPES), turn=st.booleans(), window=st.sampled_from([16, 64, 1 << 22]))
 def test_every_element_gets_to_its_place(
     case: Case, dtype: torch.dtype, turn: bool, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
