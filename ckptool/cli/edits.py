@@ -211,7 +211,7 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
             values[each] = value
         inputs = inputs[:1] if each.rest else inputs
     scope: dict[str, Any] = {"key": how.key, **only.patterns}
-    _check(kind, values, {name for name, value in scope.items() if value})
+    _check(kind, values)
     if kind.in_order:
         ways = {each.spelled for each in kind.parameters if each.step}
         steps = [(each.spelled, value) for each, value in values.items() if not each.step]
@@ -228,7 +228,7 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
     return edit_all(_request(kind.name, edits, kind.of_keys, "key" in kind.scope, own), inputs, how)
 
 
-def _check(kind: Edit, values: Mapping[Parameter, Any], chosen: set[str]) -> None:
+def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
     """Raise UsageError if the options do not say what to do, or cannot be used together."""
     ways = _ways(kind)
     if ways and not any(each in values for each in ways):
@@ -237,9 +237,9 @@ def _check(kind: Edit, values: Mapping[Parameter, Any], chosen: set[str]) -> Non
             raise click.UsageError(f"Missing option {last!r}.")
         raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
     for each in values:
-        if {*each.excludes} & (chosen | {other.name for other in values}):
+        if {*each.excludes} & {other.name for other in values}:
             spelled = {other.name: other.spelled for other in kind.parameters}
-            others = " and ".join(f"--{spelled.get(name, name)}" for name in each.excludes)
+            others = " and ".join(f"--{spelled[name]}" for name in each.excludes)
             raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
 
 

@@ -18,7 +18,7 @@ SHARED: Final[Headings] = (
         "Output",
         (
             *("--output", "--out-dir", "--in-place", "--to-format", "--allow-loss", "--tied", "--max-shard-size"),
-            *("--single", "--part", "--metadata", "--force", "--update-config", "--follow-links", "--reclaim"),
+            *("--metadata", "--force", "--update-config", "--follow-links", "--reclaim"),
             "--dry-run",
         ),
     ),
@@ -35,7 +35,7 @@ SHARED: Final[Headings] = (
 #: Options that only ``--help-all`` and the manual pages describe.
 RARE: Final = frozenset(
     (
-        *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
+        *("--tied", "--max-shard-size", "--metadata", "--update-config", "--follow-links"),
         *("--reclaim", "--files-from", "--slice", "--jobs", "--engine", "--no-color"),
         *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned"),
     )
@@ -56,7 +56,7 @@ EDITS: Final[Headings] = (
         "Keys",
         (
             *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
-            *("--rename", "--rename-table", "--rename-like", "--to-names"),
+            *("--rename", "--rename-like", "--to-names"),
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),

@@ -454,7 +454,7 @@ def as_writing(command: Command) -> Command:
 
 
 #: The parameters that ``converting`` adds.
-_CONVERTING = ("to_format", "allow_loss", "strict", "tied", "max_shard_size", "single", "part", "texts")
+_CONVERTING = ("to_format", "allow_loss", "strict", "tied", "max_shard_size", "texts")
 
 
 def converting(command: Command) -> Command:
@@ -465,12 +465,6 @@ def converting(command: Command) -> Command:
 
     for option in (
         repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add to the header of safetensors"),
-        click.option(
-            "--part", is_flag=True, help="Accept a file that is only one part of a checkpoint, and write that part."
-        ),
-        click.option(
-            "--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix."
-        ),
         click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB."),
         click.option(
             "--tied",
@@ -503,8 +497,6 @@ def _conversion(
     strict: bool,
     tied: Any,
     max_shard_size: str | None,
-    single: bool,
-    part: bool,
     texts: tuple[str, ...],
 ) -> Conversion:
     from ..edits.outputs import Conversion
@@ -512,15 +504,13 @@ def _conversion(
     wrong = next((text for text in texts if "=" not in text), None)
     if wrong is not None:
         raise click.BadParameter(f"{wrong!r} is not NAME=VALUE", param_hint="--metadata")
-    if single and max_shard_size is not None:
-        raise click.UsageError("--single writes one file, --max-shard-size a folder of several: choose one.")
     size = 0
     if max_shard_size is not None:
         from ..formats.hf.writer import parse_size
 
         size = parse_size(max_shard_size)
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single, part=part, strict=strict)
+    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, strict=strict)
 
 
 def writing_steps(command: Command) -> Command:

@@ -21,7 +21,6 @@ UNDO_EPILOG = """\b
 Examples:
   ckptool undo model.pth
   ckptool undo model.pth --list
-  ckptool undo model.pth --original
   ckptool undo *.pth --dry-run
 """
 
@@ -29,11 +28,10 @@ Examples:
 @click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
 @partial(paths, local=True)
 @click.option("--list", "listed", is_flag=True, help="List the edits made in place, the oldest version first.")
-@click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
 @format_option()
 @quiet_option
-def undo(paths: tuple[str, ...], listed: bool, original: bool, dry_run: bool, style: str, quiet: bool) -> int:
+def undo(paths: tuple[str, ...], listed: bool, dry_run: bool, style: str, quiet: bool) -> int:
     """Undo the last edit in place: the file has its exact former bytes again.
 
     Repeat it as often as there were edits; an interrupted edit counts as one. --list only lists them; times are UTC.
@@ -43,12 +41,12 @@ def undo(paths: tuple[str, ...], listed: bool, original: bool, dry_run: bool, st
     if listed:
         work = partial(_history, style=style)
         return run_each(FileCommand("undo", style, work), paths, Workers(), spaced=True)
-    work = partial(_undo, original=original, dry_run=dry_run, style=style)
+    work = partial(_undo, dry_run=dry_run, style=style)
     return run_each(FileCommand("undo", style, work), paths, Workers())
 
 
-def _undo(path: str, *, original: bool, dry_run: bool, style: str) -> Answer:
-    report = ckptool.undo(path, original=original, dry_run=dry_run)
+def _undo(path: str, *, dry_run: bool, style: str) -> Answer:
+    report = ckptool.undo(path, dry_run=dry_run)
     return reported(report, style, _undone, 0 if report["undone"] else 1)
 
 

@@ -43,7 +43,7 @@ from ..safety.storages import storage_flaws
 from .entries import extract
 from .flat_params import refuse_flat, unflatten
 from .optimizers import optimizers
-from .outputs import refuse_part
+from .outputs import refuse_part, takes_part
 from .sharded import local_parts
 
 #: The report of a Hugging Face folder that is made from a file.
@@ -105,7 +105,6 @@ def convert(
     to_names: str = "",
     recipe: str = "",
     config: str | Mapping[str, Any] | None = None,
-    part: bool = False,
     strict: bool = False,
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
@@ -121,9 +120,9 @@ def convert(
     parameters of FSDP1 lack. ``use_ema`` gives the model its averaged weights, as the edit does. ``to_names`` gives a
     model the names and the layout of another library, such as "hf:llama", ``recipe`` those that a TOML file describes;
     ``config`` has numbers of the model, as a JSON file or a dict.
-    ``part`` converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise
-    RefusedError if the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in
-    ``allow_loss``, TargetError for an unknown format.
+    Raise RefusedError if the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in
+    ``allow_loss``, TargetError for an unknown format. "shards" also converts a file that is one part of a checkpoint,
+    such as ``consolidated.00.pth``, on its own.
 
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
@@ -158,11 +157,11 @@ def convert(
         strict,
     )
     try:
-        if not part:
-            refuse_part(checkpoint, ranks=not {"shards", "all"} & {*allow_loss})
+        if not takes_part(allow_loss):
+            refuse_part(checkpoint)
         return _converted(checkpoint, output, request)
     except (RefusedError, TargetError) as error:
-        better = None if part else _elsewhere(checkpoint, output, request, error)
+        better = _elsewhere(checkpoint, output, request, error)
         if better is not None:
             raise better from error
         raise
@@ -249,7 +248,7 @@ def _elsewhere(
     The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one. The suggested
     command was tried, without writing an output.
     """
-    part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
+    part = None if takes_part(request.allow_loss) else part_of(checkpoint)
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
         settings = _settings_at(part.folder, output, request)
         if settings is None and isinstance(error, TargetError):

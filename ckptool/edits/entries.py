@@ -19,7 +19,6 @@ from ..checkpoint.paths import joined
 from ..checkpoint.selection import Slot, dotted, lookup, new_key, selected, slot
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
-from .optimizers import prune_optimizers
 
 Scalar = bool | int | float | str | None
 
@@ -67,22 +66,20 @@ def drop(
     key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
-    prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop the entries and keys that match.
 
     A pattern matches top-level entries by key, and keys of state dicts by key or by whole path; another entry goes by
     its exact path. With ``key``, the path of a state dict, only keys in it are considered. ``include`` and ``exclude``
-    narrow the matches. A storage or object that is also used elsewhere is kept there. ``prune_optimizer`` also drops
-    the optimizer states of dropped parameters. Raise RefusedError if a pattern matches nothing, or if it is unknown
-    which state belongs to which parameter.
+    narrow the matches. A storage or object that is also used elsewhere is kept there. Raise RefusedError if a
+    pattern matches nothing.
 
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
     patterns, only = _patterns(checkpoint, globs), dotted(Globs(include, exclude), checkpoint)
     # A path with brackets, such as lr_schedulers[0], would be a pattern for other names.
-    paths = [glob for glob in patterns if is_pattern(glob) and key is None and _is_entry(checkpoint, glob)]
+    paths = [glob for glob in patterns if is_pattern(glob) and key is None and is_entry(checkpoint, glob)]
     patterns = {glob: pattern for glob, pattern in patterns.items() if glob not in paths}
     matched = dict.fromkeys(patterns, 0)
 
@@ -94,8 +91,8 @@ def drop(
 
     inside = None if key is None else {item.path for item in selected(checkpoint, key)}
     by_name = not any(map(is_pattern, patterns))
-    edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, prune_optimizer, by_name)
-    deeper = [glob for glob, count in matched.items() if not count and key is None and _is_entry(checkpoint, glob)]
+    edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, by_name)
+    deeper = [glob for glob, count in matched.items() if not count and key is None and is_entry(checkpoint, glob)]
     _refuse_unmatched(checkpoint, {glob: count for glob, count in matched.items() if glob not in deeper})
     if not any(matched.values()) and (paths or deeper):
         edited = checkpoint
@@ -104,7 +101,7 @@ def drop(
     return edited
 
 
-def _is_entry(checkpoint: Checkpoint, path: str) -> bool:
+def is_entry(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a path leads to an entry of a mapping."""
     with suppress(TargetError):
         found = lookup(checkpoint, path)
@@ -125,7 +122,6 @@ def keep(
     key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
-    prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop what does not match: among the top-level entries, among the keys of a state dict, or both.
 
@@ -169,9 +165,7 @@ def keep(
         return path not in keys and only.match(name, path)
 
     paths = {survey.state_dicts[number].path for number in filtered}
-    return _filtered(
-        checkpoint, "keep", entry_goes, key_goes, paths, prune_optimizer, not any(map(is_pattern, matched))
-    )
+    return _filtered(checkpoint, "keep", entry_goes, key_goes, paths, not any(map(is_pattern, matched)))
 
 
 def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
@@ -219,7 +213,6 @@ def _filtered(
     entry_goes: Callable[[str, str], bool] | None,
     key_goes: Callable[[str, str], bool],
     inside: set[str] | None,
-    prune_optimizer: bool,
     by_name: bool,
 ) -> Checkpoint:
     """Drop entries of the root and keys of the state dicts; with ``inside``, only in the state dicts at these paths.
@@ -229,7 +222,6 @@ def _filtered(
     graph, survey = checkpoint.graph, checkpoint.survey
     editor = GraphEditor(graph)
     changes = []
-    dropped: dict[int, list[str]] = {}
     gone: set[Ref] = set()
     dicts = enumerate(survey.state_dicts)
     numbers = {item.ref: number for number, item in dicts if inside is None or item.path in inside}
@@ -247,11 +239,8 @@ def _filtered(
         kept, names = _split(graph, path, ref, key_goes)
         if names:
             editor.refill(ref, kept)
-            dropped[number] = names
             summary = f"dropped {pluralize(len(names), 'key')}: {join_limited(names, most=3)}"
             changes.append(Change(edit, path, len(names), len(kept), summary))
-    if prune_optimizer and dropped:
-        changes += prune_optimizers(checkpoint, editor, dropped)
     if not changes:
         return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
     return _without_unused(checkpoint, editor.done(), changes, by_name=by_name)

@@ -13,7 +13,7 @@ from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
 from ..base.limits import LIMITS
 from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.steps import AnyStep, Setting, advice, command
+from ..base.steps import AnyStep, Setting, advice, command, concealed
 from ..base.text import join_limited, pluralize, quoted, shown
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -391,7 +391,9 @@ def is_sed(text: str) -> bool:
 
 
 def parse_rename(text: str) -> dict[str, Any]:
-    """Parse ``OLD=NEW`` with wildcards, or ``s/OLD/NEW/`` as in sed; raise TargetError for other texts."""
+    """Parse ``OLD=NEW`` with wildcards, ``s/OLD/NEW/`` as in sed, or ``@FILE``; raise TargetError for other texts."""
+    if text.startswith("@"):
+        return {"table": concealed(text[1:])}
     if is_sed(text):
         return {"regex": parse_regex(text)}
     old, equals, new = text.partition("=")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from ..base.errors import RefusedError, TargetError
@@ -37,7 +37,6 @@ def merge(
     other_key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
-    no_new: bool = False,
 ) -> Checkpoint:
     """Merge tensors from another checkpoint's state dict into this one: equal keys are replaced, new ones are added.
 
@@ -45,9 +44,8 @@ def merge(
     a Checkpoint, must stay open until the result is saved.
 
     ``key`` and ``other_key`` are the paths of the state dicts. By default state dicts at the same path are merged, or
-    the only one of each checkpoint. ``include`` and ``exclude`` choose keys of the other. With ``no_new`` no keys are
-    added. Raise RefusedError if a shape differs or nothing is merged, TargetError if it is unclear which state dicts
-    are meant.
+    the only one of each checkpoint. ``include`` and ``exclude`` choose keys of the other. Raise RefusedError if a shape
+    differs or nothing is merged, TargetError if it is unclear which state dicts are meant.
 
     >>> with ckptool.open("model.pth") as one, ckptool.open("other.pth") as other:
     ...     print(ckptool.merge(one, other).changes[0].words)
@@ -61,7 +59,7 @@ def merge(
     for ours, theirs in pairs:
         _refuse_adapter(checkpoint, ours, other, theirs, only)
     graft = _Graft(with_plain_ids(checkpoint), with_plain_ids(other))
-    changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, no_new)) is not None]
+    changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only)) is not None]
     if not changes:
         from ..base.nearest import did_you_mean
 
@@ -79,17 +77,16 @@ def merge_file(checkpoint: Checkpoint, other: str, **how: Any) -> Checkpoint:
         return merge(checkpoint, opened, **how)
 
 
-def parse_entries(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Parse ``FROM[=TO]``, the path of an entry and its new path; by default they are equal."""
-    return [(origin, target or origin) for origin, _, target in (text.partition("=") for text in texts)]
-
-
 def parse_source(text: str) -> dict[str, Any]:
-    """Parse ``OTHER:FROM[=TO]``, a file and an entry of it; raise TargetError for other texts."""
+    """Parse ``OTHER:FROM[=TO]``, a file, the path of an entry, and its new path if that differs.
+
+    Raise TargetError for other texts.
+    """
     other, _, entry = text.rpartition(":")
     if not other or not entry or (is_remote(text) and not is_remote(other)):  # the colon is part of s3://
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
-    return {"other": other, "entry": parse_entries([entry])}
+    origin, _, target = entry.partition("=")
+    return {"other": other, "entry": [(origin, target or origin)]}
 
 
 def _pairs(
@@ -116,7 +113,7 @@ def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, 
         raise RefusedError(message, path=other.path, next=merge_step(checkpoint, other) or by_peft)
 
 
-def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, no_new: bool) -> Change | None:
+def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs) -> Change | None:
     """Merge one state dict into another; return the change, or None if no key is chosen."""
     here, there = graft.checkpoint, graft.foreign
     items = list(mapping(here.graph, ours.ref) or ())  # a root may hold more than the model
@@ -126,7 +123,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     recast = 0
     for name, value in theirs.items:
         text = str(there.graph.nodes[name])
-        if (only and not only.match(text, spell_key(theirs.path, text))) or (text not in places and no_new):
+        if only and not only.match(text, spell_key(theirs.path, text)):
             continue
         taken.add(text)
         if text not in places:

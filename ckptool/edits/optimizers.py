@@ -1,4 +1,4 @@
-"""Optimizer states: find the parameters they belong to, and update them when parameters are renamed or dropped.
+"""Optimizer states: find the parameters they belong to, and rename these in them.
 
 Source: ``torch/optim/optimizer.py``, ``Optimizer.state_dict``. ``state`` maps the number of each parameter to its
 values; ``param_groups`` has these numbers in ``params``, counted through all groups. Since torch 2.6 it also has names
@@ -9,14 +9,13 @@ in ``param_names`` if the optimizer was given named parameters. FullyShardedData
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from ..base.errors import RefusedError
 from ..base.prefixes import unwrapper
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, Setting, advice, command, suggested_output
+from ..base.steps import NextStep, command, suggested_output
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -211,57 +210,6 @@ def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
     return owners
 
 
-def prune_optimizers(
-    checkpoint: Checkpoint, editor: GraphEditor, dropped: Mapping[int, Collection[str]]
-) -> list[Change]:
-    """Drop the optimizer states of dropped parameters, and renumber the other states.
-
-    ``dropped`` has the dropped names by index of the state dict. Optimizers that ``editor`` already removed, and
-    optimizers of other models, are unchanged. Raise RefusedError if it is unknown which parameter a state belongs to.
-    """
-    changes: list[Change] = []
-    alive = set(editor.done().reachable())
-    numbers = {item.ref: number for number, item in enumerate(checkpoint.state_dicts)}
-    for optimizer in optimizers(checkpoint.graph):
-        if optimizer.ref not in alive:
-            continue
-        owners: list[Owner] = []
-        reason = ""
-        for number, state_dict in enumerate(checkpoint.state_dicts):
-            if state_dict.ref in alive and (number in dropped or state_dict.confidence == "high"):
-                owner = _owner(checkpoint, optimizer, state_dict)
-                if isinstance(owner, Owner):
-                    owners.append(owner)
-                elif number in dropped:
-                    reason = reason or owner
-        likely = [owner for owner in owners if owner.sure] or owners
-        losses = [(owner, dropped.get(numbers[owner.state_dict.ref], ())) for owner in likely]
-        lost = {frozenset(param for param, keys in owner.keys.items() if keys[0] in names) for owner, names in losses}
-        if owners:
-            paths = " and with ".join(repr(owner.state_dict.path or ".") for owner in likely)
-            reason = f"it fits {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(losses)
-        if reason:
-            message = f"it is unknown which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
-            whole = optimizer.path or "the whole file"
-            step = advice(f"drop the optimizer as well ({whole}), or leave out ", Setting("prune_optimizer", None))
-            raise RefusedError(message, path=checkpoint.path, next=step)
-        changes += [_prune(checkpoint.graph, editor, optimizer, ids) for ids in lost if ids]
-    return changes
-
-
-def _moved_tie(losses: Sequence[tuple[Owner, Collection[str]]]) -> str:
-    """Describe a parameter that loses its first key but stays under another one, or return "".
-
-    Its number in the optimizer would change.
-    """
-    for owner, names in losses:
-        for keys in owner.keys.values():
-            staying = [key for key in keys if key not in names]
-            if keys[0] in names and staying:
-                return f"{keys[0]!r} goes, but it is tied to {staying[0]!r}, which stays"
-    return ""
-
-
 def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | str:
     """Match the optimizer's parameters with the keys of a state dict; return the reason if that is impossible."""
     graph = checkpoint.graph
@@ -325,31 +273,3 @@ def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tu
 def _is_factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
     names = [graph.nodes[name] for name, value in mapping(graph, ref) or () if reader.tensor(value)]
     return any(isinstance(name, str) and {"row", "col"} & set(name.split("_")) for name in names)
-
-
-def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collection[Node]) -> Change:
-    """Drop the states of the parameters with the ids ``gone``, and renumber the others."""
-    new_ids: dict[Node, Node] = {}
-    for group in optimizer.groups:
-        parts = list_items(graph.nodes[group.params])
-        kept = [part for part in parts if graph.nodes[part] not in gone]
-        for part in kept:
-            old = graph.nodes[part]
-            new_ids[old] = len(new_ids) if type(old) is int else old
-        _set_list(editor, group.params, [_renumbered(editor, part, new_ids) for part in kept])
-        if group.names >= 0:
-            names = list_items(graph.nodes[group.names])
-            _set_list(editor, group.names, [name for part, name in zip(parts, names) if part in kept])
-    # States that belong to no group stay.
-    states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]
-    editor.refill(optimizer.state, [(_renumbered(editor, name, new_ids), value) for name, value in states])
-    summary = f"the state of {pluralize(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"
-    nameless = all(group.names < 0 for group in optimizer.groups) and all(type(param) is int for param in gone)
-    notes = ("it names no parameters: they were taken in the order of the keys",) if nameless else ()
-    return Change("prune-optimizer", optimizer.path, len(gone), len(new_ids), summary, notes)
-
-
-def _renumbered(editor: GraphEditor, ref: Ref, new_ids: Mapping[Node, Node]) -> Ref:
-    old = editor.graph.nodes[ref]
-    new = new_ids.get(old, old)
-    return editor.constant(new) if type(new) is int and new != old else ref

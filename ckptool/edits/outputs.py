@@ -24,9 +24,8 @@ from ..formats.rank_part import part_of
 class Conversion(NamedTuple):
     """The options of an output, as ``convert`` takes them. With ``format`` "" the file name decides.
 
-    ``single`` asks for one file instead of a folder. ``deepspeed_16bit`` takes the 16-bit weights of DeepSpeed.
-    ``alone`` says that the key chooses what is written, even in formats that hold several state dicts. ``part`` lets a
-    file that is one part of a checkpoint be written as a standalone file. ``strict`` refuses every loss.
+    ``deepspeed_16bit`` takes the 16-bit weights of DeepSpeed. ``alone`` says that the key chooses what is written, even
+    in formats that hold several state dicts. ``strict`` refuses every loss.
     """
 
     format: str = ""
@@ -34,10 +33,8 @@ class Conversion(NamedTuple):
     allow_loss: Collection[str] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
-    single: bool = False
     deepspeed_16bit: bool = False
     alone: bool = False
-    part: bool = False
     strict: bool = False
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
@@ -49,7 +46,7 @@ class Conversion(NamedTuple):
             return self.format
         known = named_format(output)
         named = known.name if known is not None else ""
-        if self.shard_size or self.single or self.tied or self.metadata:
+        if self.shard_size or self.tied or self.metadata:
             return named or _sharded_format(checkpoint, output)
         own = OUTPUTS.get(checkpoint.traits.writes_as)
         kept = own.like if own is not None else ""
@@ -60,7 +57,7 @@ class Conversion(NamedTuple):
         target = self.format_of(checkpoint, output)
         if not target:
             return makes_folder(checkpoint, output)
-        if self.single or self.shard_size or not OUTPUTS[target].shards:
+        if self.shard_size or not OUTPUTS[target].shards:
             return bool(self.shard_size) or OUTPUTS[target].folder
         return makes_shards(checkpoint, output)
 
@@ -101,15 +98,19 @@ class Conversion(NamedTuple):
             metadata=self.metadata,
             max_shard_size=size,
             deepspeed_16bit=self.deepspeed_16bit,
-            part=self.part,
             strict=self.strict,
         )
         return converted
 
     def refuse_part(self, checkpoint: Checkpoint, output: str | None) -> None:
         """Call the function ``refuse_part``, unless the part was asked for or nothing is written."""
-        if output is not None and not self.part:
+        if output is not None and not takes_part(self.allow_loss):
             refuse_part(checkpoint, output, ranks=False)
+
+
+def takes_part(allow_loss: Collection[str]) -> bool:
+    """Return whether these losses allow a file that is one part of a checkpoint to be written as a standalone file."""
+    return "shards" in allow_loss or "all" in allow_loss
 
 
 def refuse_part(checkpoint: Checkpoint, output: str = "", *, ranks: bool = True) -> None:
@@ -127,7 +128,7 @@ def refuse_part(checkpoint: Checkpoint, output: str = "", *, ranks: bool = True)
         return
     if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
         return  # all parts are merged
-    step = advice(Setting("part"), " writes this part alone")
+    step = advice(Setting("allow_loss", "shards"), " writes this part alone")
     if part.folder:
         step += "; the whole is here: " + command("inspect", part.folder)
     elif part.cut:

@@ -40,8 +40,10 @@ class Call(NamedTuple):
         return [path for value in given for path in ([value] if isinstance(value, str) else value)]
 
 
-#: The parameters that name files.
-_FILES: Final = frozenset(each.name for edit in EDITS.values() for each in edit.parameters if each.kind == "file")
+#: The parameters that name files; ``@FILE`` of ``rename`` becomes its parameter ``table``.
+_FILES: Final = frozenset(
+    ("table", *(each.name for edit in EDITS.values() for each in edit.parameters if each.kind == "file"))
+)
 
 
 @takes_path

@@ -78,7 +78,6 @@ class Edit(NamedTuple):
 
 
 _GLOBS: Final = ("include", "exclude")
-_PRUNE: Final = Parameter("prune_optimizer", "Remove the optimizer state of removed parameters.")
 _PATTERNS: Final = Parameter("globs", metavar="GLOB...", argument=True, many=True, kind="keys")
 _PREFIX: Final = Parameter("prefix", metavar="PREFIX", default="module.")
 _PURPOSE: Final = Parameter(
@@ -154,7 +153,7 @@ _EDITS: Final = (
         "drop",
         "entries.drop",
         "Remove entries or keys by pattern.",
-        (_PATTERNS._replace(step="drop"), _PRUNE),
+        (_PATTERNS._replace(step="drop"),),
         frees=True,
         summary="""Remove entries or keys: the optimizer, the schedulers, a head.
 
@@ -166,13 +165,13 @@ _EDITS: Final = (
         undone; it needs Linux and a filesystem that has holes.""",
         examples="""ckptool drop training.pth optimizer lr_schedulers -o small.pth
         ckptool drop model.pth 'head.*' -o backbone.pth
-        ckptool drop training.pth 'fc.*' --prune-optimizer -o headless.pth""",
+        ckptool drop training.pth optimizer 'fc.*' -o headless.pth""",
     ),
     Edit(
         "keep",
         "entries.keep",
         "Remove all other entries or keys.",
-        (Parameter("globs", metavar="GLOB,...", step="keep", kind="keys", parse="entries.parse_globs"), _PRUNE),
+        (Parameter("globs", metavar="GLOB,...", step="keep", kind="keys", parse="entries.parse_globs"),),
     ),
     Edit(
         "set",
@@ -225,18 +224,11 @@ _EDITS: Final = (
         (
             Parameter(
                 "",
-                "Rename keys by a pattern, or as sed does: s/OLD/NEW/.",
+                "Rename keys by a pattern, as sed does (s/OLD/NEW/), or by the table in @FILE.",
                 "OLD=NEW",
                 step="rename",
                 bare=True,
                 parse="keys.parse_rename",
-            ),
-            Parameter(
-                "table",
-                "Rename keys by a table: JSON, or two columns.",
-                "FILE",
-                step="rename-table",
-                kind="file",
             ),
             Parameter(
                 "like", "Rename keys by the names of another checkpoint.", "OTHER", step="rename-like", kind="file"
@@ -249,14 +241,14 @@ _EDITS: Final = (
         summary="""Rename keys of state dicts. Renames apply one after the other, in the order given.
 
         Each wildcard of NEW (*, ?, [45], [a-c], [!x], {a,b}) takes what that of OLD matched. A regular expression has
-        the flags g and i. --weight-norm names weight norms as torch does now (new: parametrizations), as it did (old:
-        weight_g, weight_v), or makes plain weights of them (fold).
+        the flags g and i. A table is JSON, or has two columns. --weight-norm names weight norms as torch does now (new:
+        parametrizations), as it did (old: weight_g, weight_v), or makes plain weights of them (fold).
 
         _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
         two keys that would become one.""",
         examples="""ckptool rename model.pth 'backbone.*=encoder.*' -o renamed.pth
         ckptool rename model.pth 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
-        ckptool rename model.pth --rename-table names.json -o renamed.pth
+        ckptool rename model.pth @names.json -o renamed.pth
         ckptool rename model.pth --rename-like other.pth --by-order -o renamed.pth""",
     ),
     Edit(
@@ -404,24 +396,15 @@ _EDITS: Final = (
         "Copy tensors or entries from other checkpoints.",
         (
             Parameter("other", metavar="OTHER", argument=True, kind="file"),
-            Parameter(
-                "entry",
-                "Copy a whole entry of OTHER, by its path there, and to another path here.",
-                "KEY[=KEY]",
-                many=True,
-                parse="merge.parse_entries",
-                excludes=_GLOBS,
-            ),
             Parameter("other_key", "The state dict of the second file, by its path there.", "KEY", kind="other_key"),
-            Parameter("no_new", "Replace existing keys only; add none."),
         ),
         in_place=False,
         summary="""Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
 
-        --include and --exclude select keys of OTHER. A key whose shape differs is refused. With --entry, whole entries
-        are copied instead, tensors or not.""",
+        --include and --exclude select keys of OTHER. A key whose shape differs is refused. Whole entries, tensors or
+        not, are copied by the option --merge-entry of edit.""",
         examples="""ckptool merge new_head.pth backbone.pth --exclude 'fc.*' -o model.pth
-        ckptool merge training.pth ema.pth --entry ema_state_dict=state_dict -o model.pth""",
+        ckptool edit training.pth --merge-entry ema.pth:ema_state_dict=state_dict -o model.pth""",
     ),
     Edit(
         "merge-entry",
@@ -494,7 +477,6 @@ _EDITS: Final = (
         (
             Parameter("as_state_dict", "Replace a pickled module by its state dict."),
             Parameter("drop_unknown", "Drop what has no plain form and holds no tensors."),
-            Parameter("drop_object", "Drop this if it has no plain form; repeatable.", "KEY", many=True),
         ),
         scope=(),
         flag=True,
@@ -504,12 +486,11 @@ _EDITS: Final = (
         Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors,
         paths and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as
         they are. Each change is printed with its path. What has no plain form is refused. An object that holds values
-        of tensors is never dropped unless --drop-object names its path.""",
+        of tensors is never dropped.""",
         examples="""ckptool sanitize training.pth -o training.plain.pth
         ckptool sanitize training.pth --dry-run
         ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
-        ckptool sanitize strange.pth --drop-unknown -o plain.pth
-        ckptool sanitize strange.pth --drop-object 'state_dict["fc.weight"]' -o plain.pth""",
+        ckptool sanitize strange.pth --drop-unknown -o plain.pth""",
     ),
     Edit(
         "repack",

@@ -53,8 +53,8 @@ def test_python_gets_arguments_and_a_shell_gets_options() -> None:
     assert step.advice == "replace it with --force, or allow --allow-loss 'a b' with -o"
     both = "allow it: " + spaced([Setting("key", "a"), Setting("force")])
     assert (str(both), both.advice) == ("allow it: key='a', force=True", "allow it: --key a --force")
-    (merge,) = command("merge", "x.pth", for_="inference", key="", include=["a", "b"], no_new=True, slim=False).commands
-    assert str(merge) == "ckptool merge x.pth --for inference --include a --include b --no-new"
+    (merge,) = command("merge", "x.pth", for_="inference", key="", include=["a", "b"], strict=True, slim=False).commands
+    assert str(merge) == "ckptool merge x.pth --for inference --include a --include b --strict"
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def test_edited_sharded_tensors_load_in_their_group(group: None, tmp_path: Path)
     with ckptool.open(path) as checkpoint:
         edited = ckptool.add_module(checkpoint)
         ckptool.save(ckptool.cast(edited, "float16"), tmp_path / "x.pth")
-        ckptool.save(ckptool.convert(edited, "legacy", part=True), tmp_path / "legacy.pth")
+        ckptool.save(ckptool.convert(edited, "legacy", allow_loss="shards"), tmp_path / "legacy.pth")
     before = torch.load(path, weights_only=False)
     after = torch.load(tmp_path / "x.pth", weights_only=False)
     legacy = torch.load(tmp_path / "legacy.pth", weights_only=False)
@@ -440,7 +440,7 @@ def test_converting_parts_is_a_loss_of_its_own(name: str, suffix: str, tmp_path:
 def test_a_folder_of_torch_shards_keeps_dtensors(tmp_path: Path) -> None:
     path = SHARDED / "fsdp_tp.rank1.pth"
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=60, part=True), tmp_path / "out")
+        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=60, allow_loss="shards"), tmp_path / "out")
     files = sorted((tmp_path / "out").glob("*.bin"))
     assert len(files) > 1
     found = {name: value for file in files for name, value in dtensors_of(file).items()}
@@ -450,7 +450,7 @@ def test_a_folder_of_torch_shards_keeps_dtensors(tmp_path: Path) -> None:
 def test_a_legacy_file_of_dtensors_loads(tmp_path: Path) -> None:
     path = SHARDED / "dtensors.rank0.pth"
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "legacy", part=True), tmp_path / "x.pth")
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss="shards"), tmp_path / "x.pth")
     for name, value in dtensors_of(tmp_path / "x.pth").items():
         assert torch.equal(value.to_local(), dtensors_of(path)[name].to_local())
     assert listed(tmp_path / "x.pth")["line.weight"]["parts"] == listed(path)["line.weight"]["parts"]
@@ -464,7 +464,7 @@ def test_the_same_values_at_another_place_are_another_fingerprint(tmp_path: Path
     with ckptool.open(path) as checkpoint:
         before = checkpoint.graph
         entry = next(entry for entry in checkpoint.survey.tensors if entry.key == "local.weight")
-        ckptool.save(ckptool.convert(checkpoint, "legacy", part=True), tmp_path / "same.pth")
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss="shards"), tmp_path / "same.pth")
         found = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
         assert found is not None
         # The offsets of its one shard, (0, 0), a row further down.

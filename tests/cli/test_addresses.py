@@ -81,7 +81,7 @@ def test_archives_are_not_written_into(words: list[str], folder: Path, monkeypat
     "words",
     [
         ["rename", "plain/bare.pth", "--rename-like", "outer.zip!run/bare.pth"],
-        ["rename", "plain/bare.pth", "--rename-table", "outer.zip!run/table.txt"],
+        ["rename", "plain/bare.pth", "@outer.zip!run/table.txt"],
         ["merge", "plain/bare.pth", "outer.zip!run/bare.pth"],
         ["average", "plain/bare.pth", "outer.zip!run/bare.pth"],
         ["edit", "plain/bare.pth", "--merge-entry", "outer.zip!run/bare.pth:fc.bias"],

@@ -123,7 +123,7 @@ def test_a_refusal_names_what_was_meant(typed: str, says: str, folder: Path) -> 
         "drop training.pth ema -o z.pth",
         "edit training.pth --keep ema -o z.pth",
         "edit training.pth --extract ema -o z.pth",
-        "merge bare.pth training.pth --entry ema -o z.pth",
+        "edit bare.pth --merge-entry training.pth:ema -o z.pth",
         "convert training.pth --key ema -o z.safetensors",
         "strip-module training.pth --key ema -o z.pth",
         "cast training.pth --key ema --to-dtype bf16 -o z.pth",

@@ -207,7 +207,10 @@ NOT_OPTIONS = {
     ("merge-lora", "adapters"): "the paths after the first one",
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
     ("remap", "devices"): "the fields of DeviceMap are the options",
-    ("rename", "regex"): "--rename takes both forms",
+    ("rename", "regex"): "--rename takes every form",
+    ("rename", "table"): "--rename takes every form",
+    ("undo", "original"): "undo is repeated",
+    ("merge", "entry"): "edit --merge-entry does it",
     ("slim", "purpose"): "for is a keyword of Python",
 }
 #: Options that are no parameters.
@@ -232,7 +235,7 @@ INSIDE = {
 
 
 def test_parameters_are_called_like_options() -> None:
-    """``rename --rename-table`` is ``rename(table=...)``. And no exception is listed in vain."""
+    """``rename --rename-like`` is ``rename(like=...)``. And no exception is listed in vain."""
     not_options, not_parameters = set(), set()
     for name, function in FUNCTIONS.items():
         command = cli.get_command(click.Context(cli), name)

@@ -48,8 +48,6 @@ CONVERTING = {
     "--strict",
     "--tied",
     "--max-shard-size",
-    "--part",
-    "--single",
     "--metadata",
     "--jobs",
     "--engine",

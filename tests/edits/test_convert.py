@@ -76,15 +76,20 @@ EDITS = (
         "add-module model.safetensors --add-prefix model.",
         "remap legacy_cuda.pth --to cpu",
     ),
-    *("drop gan.pth netD", "keep bare.pth fc.*", "extract gan.pth netG", "wrap bare.pth model"),
+    *("drop gan.pth netD", "edit bare.pth --keep fc.*", "extract gan.pth netG", "edit bare.pth --wrap model"),
     *("cast bare.pth --to-dtype bfloat16", "slim slice_of_big.pth", "rename bare.pth --rename fc.*=head.*"),
     *(
-        "set wrapped.pth epoch=7",
-        "unset wrapped.pth epoch",
+        "edit wrapped.pth --set epoch=7",
+        "drop wrapped.pth epoch",
         "sanitize args_namespace.pth",
         "redact lightning.ckpt --redact all",
     ),
-    *("merge bare.pth bare.pth", "average bare.pth bare.pth", "repack zip_deflated.pth", "salvage zip_wrong_crc.pth"),
+    *(
+        "merge bare.pth bare.pth",
+        "average bare.pth bare.pth",
+        "edit zip_deflated.pth --repack",
+        "salvage zip_wrong_crc.pth",
+    ),
     *("edit dcp4 --extract model --to-dtype float16", "edit bare.pth --add-module --to cuda:0"),
 )
 #: Outputs and their formats.

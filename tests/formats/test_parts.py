@@ -120,10 +120,10 @@ def test_no_command_passes_a_part_off_as_the_whole(scheme: str, command: str, tm
         words += ["--key", "."]
     assert (said.code, out.exists()) == (4, False), said.all
     assert "part 1 of 2" in said.err
-    assert "--part writes this part alone" in said.err or "-> ckptool convert" in said.err
+    assert "--allow-loss shards writes this part alone" in said.err or "-> ckptool convert" in said.err
     printed = [line.split("-> ", 1)[1] for line in said.err.splitlines() if "-> " in line]
     assert not any(path.name in line for line in printed)
-    alone = say(*words, "--part")
+    alone = say(*words, "--allow-loss", "shards")
     assert "part 1 of 2" not in alone.err
     if alone.code == 0:
         assert out.exists()
@@ -212,7 +212,7 @@ def test_the_library_refuses_too(tmp_path: Path) -> None:
     path, _ = parts("Meta", tmp_path / "model")
     with pytest.raises(RefusedError, match="part 1 of 2"):
         ckptool.convert(path, "safetensors")
-    ckptool.save(ckptool.convert(path, "safetensors", part=True), tmp_path / "half.safetensors")
+    ckptool.save(ckptool.convert(path, "safetensors", allow_loss="shards"), tmp_path / "half.safetensors")
     assert load_file(tmp_path / "half.safetensors").keys() == whole().keys()
 
 
@@ -246,7 +246,7 @@ def test_no_command_passes_a_part_of_a_language_model_off_as_the_whole(command: 
     said = say(*words)
     assert (said.code, (tmp_path / "out.pth").exists()) == (4, False), said.all
     assert "part 1 of 2" in said.err
-    assert say(*words, "--part").code == 0
+    assert say(*words, "--allow-loss", "shards").code == 0
 
 
 def test_every_command_that_writes_is_tried() -> None:
@@ -255,7 +255,7 @@ def test_every_command_that_writes_is_tried() -> None:
             name
             for name in cli.list_commands(ctx)
             if (command := cli.get_command(ctx, name)) is not None
-            and any(parameter.name == "part" for parameter in command.params)
+            and any(parameter.name == "allow_loss" for parameter in command.params)
         }
     assert writing == {*ARGUMENTS, *LANGUAGE}
 
@@ -282,7 +282,7 @@ def test_the_file_of_one_rank_is_refused_like_a_shard(name: str, suffix: str, tm
     assert (said.code, out.exists()) == (4, False), said.all
     assert "rank" in said.err and "  -> ckptool" in said.err
     assert str(path) not in said.err.partition("  -> ckptool")[2]
-    alone = say("convert", path, "-o", tmp_path / "out.pth", "--part")
+    alone = say("convert", path, "-o", tmp_path / "out.pth", "--allow-loss", "shards")
     assert alone.code == 0 and "still a part" in alone.out
 
 

@@ -32,10 +32,10 @@ REST = {
 }
 #: Members that options read, where that is not a checkpoint; what is added to the path; and options that go without
 #: those of ``REST``.
-CONTENT = {"--lock": "lock.json", "--policy": "policy.toml", "--rename-table": "table.txt"}
+CONTENT = {"--lock": "lock.json", "--policy": "policy.toml"}
 CONTENT |= {"--error": "train.log", "--recipe": "recipe.toml"}
 ENTRY = {"--merge-entry": ":fc.bias=other"}
-ALONE = {"--rename-table", "--rename-like"}
+ALONE = {"--rename-like"}
 #: Options in place of the second argument.
 INSTEAD = {"--error"}
 #: Inputs that need another model or another option than these tests have; their own tests give them addresses.

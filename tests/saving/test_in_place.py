@@ -154,7 +154,7 @@ def test_an_output_that_is_its_input_says_what_it_holds(tmp_path: Path, capsys: 
     assert run(["slim", str(path), "-o", str(out)]) == 0
     assert out.read_bytes() == path.read_bytes()
     said = capsys.readouterr().err
-    assert "edited in place 3 times" in said and "the output contains all of it" in said and "ckptool repack" in said
+    assert "edited in place 3 times" in said and "the output contains all of it" in said and "--repack" in said
 
 
 @pytest.mark.parametrize(

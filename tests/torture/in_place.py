@@ -51,7 +51,7 @@ _EDITS = (
     _Edit("extract", ("state_dict",), "wrapped_module.pth"),
     _Edit("edit", ("--wrap", "inner"), "bare.pth"),
     _Edit("drop", ("optimizer",), "ddp4_training.pth"),
-    _Edit("keep", ("state_dict", "epoch"), "ddp4_training.pth"),
+    _Edit("edit", ("--keep", "state_dict,epoch"), "ddp4_training.pth"),
     _Edit("edit", ("--set", "epoch=0"), "wrapped_module.pth"),
     _Edit("drop", ("netD",), "gan.pth"),
     _Edit("edit", ("--strip-module", "--wrap", "net"), "bare_module.pth"),

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from ...base.errors import RefusedError, TargetError
-from ...base.globs import Globs
-from ...base.records import NamedTuple
-from ...base.steps import Setting, advice, tree_step
+from ...base.errors import RefusedError
+from ...base.steps import AnyStep, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import array_layout
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_editor import leading_to, used_storages
 from ...checkpoint.objects import callable_name
 from ...pickles.nodes import Call, Graph, Ref, children
+from ..entries import is_entry
 
 #: Packages that are always installed, so that an error need not name them.
 _PYTHON: Final = ("builtins", "functools", "copyreg", "torch")
-
-
-class Drops(NamedTuple):
-    """The objects that may be dropped.
-
-    With ``unknown``, any object without tensor values; ``paths`` are patterns for objects that may be dropped in any
-    case.
-    """
-
-    unknown: bool
-    paths: tuple[str, ...]
-
-    def named(self, unknown: Mapping[Ref, tuple[str, str]], path: str) -> set[Ref]:
-        """Return the objects whose paths match; raise TargetError for a pattern without a match."""
-        named = set[Ref]()
-        for pattern in self.paths:
-            glob = Globs([pattern])
-            matches = {ref for ref, (place, _) in unknown.items() if glob.match(place, place)}
-            if not matches:
-                message = f"{pattern!r} is not the path of an object that cannot be replaced by plain values"
-                raise TargetError(message, path=path, next=tree_step(path))
-            named |= matches
-        return named
 
 
 def lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
@@ -79,13 +55,14 @@ def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
 
 
 def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
-    """Return the error for objects with tensor values, which are dropped only if the user names them."""
+    """Return the error for objects with tensor values, which only ``drop`` removes."""
     places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
     message = f"{pluralize(len(owners), 'object')} cannot become plain, and hold values of tensors: {places}"
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
     packages = [package for package in every if package not in _PYTHON]
     where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
-    step = advice(
-        f"load it {where} and save plain tensors, or name what may be lost with ", Setting("drop_object", "KEY")
-    )
+    step: AnyStep = f"load it {where} and save plain tensors"
+    if all(is_entry(checkpoint, place) for place, _ in owners):
+        output = suggested_output(checkpoint.path, "rest")
+        step += ", or drop them: " + command("drop", checkpoint.path, *(place for place, _ in owners), output=output)
     return RefusedError(message, path=checkpoint.path, next=step)

@@ -14,7 +14,6 @@ from typing import Final
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
-from ...base.globs import Patterns
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.steps import Setting, advice, command
@@ -58,7 +57,7 @@ from ..sharded import local_parts_step
 from ..storages import check_bytes, misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
-from .ownership import Drops, below, left_out, lost_values, owning_error
+from .ownership import below, left_out, lost_values, owning_error
 from .rules import ACTING, LARGEST, OBJECT_RULES, RENAMED, any_class, is_module, state_dict_of
 
 #: Problems that make a file unloadable, whatever its pickle says.
@@ -83,15 +82,13 @@ def sanitize(
     *,
     as_state_dict: bool = False,
     drop_unknown: bool = False,
-    drop_object: Patterns = (),
 ) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` in torch 2.6 and later does not load by default.
 
     ``as_state_dict`` turns pickled modules into their state dicts. ``drop_unknown`` drops objects that cannot be made
-    plain (an entry of a mapping is dropped, in a list None takes its place). Objects with tensor values are dropped
-    only if a pattern in ``drop_object`` matches their path. Each change is in ``changes`` with its path. Raise
-    RefusedError for other objects that cannot be replaced by plain values, or if torch would still refuse the result.
-    Raise MalformedError for a damaged file.
+    plain (an entry of a mapping is dropped, in a list None takes its place), but never an object with tensor values.
+    Each change is in ``changes`` with its path. Raise RefusedError for other objects that cannot be replaced by plain
+    values, or if torch would still refuse the result. Raise MalformedError for a damaged file.
 
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
@@ -99,12 +96,10 @@ def sanitize(
     # Use the newest list: the dtypes in it have no older form. Globals that only some programs register are not on it.
     names = allowed(NEWEST)
     edited = checkpoint.lenient()
-    drops = Drops(drop_unknown, (drop_object,) if isinstance(drop_object, str) else tuple(drop_object))
-    for _ in range(_ROUNDS if drop_unknown or drop_object else 1):
-        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drops).lenient()
+    for _ in range(_ROUNDS if drop_unknown else 1):
+        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drop_unknown).lenient()
         if not _unloadable(edited):
             break
-        drops = drops._replace(paths=())
     whole = _checked(edited)
     if not isinstance(checkpoint.source, FolderSource):
         return whole
@@ -132,7 +127,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
 
 
 def _make_plain(
-    checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drops: Drops
+    checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drop_unknown: bool
 ) -> Checkpoint:
     """Make everything plain that is not among ``names``, the globals that torch allows ("module.name")."""
     container, path = checkpoint.container, checkpoint.path
@@ -142,7 +137,6 @@ def _make_plain(
     sanitizer = _Sanitizer(checkpoint, names, unloadable, as_state_dict)
     sanitizer.run()
     unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
-    named = drops.named(unknown, path)
     if checkpoint.graph.root in unknown:
         raise _refusal(checkpoint, sanitizer, True)
     graph = _plain_style(_without_cycles(checkpoint, sanitizer))
@@ -156,10 +150,8 @@ def _make_plain(
         kept = editor.done()
     lost = lost_values(checkpoint, kept, gone) - sanitizer.converted
     owners = unknown.keys() & leading_to(checkpoint.graph, lost) if lost else set[Ref]()
-    if (unknown.keys() - named or sanitizer.bad_keys) and not drops.unknown:
+    if owners or ((unknown or sanitizer.bad_keys) and not drop_unknown):
         raise _refusal(checkpoint, sanitizer, False, owners)
-    if owners - named:
-        raise _refusal(checkpoint, sanitizer, False, owners - named)
     rest = lost - below(checkpoint.graph, gone)
     if rest:
         count, words = left_out(checkpoint, rest)
@@ -201,7 +193,7 @@ def _make_plain(
     if relayout and not changes and container.keeps_format:
         changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
     added = added_storages(checkpoint, storages, after)
-    return checkpoint.changed(graph, changes, added, needs_relayout=relayout, by_name=bool(named))
+    return checkpoint.changed(graph, changes, added, needs_relayout=relayout)
 
 
 def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:

@@ -78,7 +78,7 @@ def test_a_nested_tensor_is_refused_or_left_out(out: Path) -> None:
         sanitize(path)
     with pytest.raises(CkptoolError, match="hold values of tensors: ragged"):
         sanitize(path, drop_unknown=True)
-    ckptool.save(sanitize(path, drop_object="ragged"), out)
+    ckptool.save(sanitize(ckptool.drop(path, "ragged")), out)
     assert [*torch.load(out, weights_only=True)] == ["w"]
 
 
@@ -317,7 +317,7 @@ def hostile(path: Path, data: bytes, out: Path) -> None:
     """With any options, the end is an output or an error of ours, in bounded time (see ``calibration.py``)."""
     in_zip(path, data)
     every: dict[str, Any] = {"drop_unknown": True, "as_state_dict": True}
-    for options in ({}, every, {**every, "drop_object": "*"}):
+    for options in ({}, every):
 
         def work(options: dict[str, Any] = options) -> None:
             with contextlib.suppress(CkptoolError), ckptool.open(path) as checkpoint:
