@@ -229,7 +229,9 @@ JSON = (
     (["drop", "optimizer", "--in-place"], 0),
     (["undo", "--dry-run"], 0),
     (["undo"], 0),
-    (["undo", "--original"], 0),
+    (["undo"], 0),
+    (["undo"], 0),
+    (["undo"], 0),
     (["undo"], 1),
     (["undo", "--list"], 0),
 )
