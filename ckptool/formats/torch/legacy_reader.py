@@ -207,10 +207,9 @@ class _Ids:
         if parts == 4:
             return
         cls, key, location, numel, view = (nodes[ref] for ref in pid[1:])
-        if type(cls) is not Global or not isinstance(key, str | int) or not _is_key(key):
-            self._refuse("a persistent id whose class or key has a type that torch does not write")
-        elif type(location) is not str and not (type(location) is bytes and location.isascii()):
-            self._refuse(f"storage {key!r} has a location that is not a string")
+        is_place = type(location) is str or (type(location) is bytes and location.isascii())
+        if type(cls) is not Global or not isinstance(key, str | int) or not _is_key(key) or not is_place:
+            self._refuse("a persistent id whose class, key or location has a type that torch does not write")
         elif type(numel) is not int or not 0 <= numel < 1 << 63:
             self._refuse(f"storage {key!r} has a size that is not a number")
         elif key in self._views:
@@ -225,12 +224,9 @@ class _Ids:
     def _view(self, root: str | int, view: Node) -> None:
         nodes = self.graph.nodes
         parts = [nodes[ref] for ref in view] if type(view) is tuple else []
-        if len(parts) != 3:
-            self._refuse(f"storage {root!r} has a view that is not three values")
-            return
-        key, offset, size = parts
+        key, offset, size = parts if len(parts) == 3 else (None, None, None)
         if not isinstance(key, str | int) or not _is_key(key) or type(offset) is not int or type(size) is not int:
-            self._refuse(f"storage {root!r} has a view whose key, offset or size has a type that torch does not write")
+            self._refuse(f"storage {root!r} has a view that is not a key, an offset and a size")
         elif key in self.roots:
             self._refuse(f"the key {key!r} names both a view and a storage")
         elif offset < 0 or size < 0 or offset + size > self.roots[root]:
