@@ -28,16 +28,15 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
 from ..joined.container import RankFile, RankFiles, grafted_key, rows, whole_tensor
-from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, StepFolder, ZeroFiles, other_steps, step_folder, zero_files
+from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, ZeroFiles, other_steps, step_folder, zero_files
 from ..names.hf import model_files
+from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Rows
 from ..pieces.copies import RANK_VALUES, STATISTICS, CopyPair, differ
 from .rounding import MOST_UNLIKE, unlike
 from .slices import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
 from .states import OF_PARTS, ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
 
-#: More ranks than this are rejected as damage.
-_MAX_RANKS: Final = 1 << 16
 #: Bytes of a partition that are sampled for distinct values. With ``_FEW`` distinct values or fewer, equal partitions
 #: do not prove a copy.
 _SAMPLE: Final = 1 << 16
@@ -147,7 +146,7 @@ class Deepspeed(RankFiles):
             what = f"its groups of parameters are cut over {join_limited([str(count) for count in counts])} ranks"
             step = "deepspeed/checkpoint/ds_to_universal.py joins them"
             raise NotACheckpointError(f"{what}, as those of experts are: not joined", kind="deepspeed", next=step)
-        if not 0 < counts[0] <= _MAX_RANKS:
+        if not 0 < counts[0] <= MAX_RANKS:
             raise MalformedError(f"{self._first.name}: {counts[0]:,} ranks (partition_count)")
         return counts[0]
 

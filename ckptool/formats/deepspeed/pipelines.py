@@ -19,12 +19,11 @@ from ...files.folders import Folder
 from ...pickles.nodes import Ref
 from ..joined.container import RankFile
 from ..names.deepspeed import LAYER, MODEL, OPTIMIZER, whole_number
-from ..names.ranks import by_number
+from ..names.ranks import MAX_RANKS, by_number
 from .listed import Listed, listed_in, without_tensors
 from .numbered import NumberedFiles
 from .states import OF_PARTS, parameter_shapes
 
-_MAX_RANKS: Final = 1 << 16
 #: A parameter name of a numbered layer; tied layers have a key instead of a number.
 _OF_LAYER: Final = regex(r"\d+\.")
 
@@ -71,7 +70,7 @@ class Pipeline(NumberedFiles):
         if len(steps) > 1:
             words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
             self._note_incomplete(f"its files are of several saves: {words}", list(steps.values())[1])
-        ranks = min(ranks, _MAX_RANKS)
+        ranks = min(ranks, MAX_RANKS)
         absent = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks) if rank not in models]
         if absent:
             self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")

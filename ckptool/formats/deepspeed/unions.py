@@ -33,13 +33,12 @@ from ..names.deepspeed import (
     MODEL,
     OPTIMIZER,
     RANK_MODEL,
-    StepFolder,
     other_steps,
     step_folder,
     whole_file,
     whole_number,
 )
-from ..names.ranks import by_number
+from ..names.ranks import MAX_RANKS, StepFolder, by_number
 from ..names.training import training_folder
 from ..pieces.chunks import Rows
 from .folder import state_dict_with
@@ -63,7 +62,6 @@ _MODEL: Final = "mp_rank_00_model_states.pt"
 _RUN: Final = ("dp_world_size", "global_steps")
 #: The keys that may hold the optimizer's state in its files.
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
-_MAX_RANKS: Final = 1 << 16
 
 
 class _Parameter(NamedTuple):
@@ -329,7 +327,7 @@ class WholeModel(NumberedFiles):
         by_layer = next(iter(experts.values()), "").startswith("layer_")
         for layer, count in enumerate(counts):
             there = {number for other, number, _ in experts if other == layer or not by_layer}
-            lost = [number for number in range(min(count, _MAX_RANKS)) if number not in there]
+            lost = [number for number in range(min(count, MAX_RANKS)) if number not in there]
             if lost:
                 name = f"layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt"
                 of = f"{'expert' if len(lost) == 1 else 'experts'} {join_limited([str(number) for number in lost])}"
@@ -363,7 +361,7 @@ class WholeModel(NumberedFiles):
         buffers = {graph.nodes[ref] for ref in list_items(graph.nodes[values.get("buffer_names", graph.root)])}
         module = values_of(graph, values["module"]).items()
         outside = [tensor.shape for name, ref in module if name not in buffers and (tensor := file.reader.tensor(ref))]
-        for ranks in range(1, min(world, _MAX_RANKS) + 1):
+        for ranks in range(1, min(world, MAX_RANKS) + 1):
             share = max(counts, default=0) // ranks
             own = [*outside, *(shape for number, shape in self._of_experts if number < share)]
             if without_tensors([listed], own)[1:] == (0, 0):
@@ -390,7 +388,7 @@ class WholeModel(NumberedFiles):
             self._note(UNCHECKED, "note", what)
         there = {numbers[0] for numbers in files}
         like = next(iter(files.values()), _EXPERT_OPTIMIZER)
-        for rank in range(min(max([ranks, *there]), _MAX_RANKS)):
+        for rank in range(min(max([ranks, *there]), MAX_RANKS)):
             if rank not in there:
                 name = re.sub(r"(p_rank_)\d+", rf"\g<1>{rank}", like, count=1)
                 self.note(INCOMPLETE, "error", f"the optimizer's file of rank {rank} is not there: {name}", name)

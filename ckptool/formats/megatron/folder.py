@@ -30,7 +30,6 @@ from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
 from ..names.megatron import (
     ITERATION,
     LATEST,
-    Iteration,
     Rank,
     files_of_ranks,
     iteration,
@@ -38,6 +37,7 @@ from ..names.megatron import (
     ranks_in_words,
     twice,
 )
+from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Chunk, Rows
 from ..pieces.copies import RANK_VALUES, Copy, CopyPair, is_one_value
 from .args import Arguments, arguments, number
@@ -75,7 +75,6 @@ _SAVE: Final = (
     "ffn_hidden_size",
     "padded_vocab_size",
 )
-_MAX_RANKS: Final = 1 << 16
 #: Nesting levels of state dicts that are followed.
 _MAX_DEPTH: Final = 16
 
@@ -201,7 +200,7 @@ class Megatron(RankFiles):
         most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         tensor, pipeline = (number(self._arguments, name) or there for name, there in zip(names, most))
-        if tensor * pipeline > _MAX_RANKS:
+        if tensor * pipeline > MAX_RANKS:
             raise MalformedError(f"{tensor:,} x {pipeline:,} ranks saved it, as its arguments say")
         return tensor, pipeline
 
@@ -517,7 +516,7 @@ def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
     return Finding.of(OTHER_FILES, "note", what, next(iter(beside.values()))[0])
 
 
-def _other_iterations(found: Iteration) -> list[str]:
+def _other_iterations(found: StepFolder) -> list[str]:
     """Return the names of the other iteration folders in the same parent folder."""
     own, names = os.path.basename(found.folder.path), sorted(found.above.names()) if found.above else []
     return [name for name in names if ITERATION.match(name) and name != own]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import Final, TypeAlias
 
@@ -22,7 +22,7 @@ from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
 from .. import read_container
 from ..folders import read_tag
-from .ranks import by_number
+from .ranks import MAX_RANKS, StepFolder, by_number, numbered
 
 OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3, each rank writes its own model file.
@@ -37,8 +37,6 @@ EXPERT_OPTIMIZER: Final = regex(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt
 #: Every such name has this. Most folders are no DeepSpeed folder, and have thousands of other names.
 _STATES: Final = "_states"
 _TAG: Final = regex(r"global_step\d+\Z")
-#: The most ranks that are checked for completeness.
-_MAX_RANKS: Final = 1 << 16
 _FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
 #: A model file has this entry if its optimizer is partitioned.
 _PARTITIONED: Final = "param_shapes"
@@ -47,15 +45,6 @@ _FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_siz
 
 #: File names by the numbers in them: data-parallel and model-parallel rank.
 _Ranks: TypeAlias = dict[tuple[int, ...], str]
-
-
-class StepFolder(NamedTuple):
-    """The folder of one step, its file names, and the parent folder whose ``latest`` file names it, None if the user
-    named the step folder."""
-
-    folder: Folder
-    names: frozenset[str]
-    above: Folder | None
 
 
 class ZeroFiles(NamedTuple):
@@ -181,7 +170,7 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
 
 def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
     """Return the missing optimizer and model states, as display names."""
-    grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= _MAX_RANKS else []
+    grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= MAX_RANKS else []
     missing = [
         f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
         for part, ranks in (("optimizer", optimizer), ("model", zero3))
@@ -195,20 +184,16 @@ def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
     """Return the files that match a pattern, by rank."""
-    return by_number(_ranked(pattern, names))[0]
+    return by_number(numbered(pattern, filter(_is_torch, names)))[0]
 
 
 def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str]]:
     """Return pairs of files that match a pattern and have the same rank."""
-    return by_number(_ranked(pattern, names))[1]
+    return by_number(numbered(pattern, filter(_is_torch, names)))[1]
 
 
-def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield (rank, name) of the files that match a pattern. Numbers of seven digits or more are not ranks."""
-    for name in names:
-        match = pattern.match(name) if name.endswith(".pt") else None
-        if match and all(len(group or "") < 7 for group in match.groups()):
-            yield tuple(int(group) for group in match.groups() if group is not None), name
+def _is_torch(name: str) -> bool:
+    return name.endswith(".pt")
 
 
 def _run_facts(folder: Folder, files: Iterable[str]) -> dict[str, int]:

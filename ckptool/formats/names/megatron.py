@@ -13,12 +13,11 @@ from typing import Final, TypeAlias
 
 from ...base.errors import NotACheckpointError
 from ...base.lazy import regex
-from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...files.folders import Folder
 from ..folders import read_tag
-from .ranks import by_number
+from .ranks import MAX_RANKS, StepFolder, by_number, numbered
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
 ITERATION: Final = regex(r"(?:iter_\d+|release)\Z")
@@ -26,22 +25,9 @@ _RANK: Final = regex(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
 #: Weight file names of a rank, in search order.
 _WEIGHTS: Final = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
 _WORDS: Final = ("tensor", "pipeline", "expert")
-#: The most ranks that are checked for completeness.
-_MAX_RANKS: Final = 1 << 16
-#: Numbers with this many digits or more are not ranks.
-_DIGITS: Final = 7
 
 #: Tensor-parallel and pipeline rank.
 Rank: TypeAlias = tuple[int, int]
-
-
-class Iteration(NamedTuple):
-    """The folder of one iteration, its names, and the parent folder whose file names it as the latest (None if the user
-    named the iteration folder)."""
-
-    folder: Folder
-    names: frozenset[str]
-    above: Folder | None
 
 
 def tag_of(text: str) -> str:
@@ -55,25 +41,19 @@ def latest_folder(folder: Folder, names: Collection[str]) -> Folder | None:
     return folder.inner(tag) if tag and tag in names else None
 
 
-def iteration(folder: Folder, names: Collection[str]) -> Iteration | None:
+def iteration(folder: Folder, names: Collection[str]) -> StepFolder | None:
     """Return the folder that holds the rank folders: ``folder``, or the one that its file ``LATEST`` names; None if
     neither."""
     if LATEST not in names:
-        return Iteration(folder, frozenset(names), None) if folders_of_ranks(names) else None
+        return StepFolder(folder, frozenset(names), None) if folders_of_ranks(names) else None
     inner = latest_folder(folder, names)
     inside = inner.names() if inner else frozenset[str]()
-    return Iteration(inner, inside, folder) if inner and folders_of_ranks(inside) else None
+    return StepFolder(inner, inside, folder) if inner and folders_of_ranks(inside) else None
 
 
 def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
     """Return the rank folders by their numbers; {} for a folder in torch's distributed format."""
-    return {} if ".metadata" in names else by_number(_ranked(names))[0]
-
-
-def _ranked(names: Collection[str]) -> Iterator[tuple[tuple[int, ...], str]]:
-    matches = [match for match in map(_RANK.match, names) if match]
-    small = [match for match in matches if all(len(group or "") < _DIGITS for group in match.groups())]
-    return ((tuple(int(group) for group in match.groups() if group is not None), match[0]) for match in small)
+    return {} if ".metadata" in names else by_number(numbered(_RANK, names))[0]
 
 
 def files_of_ranks(folder: Folder, names: Collection[str]) -> dict[Rank, str] | None:
@@ -92,7 +72,7 @@ def twice(folder: Folder, names: Collection[str]) -> list[tuple[str, str]]:
 
 def _weights(folder: Folder, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
     """Yield (rank, file name) of the weight files."""
-    for numbers, inner in _ranked(names):
+    for numbers, inner in numbered(_RANK, names):
         inside = folder.inner(inner).names()
         name = next((name for name in _WEIGHTS if name in inside), "")
         if name:
@@ -113,7 +93,7 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     length = max(map(len, ranks))
     sizes = [max(rank[place] + 1 for rank in ranks if len(rank) > place) for place in range(length)]
     total = prod(sizes)
-    grid = product(*map(range, sizes)) if total <= _MAX_RANKS else ()
+    grid = product(*map(range, sizes)) if total <= MAX_RANKS else ()
     missing = [
         "mp_rank_" + "_".join(f"{number:0{3 if place else 2}d}" for place, number in enumerate(rank))
         for rank in grid

@@ -10,15 +10,28 @@ from typing import Final, TypeVar
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.suffixes import TORCH
+from ...files.folders import Folder
 
 _RANK: Final = regex(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
 _WORLD: Final = regex(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
 _NUMBER: Final = regex(r"(?<!\d)\d{1,6}(?!\d)")
+#: Numbers with this many digits or more are not ranks.
 _DIGITS: Final = 7
+#: The most ranks that are believed and checked for completeness.
+MAX_RANKS: Final = 1 << 16
 #: Separators between the parts of a name.
 _BETWEEN: Final = "_.- "
 
 _Key = TypeVar("_Key", bound=Hashable)
+
+
+class StepFolder(NamedTuple):
+    """The folder of one training step, its names, and the parent folder whose file names it as the latest (None if the
+    user named the step folder)."""
+
+    folder: Folder
+    names: frozenset[str]
+    above: Folder | None
 
 
 class RankSet(NamedTuple):
@@ -66,6 +79,14 @@ def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[
     ordered = sorted(pairs, key=lambda pair: pair[1])
     firsts = [files.setdefault(number, name) for number, name in ordered]
     return files, [(first, name) for first, (_, name) in zip(firsts, ordered) if first != name]
+
+
+def numbered(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield (the numbers in it, name) for each name that the pattern matches, if all its numbers may be ranks."""
+    for match in filter(None, map(pattern.match, names)):
+        groups = [group for group in match.groups() if group is not None]
+        if all(len(group) < _DIGITS for group in groups):
+            yield tuple(map(int, groups)), match[0]
 
 
 def rank_sets(names: Collection[str]) -> list[RankSet]:
