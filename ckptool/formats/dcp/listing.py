@@ -2,28 +2,28 @@
 
 Python's own unpickler reads it, because a large model has a million pieces. Nothing is imported and nothing of torch
 is made: ``_Unpickler`` has a stand-in for each class and function that torch writes there, and refuses every other
-name. ``_checked`` bounds the work beforehand. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
+name. ``CheckedPickle`` bounds the work beforehand. Sources: metadata.py and filesystem.py of
+torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
 
 import gc
 import pickle
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from io import BytesIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from itertools import chain
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import quoted
-from ...pickles import opcodes as op
 from ..folders import TOO_LARGE
 from ..pieces.boxes import Box
+from .checked_pickle import CHUNK, CheckedPickle, Refused
 from .metadata import Item, Metadata, ValueMetadata
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
@@ -39,19 +39,6 @@ _MAX_FIELDS: Final = 20
 _NUMBERS_PER_BYTE: Final = 4
 #: The most classes of other libraries: real files have one.
 _MAX_FOREIGN: Final = 16
-#: The fields of each class, in the order in which torch writes them; it leaves out the last ones.
-_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
-    "TensorStorageMetadata": ("properties", "size", "chunks"),
-    "ChunkStorageMetadata": ("offsets", "sizes"),
-    "MetadataIndex": ("fqn", "index", "offset"),
-    "_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors"),
-    "BytesStorageMetadata": (),
-}
-
-
-class _Refused(pickle.UnpicklingError):
-    """The pickle has something that torch never writes there."""
 
 
 def read_listing(data: bytes, where: str) -> Metadata:
@@ -59,10 +46,13 @@ def read_listing(data: bytes, where: str) -> Metadata:
     collecting = gc.isenabled()
     gc.disable()  # millions of small objects, and no cycles
     try:
-        checked, end = _checked(data)
-        unpickler = _Unpickler(BytesIO(checked))
-        return _Reader(len(data)).metadata(unpickler.load(), end, sorted(unpickler.foreign))
-    except _Refused as error:
+        checked = CheckedPickle(data)
+        shapes = _Shapes()
+        unpickler = _Unpickler(BufferedReader(checked, CHUNK), shapes)
+        root, foreign = unpickler.load(), sorted(unpickler.foreign)
+        del unpickler  # and with it the memo, which holds every part of the file
+        return _Reader(len(data), shapes).metadata(root, checked.end, foreign)
+    except Refused as error:
         raise MalformedError(str(error), where=where) from error
     except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"it is not a pickle as torch.distributed.checkpoint writes it ({error})"
@@ -72,125 +62,159 @@ def read_listing(data: bytes, where: str) -> Metadata:
             gc.enable()
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------
-
-#: The longest string that the expression for runs of opcodes covers.
-_SHORT: Final = 64
-#: What takes the place of an opcode that fills a dict, or of FRAME with its size.
-_AS_PAIRS: Final = {None: b"", b"}": b"NQ", b"u": b"ta", b"s": b"\x86a"}
-#: Opcodes of one byte that make an object, which takes about 70 bytes.
-_MAKING: Final = b"]}R\x81\x85\x86\x87"
-#: Objects allowed in a file of any size, and bytes required per further one. torch writes ten bytes per object.
-_FEW_OBJECTS, _BYTES_PER_OBJECT = 250_000, 4
-
-
-def _checked(data: bytes) -> tuple[bytearray, int]:
-    """Return a pickle that the standard unpickler reads in bounded time and memory, and the size of the original.
-
-    Only opcodes are accepted that a pickler of protocol 2 or later writes here. Sizes are those of the file, memo
-    numbers are not beyond it, and objects are counted. Dicts become ``_Pairs``: nothing is hashed, because the hash of
-    tuples that share tuples may take forever.
-    """
-    if data[:1] != b"\x80" or data[1] not in range(2, 6):
-        raise _Refused("it is not a pickle of protocol 2 to 5")
-    if sum(map(data.count, _MAKING)) > _FEW_OBJECTS + len(data) // _BYTES_PER_OBJECT:
-        raise _Refused("it makes more objects than a file of its size can list")
-    match = _runs(min(len(data) >> 17, 255))
-    checked = bytearray(data[:2])  # a list of its parts would take several times its size
-    at = 2
-    while True:
-        run = match(data, at)
-        assert run is not None  # it matches nothing as well
-        plain, special = run.groups()
-        checked += plain
-        checked += _AS_PAIRS.get(special, b"")
-        at = run.end()
-        if special and len(special) > 1 and int.from_bytes(special[1:], "little") > len(data) - at:
-            raise _Refused("it is cut: a frame ends after the file")
-        if plain or special:
-            continue
-        code = data[at] if at < len(data) else -1
-        if code in (op.SHORT_BINUNICODE, op.BINUNICODE):
-            width = 1 if code == op.SHORT_BINUNICODE else 4
-            end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
-            checked += data[at:end]
-            at = end
-        elif code == op.STOP:
-            checked += b"."
-            return checked, at + 1
-        elif code < 0:
-            raise _Refused("it is cut: it ends before its last opcode")
-        else:
-            raise _Refused(f"it has the opcode 0x{code:02x} at byte {at:,}, which torch never writes there")
-
-
-@lru_cache(maxsize=4)
-def _runs(top: int) -> Callable[[bytes, int], re.Match[bytes] | None]:
-    """Return a function that matches a run of opcodes, and the opcode after it if it is one of ``_AS_PAIRS``.
-
-    ``top`` is the highest third byte of a memo number.
-    """
-    tokens = (
-        rb"h.|\x94|K.|M..|J....|[(NR\]taeb\x85-\x89\x93]|\)\x81?|j....|q.",
-        rb"r..[\0-%b]\0" % re.escape(bytes([top])),
-        _sized(b"\x8a", 1, range(1, 10)),
-        _sized(b"\x8c", 1, range(_SHORT)),
-        _sized(b"X", 4, range(_SHORT)),
-        rb"G.{8}|c[^\n]{1,200}\n[^\n]{1,200}\n",
-    )
-    return re.compile(rb"((?:%b){0,8192})([}us]|\x95.{8})?" % b"|".join(tokens), re.DOTALL).match
-
-
-def _sized(code: bytes, width: int, sizes: Iterable[int]) -> bytes:
-    """Return the expression for an opcode with a size of ``width`` bytes and as many bytes after it."""
-    return re.escape(code) + b"(?:%b)" % b"|".join(
-        re.escape(size.to_bytes(width, "little")) + b".{%d}" % size for size in sizes
-    )
-
-
 # -- stand-ins ---------------------------------------------------------------------------------------------------------
 
 
-class _Pairs:
-    """A dict, as the tuples of keys and values, in turn, with which a pickle fills it."""
+class _List(list[Any]):
+    """A list; a plain one stands for a dict, as its keys and values in turn."""
 
-    __slots__ = ("batches",)
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self.batches: list[tuple[Any, ...]] = []
+    def __setstate__(self, state: object) -> None:
+        """Add parts at the end."""
+        _refuse_unless(type(state) is _Parts, "list")
+        self.extend(state.parts)  # type: ignore[attr-defined]
 
-    def extend(self, batches: list[object]) -> None:
-        """Add a tuple; the unpickler calls this for the APPEND that ``_checked`` writes."""
-        (batch,) = batches
-        if type(batch) is not tuple or len(batch) % 2:
-            raise _Refused("it fills a dict with something else than keys and values")
-        self.batches.append(batch)
 
-    def flat(self, most: int) -> tuple[Any, ...]:
-        """Return keys and values in turn; refuse more than ``most``: a file may use one tuple several times."""
-        if sum(map(len, self.batches)) > most:
-            raise _Refused("it has a dict of more entries than torch writes")
-        return self.batches[0] if len(self.batches) == 1 else tuple(chain.from_iterable(self.batches))
+class _Parts(NamedTuple):
+    """What is added to a list."""
+
+    parts: tuple[object, ...]
+
+
+class _Pair(NamedTuple):
+    """A key and a value that were put into a dict by themselves."""
+
+    key: Any
+    value: Any
+
+
+def _flat(pairs: Sequence[Any]) -> Sequence[Any]:
+    """Return the keys and values of a dict in turn."""
+    if _Pair not in map(type, pairs):
+        return pairs
+    return list(chain.from_iterable(part if type(part) is _Pair else (part,) for part in pairs))
 
 
 class _Record:
-    """An object with its state; the subclasses stand for torch's classes."""
+    """An object of one of torch's classes. The subclasses keep their fields, named in the order in which torch writes
+    them; it leaves out the last ones."""
+
+    order: ClassVar[tuple[str, ...]] = ()
+    __slots__ = ()
+
+    def __init__(self, *_: object) -> None:
+        raise Refused(f"it calls {_kind(self)}")
+
+    def __setstate__(self, state: Any) -> None:
+        """Set the fields from a dict, which is a flat tuple or list of keys and values."""
+        if type(state) not in (tuple, list) or len(state) > 2 * _MAX_FIELDS:
+            raise Refused(f"it has a {_kind(self)} with something else than fields")
+        names, order = state[::2], self.order
+        if names in (order, order[:-1]):
+            self.fill(*state[1::2])
+            return
+        flat = _flat(state)
+        if not {*map(type, flat[::2])} <= {str}:
+            raise Refused(f"it has a {_kind(self)} with a field that has no name")
+        fields = dict(zip(flat[::2], flat[1::2]))
+        self.fill(*[fields.get(name) for name in order])
+
+    def fill(self, *values: Any) -> None:
+        """Set the fields, None for those that are missing."""
+
+
+_F = TypeVar("_F", bound=_Record)
+
+
+class _Metadata(_Record):
+    order = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+    __slots__ = order
+
+    def fill(self, listed: Any = None, paths: Any = None, places: Any = None, meta: Any = None, v: Any = None) -> None:
+        self.state_dict_metadata, self.planner_data, self.storage_data = listed, paths, places
+        self.storage_meta, self.version = meta, v
+
+
+class _Tensor(_Record):
+    order = ("properties", "size", "chunks")
+    __slots__ = order
+
+    def fill(self, properties: Any = None, size: Any = None, chunks: Any = None) -> None:
+        self.properties, self.size, self.chunks = properties, size, chunks
+
+
+class _Chunk(_Record):
+    order = ("offsets", "sizes")
+    __slots__ = order
+
+    def fill(self, offsets: Any = None, sizes: Any = None) -> None:
+        self.offsets, self.sizes = offsets, sizes
+
+
+class _Index(_Record):
+    order = ("fqn", "index", "offset")
+    __slots__ = order
+
+    def fill(self, fqn: Any = None, index: Any = None, offset: Any = None) -> None:
+        self.fqn, self.index, self.offset = fqn, index, offset
+
+
+class _Place(_Record):
+    order = ("relative_path", "offset", "length", "transform_descriptors")
+    __slots__ = order
+
+    def fill(self, path: Any = None, offset: Any = None, length: Any = None, transforms: Any = None) -> None:
+        self.relative_path, self.offset, self.length, self.transform_descriptors = path, offset, length, transforms
+
+
+class _Object(_Record):
+    """``BytesStorageMetadata``, which has no fields."""
+
+    __slots__ = ()
+
+
+class _Properties(_Record):
+    """``TensorProperties``, whose state is a tuple."""
 
     __slots__ = ("state",)
 
-    def __init__(self, *_: object) -> None:
-        raise _Refused(f"it calls {type(self).__name__}")
-
     def __setstate__(self, state: object) -> None:
-        if hasattr(self, "state"):
-            raise _Refused(f"it fills a {type(self).__name__} twice")
         self.state = state
+
+
+class _Shapes:
+    """The shapes and offsets of a file, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._ids: set[int] = set()
+
+    def make(self, numbers: object) -> tuple[int, ...]:
+        """Return the numbers of a ``torch.Size``, which a reader checks."""
+        _refuse_unless(type(numbers) is tuple, "Size")
+        return self.shape(numbers) or numbers  # type: ignore[return-value]
+
+    def shape(self, value: object) -> tuple[int, ...] | None:
+        """Return the known tuple that equals ``value``, or None if that is no shape."""
+        if id(value) in self._ids:
+            return value  # type: ignore[return-value]
+        if type(value) is not tuple or len(value) > LIMITS.dimensions or not {*map(type, value)} <= {int}:
+            return None
+        known = self._known.get(value)
+        if known is None and all(map(_is_count, value)):
+            known = self._known[value] = value
+            self._ids.add(id(value))
+        return known
 
 
 class _Foreign(_Record):
     """An object of a class of another library, such as Megatron-core's subclass of Metadata."""
 
-    __slots__ = ()
+    __slots__ = ("state",)
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
 
 
 class _Constant:
@@ -200,18 +224,9 @@ class _Constant:
 _CONSTANT: Final = _Constant()
 
 
-def _ordered() -> _Pairs:
-    return _Pairs()
-
-
 def _refuse_unless(condition: object, what: str) -> None:
     if not condition:
-        raise _Refused(f"it makes a {what} that torch cannot make")
-
-
-def _size(numbers: object) -> tuple[int, ...]:
-    _refuse_unless(isinstance(numbers, tuple), "Size")
-    return numbers  # type: ignore[return-value]  # a reader checks the numbers
+        raise Refused(f"it makes a {what} that torch cannot make")
 
 
 def _layout(name: object) -> _Constant:
@@ -237,7 +252,7 @@ def _path(*parts: object) -> _Constant:
 def _member(cls: object, name: object) -> _Constant:
     """Some versions of Python 3.11 pickle a member of an enumeration by name, with getattr."""
     if cls is not _memory_format or name not in _FORMAT_MEMBERS:
-        raise _Refused("it calls builtins.getattr, which torch never writes there: loading runs it")
+        raise Refused("it calls builtins.getattr, which torch never writes there: loading runs it")
     return _CONSTANT
 
 
@@ -246,25 +261,25 @@ _FORMAT_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TOR
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 
 
-def _classes(*modules: str, names: Iterable[str]) -> dict[str, type[_Record]]:
-    made = {name: type(name, (_Record,), {"__slots__": ()}) for name in names}
-    return {f"{module}.{name}": made[name] for module in modules for name in made}
+def _classes(module: str, old: str = "", **classes: type[_Record]) -> dict[str, type[_Record]]:
+    return {f"{place}.{name}": cls for place in (module, old) if place for name, cls in classes.items()}
 
 
 #: All globals that torch's writer puts in a ``.metadata``, except dtypes. They include the plans of all ranks, which
 #: Megatron-LM adds (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 STAND_INS: Final[Mapping[str, Callable[..., object]]] = {
-    **_classes(_MODULE, f"{_OLD}.metadata", names=_FIELDS),
-    **_classes(_MODULE, _SHARDED, names=("TensorProperties",)),
-    **_classes(_MODULE, names=("StorageMeta",)),
-    **_classes("torch.distributed.checkpoint.filesystem", f"{_OLD}.filesystem", names=("_StorageInfo",)),
-    **_classes(_PLANNER, names=("SavePlan", "WriteItem", "TensorWriteData")),
+    **_classes(_MODULE, f"{_OLD}.metadata", Metadata=_Metadata, TensorStorageMetadata=_Tensor),
+    **_classes(_MODULE, f"{_OLD}.metadata", BytesStorageMetadata=_Object),
+    **_classes(_MODULE, f"{_OLD}.metadata", ChunkStorageMetadata=_Chunk, MetadataIndex=_Index),
+    **_classes("torch.distributed.checkpoint.filesystem", f"{_OLD}.filesystem", _StorageInfo=_Place),
+    **_classes(_MODULE, _SHARDED, TensorProperties=_Properties),
+    **_classes(_MODULE, StorageMeta=_Record),
+    **_classes(_PLANNER, SavePlan=_Record, WriteItem=_Record, TensorWriteData=_Record),
     f"{_PLANNER}.WriteItemType": _write_type,
     f"{_MODULE}._MEM_FORMAT_ENCODING": _memory_format,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": _memory_format,
-    "torch.Size": _size,
     "torch.serialization._get_layout": _layout,
-    "collections.OrderedDict": _ordered,
+    "collections.OrderedDict": list,
     "builtins.getattr": _member,
     **dict.fromkeys((f"pathlib.{name}" for name in _PATHS), _path),
     **dict.fromkeys((f"pathlib._local.{name}" for name in _PATHS[:2]), _path),
@@ -275,8 +290,9 @@ class _Unpickler(pickle.Unpickler):
     """The standard unpickler without any way out of the pickle: every name is one of ``STAND_INS``, a dtype, or a class
     of another library, for which a bare object stands."""
 
-    def __init__(self, file: BytesIO) -> None:
+    def __init__(self, file: BufferedReader, shapes: _Shapes) -> None:
         super().__init__(file)
+        self.shapes = shapes
         self.foreign: dict[str, type[_Foreign]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -285,15 +301,19 @@ class _Unpickler(pickle.Unpickler):
             return STAND_INS[full]
         if module == "torch" and name in BY_NAME:
             return BY_NAME[name]
+        if full == "torch.Size":
+            return self.shapes.make
         if not _is_foreign_class(full) or (full not in self.foreign and len(self.foreign) == _MAX_FOREIGN):
-            raise _Refused(f"it names {quoted(full)}, which torch never writes there: loading it imports or runs it")
+            raise Refused(f"it names {quoted(full)}, which torch never writes there: loading it imports or runs it")
         if full not in self.foreign:
             self.foreign[full] = type(name.rpartition(".")[2], (_Foreign,), {"__slots__": ()})
         return self.foreign[full]
 
-    def persistent_load(self, pid: object) -> _Pairs:
-        """Make a dict; ``_checked`` writes a persistent id in place of each, and accepts no other."""
-        return _Pairs()
+    def persistent_load(self, pid: Any) -> _List | _Parts | _Pair:
+        """Make what ``CheckedPickle`` writes as a persistent id; it accepts no other."""
+        if pid is None:
+            return _List()
+        return _Pair(*pid) if len(pid) == 2 else _Parts(*pid)
 
 
 def _is_foreign_class(name: str) -> bool:
@@ -312,44 +332,46 @@ def _is_count(value: object) -> bool:
 class _Reader:
     """Read the stand-ins of a file with ``size`` bytes; ``flaws`` has messages about invalid parts."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shapes: _Shapes) -> None:
         self.flaws: list[str] = []
         self._size = size
         #: Numbers of pieces, shapes and paths that may still be read.
         self._left = _NUMBERS_PER_BYTE * size
-        #: Sizes and boxes by value, so that equal ones share one object.
-        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._shape = shapes.shape
+        #: Boxes by value, so that equal ones share one object.
         self._boxes: dict[Box, Box] = {}
 
     def metadata(self, root: object, end: int, foreign: list[str]) -> Metadata:
         """Return the content of the whole file."""
-        listed, places, storage, meta, version = _fields(root, "Metadata") or [None] * 5
-        if listed is None:
-            kind = type(root).__name__.removeprefix("_Pairs") or "dict"
-            raise _Refused(f"it is a pickle of {kind}, not of {_MODULE}.Metadata")
-        values = self._read_values(listed)
-        paths = self._read_paths(places, values)
-        items = self._read_items(storage)
-        if meta is not None and not isinstance(meta, _Record):
+        whole = _as(_Metadata, root)
+        if whole is None or whole.state_dict_metadata is None:
+            raise Refused(f"it is a pickle of {_kind(root)}, not of {_MODULE}.Metadata")
+        values = self._read_values(whole.state_dict_metadata)
+        paths = self._read_paths(whole.planner_data, values)
+        items = self._read_items(whole.storage_data)
+        if whole.storage_meta is not None and not isinstance(whole.storage_meta, _Record):
             self._note("its storage_meta is not an object: torch sets load_id on it")
-        return Metadata(end, values, paths, items, version if type(version) is str else "", self.flaws, foreign)
+        version = whole.version if type(whole.version) is str else ""
+        return Metadata(end, values, paths, items, version, self.flaws, foreign)
 
     def _note(self, text: str) -> None:
         if len(self.flaws) < LIMITS.listed:
             self.flaws.append(text)
 
-    def _pairs(self, value: object) -> list[tuple[Any, Any]]:
-        """Return the entries of a dict; report anything else except None."""
-        if type(value) is not _Pairs:
+    def _pairs(self, value: object) -> Iterator[tuple[Any, Any]]:
+        """Yield the entries of a dict; report anything else except None."""
+        if type(value) is not list:
             if value is not None:
-                self._note(f"a {type(value).__name__} where a dict belongs")
-            return []
-        flat = value.flat(self._size)
-        return list(zip(flat[::2], flat[1::2]))
+                self._note(f"a {_kind(value)} where a dict belongs")
+            return
+        flat = [*reversed(_flat(value))]
+        value.clear()
+        while len(flat) > 1:  # and each entry is freed when it has been read
+            yield flat.pop(), flat.pop()
 
     def _named(self, value: object) -> list[tuple[str, Any]]:
         """Return the entries of a dict with string keys; report anything else."""
-        pairs = self._pairs(value)
+        pairs = list(self._pairs(value))
         named = [(key, inner) for key, inner in pairs if type(key) is str]
         if len(named) < len(pairs):
             self._note("a key is not a string")
@@ -367,29 +389,24 @@ class _Reader:
 
     def _value(self, entry: object) -> ValueMetadata | None:
         """Return a tensor or an object; None for anything else, or if too many numbers were read."""
-        if type(entry).__name__ == "BytesStorageMetadata":
+        if type(entry) is _Object:
             return ValueMetadata(None)
-        properties, size, chunks = _fields(entry, "TensorStorageMetadata") or [None] * 3
-        shape, dtype = self._shape(size), _dtype(properties)
-        if shape is None or dtype is None or type(chunks) is not list:
+        tensor = _as(_Tensor, entry)
+        if tensor is None or type(tensor.chunks) is not _List:
+            return None
+        shape, dtype, chunks = self._shape(tensor.size), _dtype(tensor.properties), tensor.chunks
+        if shape is None or dtype is None:
             return None
         self._left -= (len(chunks) + 1) * (len(shape) + 1)
         boxes = [self._box(chunk, len(shape)) for chunk in chunks] if self._left >= 0 else [None]
         return None if None in boxes else ValueMetadata(dtype, shape, tuple(boxes))  # type: ignore[arg-type]
 
-    def _shape(self, value: object) -> tuple[int, ...] | None:
-        """Return a ``torch.Size``, or None for anything else."""
-        if type(value) is not tuple or len(value) > LIMITS.dimensions or not {*map(type, value)} <= {int}:
-            return None
-        known = self._sizes.get(value)
-        if known is None and all(map(_is_count, value)):
-            known = self._sizes[value] = value
-        return known
-
     def _box(self, chunk: object, dimensions: int) -> Box | None:
         """Return the box of a piece, or None if it has not this many dimensions."""
-        at, size = _fields(chunk, "ChunkStorageMetadata") or [None] * 2
-        offsets, sizes = self._shape(at), self._shape(size)
+        piece = _as(_Chunk, chunk)
+        if piece is None:
+            return None
+        offsets, sizes = self._shape(piece.offsets), self._shape(piece.sizes)
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == dimensions:
             return None
         box = offsets, sizes
@@ -426,39 +443,38 @@ class _Reader:
 
     def _item(self, key: object, value: object) -> Item | None:
         """Return the item of an index and a file range, or None if one of them is invalid."""
-        name, _, offset = _fields(key, "MetadataIndex") or [None] * 3
-        file, at, length, transforms = _fields(value, "_StorageInfo") or [None] * 4
-        place = self._shape(offset)
-        if type(name) is not str or type(file) is not str or (offset is not None and place is None):
+        index, info = _as(_Index, key), _as(_Place, value)
+        if index is None or info is None:
+            return None
+        name, file, at, length, transforms = index.fqn, info.relative_path, info.offset, info.length, ()
+        offset = self._shape(index.offset)
+        if type(name) is not str or type(file) is not str or (offset is None and index.offset is not None):
             return None
         if not (type(at) is type(length) is int and 0 <= at < TOO_LARGE and 0 <= length < TOO_LARGE):
             return None
-        if transforms is None:
-            return Item(name, place, file, at, length)
-        self._left -= len(transforms) if type(transforms) is list else self._left
-        if self._left <= 0 or not all(type(transform) is str for transform in transforms):
-            return None
-        return Item(name, place, file, at, length, tuple(transforms))
+        if info.transform_descriptors is not None:
+            transforms = tuple(info.transform_descriptors) if type(info.transform_descriptors) is _List else (None,)
+            self._left -= len(transforms)
+            if self._left <= 0 or not {*map(type, transforms)} <= {str}:
+                return None
+        return Item(name, offset, file, at, length, transforms)
 
 
-def _fields(value: object, cls: str) -> Sequence[Any] | None:
-    """Return the fields of an object of class ``cls``, or of a class of another library; None for a missing field.
+def _as(cls: type[_F], value: object) -> _F | None:
+    """Return an object of ``cls``, also for an object of another library's class; None for anything else."""
+    if type(value) is cls:
+        return value
+    if not isinstance(value, _Foreign):
+        return None
+    made = cls.__new__(cls)
+    made.__setstate__(value.state)
+    return made
 
-    Return None for anything else.
-    """
-    if not isinstance(value, _Record) or (type(value).__name__ != cls and not isinstance(value, _Foreign)):
-        return None
-    state = getattr(value, "state", None)
-    if type(state) is not _Pairs:
-        return None
-    flat, order = state.flat(2 * _MAX_FIELDS), _FIELDS[cls]
-    names = flat[::2]
-    if names == order[: len(names)]:
-        return flat[1::2] + (None,) * (len(order) - len(names))
-    if not all(type(name) is str for name in names):
-        return None
-    fields = dict(zip(names, flat[1::2]))
-    return [fields.get(name) for name in order]
+
+def _kind(value: object) -> str:
+    """Return the name of a value's class in the file."""
+    names = {list: "dict", _List: "list"} | {cls: name.rpartition(".")[2] for name, cls in STAND_INS.items()}
+    return names.get(type(value), type(value).__name__)
 
 
 def _dtype(properties: object) -> Dtype | None:
@@ -466,7 +482,7 @@ def _dtype(properties: object) -> Dtype | None:
 
     The state has five values, six with the strides since torch 2.15.
     """
-    state: Sequence[object] = getattr(properties, "state", ())
+    state = properties.state if type(properties) is _Properties else ()
     if type(state) is not tuple or len(state) not in (5, 6) or state[3] is not _CONSTANT:
         return None
     return state[0] if isinstance(state[0], Dtype) else None
