@@ -157,11 +157,10 @@ def diff_report(
 
     ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
     torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
-    counted, and distances are not measured. If distances remain to be measured after the
-    verdict, ``before_distances`` is called with the report without them; its ``values`` name the tensors. Raise
-    TargetError for an unknown word or key, or a pattern that matches in neither, MalformedError if bytes are missing,
-    and UnreadableError if torch is not installed but needed for the verdict. If torch is needed only for figures,
-    ``not_measured`` says so.
+    counted, and distances are not measured. If distances remain to be measured after the verdict, ``before_distances``
+    is called with the report without them; its ``values`` name the tensors. Raise TargetError for an unknown word or
+    key, or a pattern that matches in neither, MalformedError if bytes are missing, and UnreadableError if torch is not
+    installed but needed for the verdict. If torch is needed only for figures, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:

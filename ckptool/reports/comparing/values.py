@@ -194,8 +194,8 @@ class ValueComparison:
     #: For each pair of tensors: (part, index in ``pairs``).
     jobs: list[list[tuple[str, int]]] = field(default_factory=list)
     bits: list[BitDifference] = field(default_factory=list)
-    #: Pairs whose bits must be compared, and differing pairs that must be measured.
-    unknown: list[int] = field(default_factory=list)
+    #: Pairs with equal dtypes, whose bits are compared, and differing pairs that must be measured.
+    alike: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     #: The distance of each measured pair, or why it is unknown.
     measured: dict[int, Compared | str] = field(default_factory=dict)
@@ -231,8 +231,8 @@ class ValueComparison:
         """Compare the bits of all pairs, without torch; ``wanted`` are then the pairs to measure."""
         # Pairs with different dtypes count as different, because their bytes differ.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
-        self.unknown = [number for number, pair in enumerate(self.pairs) if pair.same_dtype]
-        self.compare_bits(self.unknown, False, self.progress)
+        self.alike = [number for number, pair in enumerate(self.pairs) if pair.same_dtype]
+        self.compare_bits(self.alike, False, self.progress)
         differing = [number for number, bits in enumerate(self.bits) if bits.first >= 0]
         self.wanted = [number for number in differing if self.measure or self.judges(number)]
 
@@ -250,11 +250,11 @@ class ValueComparison:
         if self.wanted:
             self.measure_all(self.wanted)
         if self.count:
-            for number in self.unknown:
+            for number in self.alike:
                 found = self.measured.get(number, "")
                 if not isinstance(found, str) and found.bits is not None:
                     self.bits[number] = found.bits
-            uncounted = [at for at in self.unknown if self.bits[at].first >= 0 > self.bits[at].differing]
+            uncounted = [at for at in self.alike if self.bits[at].first >= 0 > self.bits[at].differing]
             self.compare_bits(uncounted, True, None)
 
     def compare_bits(self, numbers: Sequence[int], count: bool, progress: Progress | None) -> None:
