@@ -390,6 +390,7 @@ def test_an_edit_leaves_its_input_alone(fixture: Fixture) -> None:
             assert facts(checkpoint) == before, edit.__name__
 
 
+@pytest.mark.sampled(every=30)
 @editable
 @pytest.mark.parametrize("rename", [strip, wrappers, add], ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("move", [to_cpu, to_gpu], ids=lambda edit: edit.__name__)

@@ -25,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("start", ["outer.zip!run/", "outer.zip!m.tar.gz!run/"])
 @pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_an_address_is_as_good_as_the_file(name: str, parameter: click.Parameter, start: str, folder: Path) -> None:
@@ -180,6 +181,7 @@ def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder:
     assert READ_REFUSAL in said.err or NO_VERSIONS in said.err or was_opened(said)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
 @pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_secrets_of_an_address_are_not_printed(

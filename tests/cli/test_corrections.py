@@ -227,6 +227,7 @@ def test_patterns_without_a_match_lead_to_patterns_that_match(
     assert again.code == 0 and not again.err and "no tensor" not in again.out
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("first", ["--to", "--rename", "--drop", "--cast", "--strip-module"])
 @pytest.mark.parametrize("second", ["--to", "--to-dtype", "--strip-module", "-o", "--nosuch"])
 @pytest.mark.parametrize("command", ["slim", "drop", "strip-module", "keys"])

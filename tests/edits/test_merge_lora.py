@@ -556,6 +556,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_says_what_is_wrong(name: str, base: Path, tmp_path: Path) -> None:
     tensors, settings, words = REFUSALS[name]

@@ -247,6 +247,7 @@ ROTATED = boft(torch.ones(OUT, INNER), 3)
 TURNED = {f"{PREFIX}.oft_R.weight": numbers(32, 3)}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("adapter", "settings", "words"),
     [

@@ -422,6 +422,7 @@ def test_merge_takes_a_weight_whole_or_not_at_all(name: str, tmp_path: Path) -> 
     assert left.code == 4 and not (tmp_path / "o.safetensors").exists(), left.all
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
 def test_rows_of_tokens_are_not_added_to_codes(name: str, module: str, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def takes(path: Path) -> bool:
     return True
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("case", by_key(FAILURES))
 def test_a_lie_in_the_structure_fails(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "seed.pth"

@@ -71,6 +71,7 @@ def test_other_data_is_left_to_the_decoder(value: Any, protocol: int) -> None:
     assert plain_strings(pickle.dumps([value], protocol)) is None
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "data",
     [

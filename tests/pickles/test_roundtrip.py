@@ -128,6 +128,7 @@ def test_an_optimized_pickle_comes_out_as_the_same_graph(name: str, protocol: in
     assert again == data or len(data) > 60_000
 
 
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("size", [0, 1, 2, 999, 1000, 1001, 1002, 2000, 2001])
 @pytest.mark.parametrize(

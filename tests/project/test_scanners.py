@@ -114,7 +114,7 @@ def _tar(data: bytes) -> list[bytes]:
 # -- ckptool's answers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("item", EVERY, ids=lambda item: item.name)
 def test_ckptool_misses_nothing_and_gives_no_false_alarm(item: Sample, tmp_path: Path) -> None:
     [(_, path)] = scanners.written([item], tmp_path)

@@ -104,7 +104,7 @@ def one_of(kinds: tuple[str, ...], name: str) -> tuple[str, ...]:
     return kinds if WHOLE else (kinds[0], kinds[1 + at % (len(kinds) - 1)])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("kind", ADDRESSES)
 @pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
 def test_what_a_command_says(

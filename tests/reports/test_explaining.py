@@ -515,6 +515,7 @@ def message(fails: Callable[[], object]) -> str:
     pytest.fail("it loads")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_an_error(
@@ -623,6 +624,7 @@ REPORTED = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_reported_message(name: str) -> None:
     found = explanation(REPORTED[name])
@@ -650,6 +652,7 @@ def test_every_message_of_the_page_is_found(error: KnownError) -> None:
 TRACEBACKS = sorted(Path(__file__).with_name("tracebacks").glob("*.txt"))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("path", TRACEBACKS, ids=lambda path: path.stem)
 def test_a_traceback(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, name = path.read_text(encoding="utf-8"), path.name.partition(".")[0]

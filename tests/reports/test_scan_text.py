@@ -443,6 +443,7 @@ def _reaches(template: str) -> bool:
     return any(name.startswith("_") for name in asked)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("template", REACHING)
 def test_a_template_that_reaches_attributes_is_unknown(template: str, tmp_path: Path) -> None:
     assert _reaches(template)

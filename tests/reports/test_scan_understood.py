@@ -102,6 +102,7 @@ PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_that_may_be_evaluated_is_never_weights_only(text: str, tmp_path: Path) -> None:
     name, content = TEXTS[text]
@@ -221,6 +222,7 @@ CALLING = (
 )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("template", CALLING)
 def test_other_templates_are_unknown(template: str, tmp_path: Path) -> None:
     assert unclear_part(template)

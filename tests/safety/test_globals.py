@@ -308,6 +308,7 @@ PLACES = {
 UNSEARCHED = ("not listed", "two archives", "three archives", "a cut archive", "behind other bytes")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_pickle_is_found_wherever_it_hides(place: str, tmp_path: Path) -> None:
     path = tmp_path / "seed.pth"
@@ -493,6 +494,7 @@ REACHED = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("made", by_key(REACHED))
 def test_what_acts_counts_as_run_however_it_is_reached(made: Code, tmp_path: Path) -> None:
     report = report_of(tmp_path / "seed.pth", plain({"x": made}))
@@ -623,6 +625,7 @@ def test_what_to_do_depends_on_whether_a_call_acts(tmp_path: Path) -> None:
     assert f"ckptool sanitize {path}" in said
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("made", by_key(HARMLESS))
 def test_what_runs_nothing_is_a_warning(made: Any, tmp_path: Path) -> None:
     report = report_of(tmp_path / "seed.pth", plain({"x": made}))

@@ -65,6 +65,7 @@ def test_folders_are_named(item: Real) -> None:
     assert caught.value.next
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -330,6 +331,7 @@ MARKS = [
 ]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
 def test_marks(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
