@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +28,8 @@ from .options import (
     quiet_option,
     sort_option,
 )
-from .progress import note, progress_bar, work_size
-from .render import clean, emit_json, emit_lines, failure, flush, say_error, say_problems, table
+from .progress import progress_bar, work_size
+from .render import clean, emit_json, emit_lines, failure, say_error, say_problems, table
 from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:
@@ -100,44 +99,33 @@ def diff(
     from ..reports.comparing.diff import diff_report
 
     words = [*ignore, "values"] if no_values else ignore
-    shown: list[str] = []
     try:
-        with ckptool.open(a) as left, ckptool.open(b) as right, ExitStack() as bars:
+        with ckptool.open(a) as left, ckptool.open(b) as right:
             for checkpoint in (left, right):
                 say_problems(checkpoint)
-            wanted = not quiet
             size = sum(each.source.size for each in (left, right) if is_remote(each.path)) or work_size(a)
 
-            def show_verdict(report: DiffReport) -> None:
-                """Print all lines that need no distances, because importing torch takes longer than comparing."""
-                bars.close()
-                shown.extend(_verdict(report))
-                emit_lines(shown)
-                flush()
-                names = join_limited(list(map(_name, report["values"])))
-                bars.enter_context(note(f"measuring how far apart: {names}", wanted))
-
-            report = diff_report(
-                left,
-                right,
-                rtol=rtol,
-                atol=atol,
-                ignore=words,
-                count=not quiet,
-                key=key,
-                other_key=other_key,
-                only=only,
-                sort=sort,
-                progress=bars.enter_context(progress_bar(size, "comparing", wanted)),
-                before_distances=None if quiet or style != "table" else show_verdict,
-            )
+            with progress_bar(size, "comparing", not quiet) as progress:
+                report = diff_report(
+                    left,
+                    right,
+                    rtol=rtol,
+                    atol=atol,
+                    ignore=words,
+                    count=not quiet,
+                    key=key,
+                    other_key=other_key,
+                    only=only,
+                    sort=sort,
+                    progress=progress,
+                )
     except UnreadableError as error:
         say_error(error)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code
     if style == "table" and not quiet:
-        emit_lines(_lines(report, sort)[len(shown) :])
+        emit_lines(_lines(report, sort))
     elif not quiet:
         emit_json([report], style, False)
     return 0 if report["same"] else 1

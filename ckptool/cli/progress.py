@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from time import monotonic, time
 from typing import Any, Final, TypeAlias
@@ -14,8 +14,8 @@ import click
 
 from ..base import lazy
 from ..base.steps import is_folder, is_remote
-from ..base.text import cut, human_bytes
-from .render import clean, tell_part
+from ..base.text import human_bytes
+from .render import clean
 from .terminal import watched
 
 #: A function to call with the amount of work just done, or None without a progress bar.
@@ -95,35 +95,6 @@ def work_size(path: str) -> int:
 
 
 @contextmanager
-def note(text: str, wanted: bool = True) -> Iterator[None]:
-    """Show a clean text on stderr, if that is a terminal, until the work is done."""
-    if not wanted or not watched():
-        yield
-        return
-    width = 0
-    with suppress(OSError):
-        width = os.get_terminal_size(sys.stderr.fileno()).columns
-    # A line that wraps could not be erased.
-    tell_part(cut(text, (width or 80) - 1))
-    try:
-        yield
-    finally:
-        tell_part("\r\x1b[K")
-
-
-@contextmanager
-def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
-    """Show how many of ``total`` bytes this process has read, for a reader without callbacks. Works only on Linux."""
-    with _bar(total, label, wanted and _bytes_read() is not None, "bytes") as update:
-        if update is None:
-            yield
-            return
-        before = _bytes_read() or 0
-        with _watching(lambda: (_bytes_read() or 0) - before, update, total):
-            yield
-
-
-@contextmanager
 def _watching(count: Callable[[], int], update: Callable[[int], None], total: int) -> Iterator[None]:
     """Move a bar to ``count()`` from time to time. It reaches ``total`` only at the end; below 0 it is unknown."""
     from threading import Event, Thread  # most commands need none
@@ -152,18 +123,6 @@ def _watching(count: Callable[[], int], update: Callable[[int], None], total: in
     finally:
         ended.set()
         thread.join()
-
-
-def _bytes_read() -> int | None:
-    """Return the bytes that this process has read, remote ones included, or None if unknown.
-
-    https://man7.org/linux/man-pages/man5/proc_pid_io.5.html
-    """
-    try:
-        with open("/proc/self/io", encoding="ascii") as lines:
-            return int(lines.readline().removeprefix("rchar:")) + _bytes_arrived()
-    except (OSError, ValueError):
-        return None
 
 
 def _bytes_arrived() -> int:

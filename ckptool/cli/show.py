@@ -36,7 +36,6 @@ from .options import (
     sort_option,
     unmatched_lines,
 )
-from .progress import reading_bar
 from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
 from .terminal import bar, judged, on_terminal, painted, wrapped
 
@@ -91,9 +90,8 @@ def inspect(
         first = list(islice(files, 2))
         files = chain(first, files)
         overview = len(first) > 1 and not all(names_one_file([path]) for path in inputs.paths)
-    own_bar = working.alone
     style = OVERVIEW if overview else style
-    work = partial(_inspected, location=mapped, load=load, own_bar=own_bar, style=style)
+    work = partial(_inspected, location=mapped, load=load, style=style)
     label = "reading" if (style == "json" or not on_terminal()) else ""
     if style == OVERVIEW:
         from ..reports.summary import OVERVIEW_COLUMNS
@@ -106,7 +104,7 @@ def inspect(
     return run(each, inputs, files, working, bar=label, spaced=True)
 
 
-def _inspected(path: str, *, location: MapLocation, load: bool, own_bar: bool, style: str) -> Answer:
+def _inspected(path: str, *, location: MapLocation, load: bool, style: str) -> Answer:
     from ..reports.inspection import inspection
     from ..reports.summary import overview_row
 
@@ -117,8 +115,7 @@ def _inspected(path: str, *, location: MapLocation, load: bool, own_bar: bool, s
     if load:
         from ..reports.loads import load_report
 
-        with reading_bar(report["bytes"], "loading", own_bar):
-            report["load"] = load_report(path, location)
+        report["load"] = load_report(path, location)
         code = 0 if report["load"]["ok"] else 1
     verdict = FileVerdict(path, "inspected", code)
     if style in JSON:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,47 +342,6 @@ def test_a_list_is_shortened_unless_verbose(tmp_path: Path, capsys: pytest.Captu
     for more, shown in (([], 20), (["-v"], 29)):
         run(["diff", str(a), str(b), *more])
         assert capsys.readouterr().out.count("float32") == shown
-
-
-#: Runs the command, and writes a mark to stdout when torch is first looked for.
-MARKED = """
-import os, sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            os.write(1, b"<torch>")
-sys.meta_path.insert(0, Finder())
-from ckptool.cli.main import main
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "early"),
-    [
-        ({}, [], ["they differ: 3 of 5 tensors differ"]),
-        ({"e": 6, "n": torch.ones(9)}, ["--sort", "name"], ["they differ: ", "only in B:", "  n  ", "  e: 5"]),
-        ({"y": torch.ones(4, dtype=torch.float16)}, [], ["they differ: 4 of 5 tensors", "  y  dtype: "]),
-        ({}, ["--format", "json"], []),
-        ({}, ["--rtol", "1e-3"], []),
-        ({"y": torch.ones(4, dtype=torch.float16)}, ["--ignore", "dtype"], []),
-    ],
-)
-def test_the_verdict_is_printed_before_torch_is_imported(
-    changes: dict[str, Any], options: list[str], early: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {"e": 5, "y": torch.ones(4), "z": torch.ones(3), **{f"w{n}": torch.ones(4) for n in range(3)}}
-    a = saved(tmp_path / "a.pth", values)
-    b = saved(tmp_path / "b.pth", {**values, **{f"w{n}": torch.ones(4) * (n + 2) for n in range(3)}, **changes})
-    done = subprocess.run(
-        [sys.executable, "-c", MARKED, "diff", str(a), str(b), *options], capture_output=True, text=True, check=False
-    )
-    before, mark, after = done.stdout.partition("<torch>")
-    assert mark and done.returncode == 1 and bool(before) == bool(early)
-    assert all(text in before for text in early)
-    assert "|a-b|" not in before
-    run(["diff", str(a), str(b), *options])
-    assert before + after == capsys.readouterr().out
 
 
 def test_the_fixture_and_its_cast(out: Path) -> None:

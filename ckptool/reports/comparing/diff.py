@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from ...base.errors import TargetError
@@ -151,16 +151,14 @@ def diff_report(
     count: bool = True,
     sort: str = "max",
     progress: Progress | None = None,
-    before_distances: Callable[[DiffReport], None] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
     ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
     torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
-    counted, and distances are not measured. If distances remain to be measured after the verdict, ``before_distances``
-    is called with the report without them; its ``values`` name the tensors. Raise TargetError for an unknown word or
-    key, or a pattern that matches in neither, MalformedError if bytes are missing, and UnreadableError if torch is not
-    installed but needed for the verdict. If torch is needed only for figures, ``not_measured`` says so.
+    counted, and distances are not measured. Raise TargetError for an unknown word or key, or a pattern that matches in
+    neither, MalformedError if bytes are missing, and UnreadableError if torch is not installed but needed for the
+    verdict. If torch is needed only for figures, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -236,8 +234,6 @@ def diff_report(
     }
     if "values" in words:
         return _judged(report)
-    if before_distances is not None and comparison.wanted and comparison.is_decided:
-        before_distances(_judged(_with_values(report, graphs, comparison, altered, "file")))
     comparison.measure_distances()
     check_unchanged([*a.sources, *b.sources])
     return _judged(_with_values(report, graphs, comparison, altered, sort))

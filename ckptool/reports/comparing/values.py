@@ -236,11 +236,6 @@ class ValueComparison:
         differing = [number for number, bits in enumerate(self.bits) if bits.first >= 0]
         self.wanted = [number for number in differing if self.measure or self.judges(number)]
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether bits alone decide which tensors differ, after ``compare``."""
-        return self.tolerance is None and not self.mixed
-
     def differing(self) -> set[int]:
         """Return the numbers of the pairs of tensors that have ``differences``, or might have some."""
         return {number for number, jobs in enumerate(self.jobs) if any(self.bits[job].first >= 0 for _, job in jobs)}
