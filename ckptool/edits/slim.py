@@ -12,7 +12,6 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor, used_storages
-from ..checkpoint.programs import program_of
 from ..checkpoint.selection import dotted
 from ..checkpoint.tensors import Storage, extent, is_contiguous, view_id
 from ..files.downloads import expect_reads
@@ -247,10 +246,6 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     >>> ckptool.repack("training.pth").changes[0].words
     'rewritten in the layout of torch.save'
     """
-    if program_of(checkpoint) is not None:
-        # The program's code refers to records by name, so all of them are kept.
-        change = Change("repack", "", 1, 0, "rewritten in the layout of torch")
-        return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)
     deflated = sum((body := checkpoint.body(key)) is not None and body.compressed for key in used)
     notes = [f"{pluralize(deflated, 'deflated storage')} inflated"] if deflated else []

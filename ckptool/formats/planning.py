@@ -62,8 +62,6 @@ def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
 def promise_in_place(checkpoint: Checkpoint) -> Promise:
     """Return what the file must hold after an in-place edit."""
     container = checkpoint.container
-    if program_of(checkpoint) is not None:
-        return _tolerating(lazy.module("formats.programs.writer").promise(checkpoint), checkpoint)
     gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
     dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
     return _tolerating(repickled.promise(checkpoint), checkpoint)._replace(dropped=frozenset(dropped))
@@ -354,8 +352,9 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         raise RefusedError(what, path=checkpoint.path, next=advice("write it with ", OUTPUT))
     program = program_of(checkpoint)
     if program is not None:
-        appending, exact = lazy.module("formats.programs.writer").append(checkpoint, edit, time)
-        return InPlace(appending, exact)
+        lazy.module("formats.programs.writer").editable(checkpoint)
+        what = f"{program.kind} is not edited in place"
+        raise RefusedError(what, path=checkpoint.path, next=advice("write it with ", OUTPUT))
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)

@@ -26,7 +26,7 @@ from ..base.records import TypedDict
 from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.programs import convert_step
+from ..checkpoint.programs import convert_step, program_of
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
@@ -322,7 +322,7 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     """Return the command that fixes failures and warnings, or ""."""
     damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
-    if errors and errors <= {DEFLATED, NO_INDEX}:
+    if errors and errors <= {DEFLATED, NO_INDEX} and program_of(checkpoint) is None:
         return edit_step("edit", checkpoint.path, word="clean", repack=True)
     if any(problem.ambiguous for problem in checkpoint.container.problems):
         return ""

@@ -58,7 +58,7 @@ class TorchScript(TorchZip, Program):
     deflates = True
     loader = "torch.jit.load"
     own_names = SCRIPT_NAMES
-    edits = frozenset(("remap", "repack"))
+    edits = frozenset(("remap",))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
         self.code = read_code(archive)

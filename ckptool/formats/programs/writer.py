@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
 from typing import Final
 
 from ...base.errors import RefusedError
 from ...base.steps import command
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.programs import NO_WEIGHTS, convert_step, program_of
-from ...files.sources import AppendPlan, Plan
-from ...files.zips.layout import plan_append, plan_rewrite
-from ...files.zips.reader import Archive
-from ...files.zips.writer import RecordContent, plan_archive
+from ...files.sources import Plan
+from ...files.zips.layout import plan_rewrite
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Ref, relocated
 from .. import repickled
@@ -22,7 +18,7 @@ from ..repickled import prove
 from .torchscript import ScriptPickle, TorchScript
 
 #: The edits that only change pickles. Everything else is also named by the code of the program.
-_TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
+_TAGS: Final = frozenset(("remap", "remap-objects", "device-string"))
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
@@ -30,37 +26,18 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
 
     Raises RefusedError for an edit of anything except location tags.
     """
-    container = _editable(checkpoint)
-    archive, (pickles, exact) = container.archive, _encoded(checkpoint, container)
-    if checkpoint.needs_relayout:
-        return plan_archive(_records(archive, pickles)), exact
-    return plan_rewrite(archive, pickles), exact
-
-
-def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordContent]:
-    """Yield every record in archive order, with the edited pickles; deflated records stay deflated."""
-    for record in archive.records:
-        data = pickles.get(record.name)
-        if data is not None:
-            yield RecordContent(record.name, data, zlib.crc32(data), len(data))
-        else:
-            yield RecordContent(record.name, archive.payload(record), record.crc, record.size, record.method != 0)
+    container = editable(checkpoint)
+    pickles, exact = _encoded(checkpoint, container)
+    return plan_rewrite(container.archive, pickles), exact
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
     """Promise the input with other pickles."""
-    pickles = {part.record.name: graph for part, graph in _edited_parts(checkpoint, _editable(checkpoint))}
+    pickles = {part.record.name: graph for part, graph in _edited_parts(checkpoint, editable(checkpoint))}
     return repickled.promise(checkpoint)._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
 
 
-def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[AppendPlan, bool]:
-    """Return the edited pickles as a version appended to the file, and whether the unedited ones are byte-exact."""
-    container = _editable(checkpoint)
-    pickles, exact = _encoded(checkpoint, container)
-    return plan_append(container.archive, pickles, set(), edit, time), exact
-
-
-def _editable(checkpoint: Checkpoint) -> TorchScript:
+def editable(checkpoint: Checkpoint) -> TorchScript:
     """Return the container of a program with only tags edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
@@ -71,10 +48,9 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
         step = f"{NO_WEIGHTS} that could be taken out: " + command("inspect", checkpoint.path)
     if not isinstance(container, TorchScript):
         raise RefusedError(f"{program.kind} is read-only in ckptool", path=checkpoint.path, next=step)
-    repacked = any(change.edit == "repack" for change in checkpoint.changes)
     if (
         any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
-        or (checkpoint.needs_relayout and not repacked)
+        or checkpoint.needs_relayout
         or checkpoint.added
         or checkpoint.others
         or not _keeps_state_dict(checkpoint.graph, container)

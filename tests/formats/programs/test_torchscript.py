@@ -196,18 +196,12 @@ def test_every_pickle_is_written_again_byte_for_byte(maker: Maker, mobile: bool,
 
 @every
 @pytest.mark.parametrize("mobile", [False, True], ids=["script", "mobile"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
-def test_tags_there_and_back(maker: Maker, mobile: bool, in_place: bool, tmp_path: Path) -> None:
+def test_tags_there_and_back(maker: Maker, mobile: bool, tmp_path: Path) -> None:
     path, away, back = make(maker, tmp_path / "m.pt", mobile), tmp_path / "away.pt", tmp_path / "back.pt"
     original = path.read_bytes()
     for source, devices, out in ((path, {"cpu": "cuda:1"}, away), (away, {"cuda:1": "cpu"}, back)):
-        if in_place:
-            out.write_bytes(source.read_bytes())
-            with ckptool.open(out) as checkpoint:
-                ckptool.save_in_place(ckptool.remap(checkpoint, devices))
-        else:
-            with ckptool.open(source) as checkpoint:
-                ckptool.save(ckptool.remap(checkpoint, devices), out)
+        with ckptool.open(source) as checkpoint:
+            ckptool.save(ckptool.remap(checkpoint, devices), out)
         assert tags(out) in ([next(iter(devices.values()))], [])
     expected = loaded(path)
     for file in (away, back):
@@ -231,19 +225,6 @@ def assert_same_program(path: Path, other: Path) -> None:
         if data != right[name]:
             assert name.endswith(".pkl")
             assert difference(decode(data).graph, decode(right[name]).graph, texts_by_value=True) == ""
-
-
-@every
-def test_in_place_and_back(maker: Maker, tmp_path: Path) -> None:
-    path = make(maker, tmp_path / "m.pt")
-    original = path.read_bytes()
-    assert say("remap", path, "--map", "cpu=cuda:0", "--in-place").code == 0
-    assert say("edit", path, "--repack", "-o", tmp_path / "clean.pt").code == 0
-    assert tags(tmp_path / "clean.pt") == tags(path) and b"cuda:0" in b"".join(records(path).values())
-    assert records(tmp_path / "clean.pt") == records(path)
-    found = loaded(tmp_path / "clean.pt", map_location="cpu").state_dict()
-    assert say("undo", path).code == 0 and path.read_bytes() == original
-    assert all(torch.equal(found[name], tensor) for name, tensor in loaded(path).state_dict().items())
 
 
 def test_constants_are_remapped(tmp_path: Path) -> None:
@@ -624,10 +605,9 @@ def test_storage_ids_of_six_values(tmp_path: Path) -> None:
     assert validation_report(str(six))["valid"]
     ckptool.save(ckptool.convert(str(six), "torch", allow_loss=["entries"]), out)
     assert same(torch.load(out, weights_only=True), expected)
-    for number, edit in enumerate((ckptool.repack, lambda path: ckptool.remap(path, {"cpu": "cuda:0"}))):
-        edited = tmp_path / f"{number}.pt"
-        ckptool.save(edit(str(six)), edited)
-        assert same(torch.jit.load(edited, map_location="cpu").state_dict(), expected)
+    edited = tmp_path / "edited.pt"
+    ckptool.save(ckptool.remap(str(six), {"cpu": "cuda:0"}), edited)
+    assert same(torch.jit.load(edited, map_location="cpu").state_dict(), expected)
 
 
 def test_salvage_is_not_advised_for_a_damaged_program(tmp_path: Path) -> None:
