@@ -87,7 +87,6 @@ def lock(
             bar="" if quiet else "locking",
             errors=ErrorLog(KEPT),
             finish=Totals.code if rows else partial(_end_lock, output, force, quiet, working),
-            options={"content": content},
         )
     (path,) = inputs.paths
     with progress_bar(work_size(path) if content and watched() else 0, "hashing", not quiet) as progress:
@@ -198,7 +197,6 @@ def hash_command(
         inputs,
         inputs.checkpoints(),
         working,
-        options={"key": key, "include": only.include, "exclude": only.exclude, "no_values": no_values},
     )
 
 

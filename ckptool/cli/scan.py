@@ -91,7 +91,6 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
         bar="scanning" if (style != "table" or not on_terminal()) else "",
         errors=ErrorLog(KEPT),
         finish=partial(_end, inputs, version, style, verbose),
-        options={"torch": version},
     )
 
 

@@ -180,13 +180,6 @@ def validate(
             bar="" if on_terminal() else label,
             errors=ErrorLog(KEPT),
             finish=partial(_end, inputs, how, summary),
-            options={
-                **options,
-                "quick": quick,
-                "policy": [policies.path, policy_file or ""],
-                "roots": locks and inputs.paths,
-            },
-            option_files=[*filter(None, (policies.path, policy_file)), *locks],
         )
 
 
@@ -224,7 +217,7 @@ def _with_missing(files: Iterable[str | UnreadableError], policy: Policy, how: _
         from ..reports.comparing.lock import read_lock
 
         for path in read_lock(lock).missing(seen, policy.roots):
-            yield Precomputed(_answer(missing_report(path, policy), how)._replace(stamp=None))
+            yield Precomputed(_answer(missing_report(path, policy), how)._replace(has_row=False))
 
 
 class _How(NamedTuple):

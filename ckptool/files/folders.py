@@ -83,13 +83,6 @@ class Folder:
             yield folder, folders, [name for name in names if folder.size(name) is not None]
             work += map(folder.inner, reversed(folders))
 
-    def mark(self) -> tuple[int, int, int]:
-        """Return numbers that change if a file in it or in its folders changes.
-
-        They are the total size in bytes, the latest modification time in ns, and a digest of 64 bits.
-        """
-        raise NotImplementedError
-
     def join(self, *names: str) -> str:
         """Return the path of a file or folder in it."""
         return os.path.join(self.path, *names)
@@ -145,22 +138,6 @@ class LocalFolder(Folder):
 
         for root, folders, files in os.walk(self.path, onerror=failed):
             yield LocalFolder(root), folders, files
-
-    def mark(self) -> tuple[int, int, int]:
-        from hashlib import sha256  # imported late: loads OpenSSL
-
-        size = latest = 0
-        digest = sha256()
-        for inner, folders, files in self.walk():
-            folders.sort()
-            for name in sorted(files):
-                status = os.stat(inner.join(name))
-                size += status.st_size
-                latest = max(latest, status.st_mtime_ns)
-                path = os.path.relpath(inner.join(name), self.path)
-                facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
-                digest.update(repr(facts).encode("ascii"))
-        return size, latest, int.from_bytes(digest.digest()[:8], "big")
 
 
 def open_folder(path: str) -> Folder:

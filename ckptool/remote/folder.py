@@ -207,13 +207,6 @@ class RemoteFolder(Folder):
     def name(self) -> str:
         return addresses.name(self._address)
 
-    def mark(self) -> tuple[int, int, int]:
-        """Return the total size in bytes, 0, and a digest of names, sizes and ETags."""
-        from hashlib import sha256  # imported late: loads OpenSSL
-
-        digest = sha256(repr(sorted(self.files.items())).encode("utf-8", "surrogateescape")).digest()
-        return sum(facts.size for facts in self.files.values()), 0, int.from_bytes(digest[:8], "big")
-
     def join(self, *names: str) -> str:
         return conceal(addresses.join(self._address, *names))
 

@@ -196,10 +196,6 @@ def test_a_local_folder(tmp_path: Path) -> None:
     memory = MemoryFolder(str(tmp_path), _files(tmp_path))
     assert {place.path: (set(names), set(files)) for place, names, files in memory.walk()} == walked
     assert not list(memory.inner("none").walk(closed)) and len(closed) == 2
-    before = folder.mark()
-    assert before == open_folder(str(tmp_path)).mark() and before[0] == 5
-    (tmp_path / "data" / "0").write_bytes(b"abcd")
-    assert folder.mark() != before
 
 
 def test_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
@@ -19,12 +19,9 @@ from ...base.text import pluralize, shown
 from ...reports.file_rows import (
     PASSED_OVER,
     UNREADABLE,
-    FileStamp,
     FileVerdict,
     file_row,
-    options_digest,
-    settled,
-    stamp_of,
+    size_of,
 )
 from ..options import Workers, worst
 from ..render import emit, failure, flush, say_error, tell, to_json
@@ -49,8 +46,7 @@ class Answer(NamedTuple):
 
     ``text`` is for stdout, ``rows`` for a table of all files, ``remarks`` are lines for stderr. ``parts`` are the
     verdicts to count, if there is not just one; ``level`` is the gravest level of the findings, ``size`` counts bytes.
-    ``data`` is kept for the end of the command. ``stamp`` describes the file before it was read; it is None for what
-    has no row.
+    ``data`` is kept for the end of the command. ``has_row`` is False for what is no file.
     """
 
     verdict: FileVerdict
@@ -62,7 +58,7 @@ class Answer(NamedTuple):
     level: str = ""
     size: int = 0
     data: Any = None
-    stamp: FileStamp | None = FileStamp()
+    has_row: bool = True
 
 
 #: A file to answer for, or in its place an error or a known answer.
@@ -114,7 +110,7 @@ class Totals:
     def add(self, answer: Answer) -> None:
         """Count an answer."""
         self.codes[answer.verdict.code] += 1
-        self.verdicts[answer.verdict.verdict] += answer.stamp is not None
+        self.verdicts[answer.verdict.verdict] += answer.has_row
         self.size += answer.size
         if answer.level:
             self.first.setdefault(answer.level, answer.verdict.path)
@@ -161,30 +157,26 @@ def run(
     errors: ErrorLog | None = None,
     spaced: bool = False,
     finish: Callable[[Totals], int] = Totals.code,
-    options: Mapping[str, Any] | None = None,
-    option_files: Iterable[str] = (),
 ) -> int:
     """Run a command on every file, write its answers, and return the exit code. Memory does not grow with the files.
 
     ``several`` makes JSON a list; by default, if the inputs may be more than one file. ``bar`` labels a progress bar
     that counts files. ``errors`` are written at once by default, ``spaced`` puts an empty line between texts. The
-    function ``finish`` writes what belongs at the end and returns the exit code. The verdicts depend on ``options``,
-    and on the ``option_files`` that options name.
+    function ``finish`` writes what belongs at the end and returns the exit code.
     """
     style = command.style
     if several is None:
         several = style == "json" and inputs.several  # no other format asks, and a folder takes time to recognise
     output = Output(style, several, command.columns, spaced)
     totals = Totals(errors or ErrorLog.beside(style, several))
-    stamped = style == ROWS
-    digest = options_digest(command.name, options or {}, option_files) if stamped else ""
+    in_rows = style == ROWS
     with ExitStack() as stack:
         files, step = stack.enter_context(inputs.counted(files, bar))
-        work = partial(_answer, command, stamped)
+        work = partial(_answer, command, in_rows)
         for answer in stack.enter_context(closing(answers(work, files, how, command.after))):
             totals.add(answer)
-            if stamped and answer.stamp is not None:
-                emit(to_json(file_row(command.name, __version__, digest, answer.stamp, answer.verdict), None))
+            if in_rows and answer.has_row:
+                emit(to_json(file_row(command.name, __version__, answer.verdict), None))
                 flush()
             for remark in answer.remarks:
                 totals.errors.add(remark)
@@ -196,7 +188,7 @@ def run(
     output.close()
     code = finish(totals)
     totals.errors.close()
-    if stamped or inputs.files_from is not None:
+    if in_rows or inputs.files_from is not None:
         _tell_totals(totals)
     if how.error is not None:
         say_error(how.error)
@@ -204,16 +196,16 @@ def run(
     return code
 
 
-def _answer(command: FileCommand, stamped: bool, path: str) -> Answer:
-    """Return the answer of a command for a file; if ``stamped``, with the stamp that the file had before."""
-    stamp = settled(stamp_of(path)) if stamped else FileStamp()
+def _answer(command: FileCommand, in_rows: bool, path: str) -> Answer:
+    """Return the answer of a command for a file; if ``in_rows``, with the size that the file had before."""
+    size = size_of(path) if in_rows else -1
     try:
         answer = command.work(path)
     except CkptoolError as error:
         if command.aborts:
             raise
         answer = command.after(path, error)
-    return answer._replace(stamp=stamp)
+    return answer._replace(verdict=answer.verdict._replace(size=size)) if in_rows else answer
 
 
 def _tell_totals(totals: Totals) -> None:
