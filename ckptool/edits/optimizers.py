@@ -182,12 +182,11 @@ def _set_list(editor: GraphEditor, ref: Ref, parts: Sequence[Ref]) -> None:
 class Owner(NamedTuple):
     """A state dict that an optimizer may belong to.
 
-    ``keys`` has the keys of each parameter, by its id. Tied parameters have several keys; the first one counts.
-    ``sure`` says that names prove the match, not only the order.
+    ``keys`` has the key of each parameter, by its id. ``sure`` says that names prove the match, not only the order.
     """
 
     state_dict: StateDict
-    keys: dict[Node, tuple[str, ...]]
+    keys: dict[Node, str]
     sure: bool
 
 
@@ -200,35 +199,33 @@ def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
     owners: dict[Ref, tuple[StateDict, str]] = {}
     for optimizer in optimizers(graph):
         found = [_owner(checkpoint, optimizer, item) for item in checkpoint.state_dicts if item.confidence == "high"]
-        known = [owner for owner in found if isinstance(owner, Owner)]
+        known = [owner for owner in found if owner is not None]
         likely = [owner for owner in known if owner.sure] or known
         if len(likely) == 1:
             keys = likely[0].keys
             for key, value in mapping(graph, optimizer.state) or ():
-                if names := keys.get(graph.nodes[key]):
-                    owners[value] = likely[0].state_dict, names[0]
+                if name := keys.get(graph.nodes[key]):
+                    owners[value] = likely[0].state_dict, name
     return owners
 
 
-def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | str:
-    """Match the optimizer's parameters with the keys of a state dict; return the reason if that is impossible."""
+def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | None:
+    """Match the optimizer's parameters with the keys of a state dict; return None if that is impossible."""
     graph = checkpoint.graph
     ids = [node for group in optimizer.groups for node in _values(graph, group.params)]
     names = [node for group in optimizer.groups if group.names >= 0 for node in _values(graph, group.names)]
     if all(type(param) is str for param in ids):
         names = ids
-    tied = tied_keys(checkpoint, state_dict)
-    if len(names) == len(ids) and set(names) <= tied.keys():
-        keys = {param: (str(name), *(k for k in tied[str(name)] if k != name)) for param, name in zip(ids, names)}
-        return Owner(state_dict, keys, True)
+    if len(names) == len(ids) and set(names) <= {graph.nodes[key] for key, _ in state_dict.items}:
+        return Owner(state_dict, {param: str(name) for param, name in zip(ids, names)}, True)
     if len(optimizer.groups) != 1:
-        return f"it has {len(optimizer.groups)} groups of parameters and no names"
+        return None
     shapes = _state_shapes(checkpoint, optimizer)
     for parameters in _parameters(checkpoint, state_dict):
         pairs = list(zip(ids, parameters))
         if len(parameters) == len(ids) and all(shape in shapes.get(param, (shape,)) for param, (_, shape) in pairs):
-            return Owner(state_dict, {param: tied[name] for param, (name, _) in pairs}, False)
-    return f"it has {pluralize(len(ids), 'parameter')} without names, which do not fit the keys in their order"
+            return Owner(state_dict, {param: name for param, (name, _) in pairs}, False)
+    return None
 
 
 def tied_keys(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
