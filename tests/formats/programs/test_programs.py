@@ -271,7 +271,8 @@ def test_a_state_dict_that_lacks_tensors_is_not_suggested(tmp_path: Path) -> Non
         path = packed(tmp_path / f"{name}.pt", state={"w": torch.ones(2)}, **pickles)
         for words in (["inspect", path], ["convert", path, "-o", tmp_path / "w.pth"]):
             said = say(*words)
-            assert ("ckptool convert" in said.all) == (name == "plain"), said.all
+            suggested = "ckptool convert" in said.all or "--allow-loss entries" in said.all
+            assert suggested == (name == "plain"), said.all
             assert ("would lack 2 storages that only its own code uses" in said.all) == (name == "traced"), said.all
 
 
