@@ -32,7 +32,7 @@ SHARED: Final[Headings] = (
         ),
     ),
 )
-#: Options that only ``--help-all`` and the manual pages describe.
+#: Options that only ``--help-all`` describes.
 RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--metadata", "--update-config", "--follow-links"),
