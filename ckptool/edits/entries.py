@@ -77,10 +77,11 @@ def drop(
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
-    patterns, only = _patterns(checkpoint, globs), dotted(Globs(include, exclude), checkpoint)
-    # A path with brackets, such as lr_schedulers[0], would be a pattern for other names.
-    paths = [glob for glob in patterns if is_pattern(glob) and key is None and is_entry(checkpoint, glob)]
-    patterns = {glob: pattern for glob, pattern in patterns.items() if glob not in paths}
+    only, named = dotted(Globs(include, exclude), checkpoint), [globs] if isinstance(globs, str) else globs
+    # The path of an entry may look like a pattern for other names, or like one that has no meaning.
+    odd = [glob for glob in named if key is None and (is_pattern(glob) or not _is_glob(glob))]
+    paths = [glob for glob in odd if is_entry(checkpoint, glob)]
+    patterns = _patterns(checkpoint, [glob for glob in named if glob not in paths])
     matched = dict.fromkeys(patterns, 0)
 
     def goes(name: str, path: str) -> bool:
@@ -107,6 +108,13 @@ def is_entry(checkpoint: Checkpoint, path: str) -> bool:
         found = lookup(checkpoint, path)
         place = slot(checkpoint, found.path) if found.path else None
         return place is not None and place.number >= 0
+    return False
+
+
+def _is_glob(text: str) -> bool:
+    with suppress(TargetError):
+        Globs([text])
+        return True
     return False
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..base.errors import (
     CkptoolError,
@@ -30,6 +30,8 @@ from .zip_kinds import kind_of
 if TYPE_CHECKING:
     from ..files.folders import Folder
 
+Answer = TypeVar("Answer")
+
 #: Kinds of complete files that are not torch checkpoints, even if named like one, in addition to ``FOREIGN_KINDS``.
 _OTHERS: Final = frozenset(("mobile-flatbuffer", "executorch"))
 #: Archives whose members may be checkpoints.
@@ -42,6 +44,8 @@ _SPEECHBRAIN: Final = "CKPT.yaml"
 _EXAMINED: Final = 200
 #: The most checkpoints of one archive that are checked: finding each takes a scan of all members.
 _MEMBERS: Final = 100
+#: The most files of a folder that are opened to look for weights.
+_OPENED: Final = 8
 #: The most foreign files that are named for a folder without a checkpoint.
 _NAMED: Final = 3
 
@@ -426,7 +430,8 @@ def explain_directory(path: str) -> UnreadableError:
     folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
     beside = {name for name, _ in side_files(checkpoints)}
     checkpoints.sort(key=lambda name: name in beside)
-    first = next((name for name in checkpoints if name not in beside), "")
+    weights = (name for name in checkpoints[:_OPENED] if _holds_weights(os.path.join(path, name)))
+    first = next(weights, "") if folders or checkpoints[1:] else ""
     if folders and not first:
         pipeline = "model_index.json" in names
         what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
@@ -447,16 +452,31 @@ def explain_directory(path: str) -> UnreadableError:
     return UnreadableError(what, path=path, next=step)
 
 
+def _holds_weights(path: str) -> bool:
+    """Return whether a file surely has a state dict with weights; the state of a random generator has only bytes."""
+
+    def weighs(checkpoint: Checkpoint) -> bool:
+        sure = [item.path for item in checkpoint.state_dicts if item.confidence == "high"]
+        return any("float" in entry.tensor.dtype for entry in checkpoint.survey.tensors_in(sure))
+
+    return _said_by(path, weighs, False)
+
+
 def _part_message(path: str) -> str:
     """Return the message that a file is part of a larger checkpoint, or "" if it is whole or unreadable."""
     from .rank_part import part_of
 
+    part = _said_by(path, part_of, None)
+    return part.message if part is not None else ""
+
+
+def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
+    """Return ``ask(checkpoint)`` for the checkpoint in a file, or ``otherwise`` if it cannot be read."""
     try:
         with closing(open_any(path)) as source:
-            part = part_of(Checkpoint.of(path, source, read_container(source)))
+            return ask(Checkpoint.of(path, source, read_container(source)))
     except CkptoolError:
-        return ""
-    return part.message if part is not None else ""
+        return otherwise
 
 
 def _folders_in(path: str) -> Iterator[Candidate]:

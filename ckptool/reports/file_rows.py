@@ -18,7 +18,7 @@ PASSED_OVER: Final = "skipped"
 class FileRow(TypedDict):
     """A row of ``--format rows``, schema ``ckptool.file/1``.
 
-    There is no null: an unknown number is -1, an unknown text "". ``size`` is that of a local file before it was read;
+    No value is null: an unknown number is -1, an unknown text "". ``size`` is the size of a local file before reading;
     it is -1 for a folder or a remote file. ``code`` is the exit code for this file alone.
     """
 

@@ -88,7 +88,7 @@ def test_every_tensor_has_a_path_of_its_own(tmp_path: Path, keys: list[Any], pro
             assert ckptool.keys(path, key=entry.path, all=True)["listed"] == 1
             assert parse_steps("".join(step.step for step in parse_steps(entry.path)).lstrip("."))
             assert len(ckptool.extract(checkpoint, entry.path).survey.tensors) == 1
-            assert len(ckptool.unset(checkpoint, entry.path).survey.tensors) == len(entries) - 1
+            assert len(ckptool.drop(checkpoint, entry.path).survey.tensors) == len(entries) - 1
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))

@@ -52,7 +52,7 @@ def failed(report: dict[str, Any]) -> list[str]:
 #: A fixture, what a policy expects, and the settings of the command that makes it so.
 REMEDIES = [
     ("ddp4_training.pth", {"layout": "bare"}, "--extract state_dict --to cpu"),
-    ("bare.pth", {"layout": "wrapped"}, "wrap state_dict"),
+    ("bare.pth", {"layout": "wrapped"}, "--wrap state_dict"),
     ("model.safetensors", {"layout": "wrapped", "device": "cuda:0"}, "--wrap state_dict --to cuda:0 --include-cpu"),
     ("dcp4", {"device": "cuda:*"}, "--to cuda:0 --include-cpu"),
     ("module_twice.pth", {"prefix": "none"}, "strip-module --wrappers"),

@@ -93,7 +93,7 @@ CALLS = (
     ("validate", "--format", "junit"),
     ("validate", "--format", "sarif"),
     ("inspect",),
-    ("get", "."),
+    ("get",),
     ("keys",),
     ("keys", "--names"),
     ("keys", "--format", "markdown"),
@@ -108,7 +108,7 @@ def test_no_name_acts_on_the_terminal(kind: str, tmp_path: Path) -> None:
         path = tmp_path / f"{place}.pth"
         path.write_bytes(data)
         for arguments in CALLS:
-            said = say(*arguments, path)
+            said = say(*arguments, path, *["."] * (arguments == ("get",)))
             assert said.code in (0, 1, 3, 4), (place, arguments, said)
             assert (place, arguments, acting(said.all)) == (place, arguments, "")
 
@@ -149,7 +149,7 @@ def test_the_name_of_the_file_itself_is_cleaned(tmp_path: Path) -> None:
     path = tmp_path / "a\x1b[2J\nb\u202e.pth"
     path.write_bytes(plain({"module.w": TENSOR}))
     for arguments in (*CALLS, ("validate", "--format", "json")):
-        said = say(*arguments, path)
+        said = say(*arguments, path, *["."] * (arguments == ("get",)))
         assert said.code in (0, 1), said
         assert acting(said.all) == "", arguments
 

@@ -459,7 +459,7 @@ def test_a_recipe_does_not_rearrange_or_part_the_tensors(name: str, tmp_path: Pa
         recipe = tmp_path / f"{part}.toml"
         text = f'rest = "keep"\n{RECIPE}'.format(end=end, axes=", ".join(axes), turned=", ".join(shape))
         recipe.write_text(text)
-        said = say("edit", path, "--recipe", recipe, "-o", out)
+        said = say("convert", path, "--recipe", recipe, "-o", out)
         assert said.code and not out.exists() and "quantized" in said.all, said.all
     renamed = say("rename", path, "--rename", "model.layers.*=blocks.*", "-o", out)
     assert renamed.code == 0

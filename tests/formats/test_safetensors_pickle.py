@@ -76,7 +76,7 @@ def test_one_that_ends_in_a_zip_archive_is_both(tmp_path: Path) -> None:
     assert any("a zip archive at once" in check["message"] for check in report["checks"])
     assert ckptool.scan(path)["verdict"] == "unknown"
     assert ckptool.validate(plain)["status"] == "valid"
-    assert ckptool.scan(plain)["verdict"] == "weights-only"
+    assert ckptool.scan(plain)["verdict"] == "unknown"  # the archive in the tensor is cut
 
 
 def headed(size: int, nbytes: int, name: str = "w", dtype: str = "U8") -> bytes:

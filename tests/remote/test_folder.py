@@ -181,16 +181,6 @@ def test_a_shard_that_fails_does_not_fail_the_others(server: Server) -> None:
     assert caught.value.path == "s3://bucket/run/model-00005-of-00008.safetensors"
 
 
-def test_the_mark_changes_with_any_file(server: Server) -> None:
-    mark = folder(server).mark()
-    assert mark == folder(server).mark()
-    assert mark[0] == sum(map(len, FILES.values()))
-    server.put("bucket", "run/config.json", b"[]")
-    changed = folder(server).mark()
-    server.put("bucket", "run/new", b"")
-    assert len({mark, changed, folder(server).mark()}) == 3
-
-
 def test_a_file_that_is_replaced_after_the_listing(server: Server) -> None:
     found = folder(server)
     found.names()

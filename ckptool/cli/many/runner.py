@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
     ``text`` is for stdout, ``rows`` for a table of all files, ``remarks`` are lines for stderr. ``parts`` are the
     verdicts to count, if there is not just one; ``level`` is the gravest level of the findings, ``size`` counts bytes.
-    ``data`` is kept for the end of the command. ``has_row`` is False for what is no file.
+    ``data`` is kept for the end of the command. ``has_row`` is False unless the input is a file.
     """
 
     verdict: FileVerdict

@@ -160,7 +160,7 @@ def test_a_rank_without_a_file_is_named(
         assert f"{cut.world} ranks saved it, and rank" in message
     for rank in left:
         alone = say("validate", folder / pattern.format(rank))
-        assert alone.code == 1 and "the other shards are in the files of rank" in alone.out
+        assert alone.code == 1 and "not found beside it" in alone.out
         assert "ckptool" not in alone.out.splitlines()[-1]  # no command makes a part whole
 
 
