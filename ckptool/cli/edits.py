@@ -190,7 +190,7 @@ def step_option(name: str, multiple: bool = True) -> Callable[[Command], Command
     kind, parameter = STEPS[name]
     variable = name.replace("-", "_")
     step = (parameter or Parameter(variable))._replace(name=variable, argument=False)
-    metavar = step.metavar.removesuffix("...")
+    metavar = step.metavar.removesuffix("...").removesuffix(",")
     step = step._replace(metavar=metavar.strip("[]") if metavar.startswith("[") else metavar)
     return _added(step, name, step.help or kind.title, multiple=multiple)
 
@@ -306,8 +306,8 @@ def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any)
     """Apply several edits in one pass over the file, in the order given.
 
     --key, --include and --exclude apply to the edits after them, until given again; --key '*' is all. The file is
-    written once, at the end, in the format that its name or --to-format says; the last --key is then the state dict to
-    write where the format holds one.
+    written once, at the end, in the format of -o or --to-format. If that format holds one state dict, the last --key
+    names it.
     """
     names = {*_APPLY, *_MODIFY, "key", "include", "exclude"}
     # A modifier may stand before or after its edit, so all modifiers are moved to the front.

@@ -42,7 +42,7 @@ Examples:
 @click.argument("path", metavar="[FILE]", type=InputPath(), required=False, default="")
 @format_option()
 def explain(text: str, path: str, style: str) -> int:
-    """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
+    """Explain an error of PyTorch, safetensors or transformers: why it occurs, and the command that helps.
 
     MESSAGE is the text of the error, a log file, or - for standard input. Without MESSAGE, a pipe into ckptool is read;
     in a loop that reads a list from it, add < /dev/null.

@@ -64,7 +64,7 @@ def report(
 ) -> None:
     """Write a page that a browser opens: what a checkpoint is, what to do, its bytes and numbers, and what B changed.
 
-    Of values it shows what stats prints, which needs torch; without torch, or with --no-values, a page without them.
+    Of values it shows what stats prints, which needs torch; without torch, or with --no-values, the page has none.
     With B it shows what diff prints, and tensors that have another name in B. --key and --include choose the tensors.
     """
     read = sum(os.path.getsize(path) for path in (a, b) if path is not None and os.path.isfile(path))

@@ -95,7 +95,7 @@ those above it, up to that with .git. One that is found can only add requirement
 @exclude_option
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect torch.load(weights_only=True) to take it.")
-@click.option("--safe", is_flag=True, help="Expect that scan finds nothing unknown.")
+@click.option("--safe", is_flag=True, help="Expect the verdict weights-only of scan.")
 @click.option(
     "--torch",
     metavar="VERSION",

@@ -293,7 +293,7 @@ def _rename_keys(
             if state_dict.metadata >= 0:
                 _rename_metadata(editor, state_dict.metadata, _module_rename(rename, only, names, chosen), pairs)
         elif shared := common_prefix(names):
-            notes += (f"they begin with {shared!r}",)
+            notes += (f"the keys begin with {shared!r}",)
         changes.append(Change(edit, state_dict.path, count, len(names) - count, words[not count], notes))
     others = [item for item in selected(checkpoint, None) if item not in chosen_dicts]
     changes += renamed_parameters(checkpoint, editor, new_names, others)

@@ -69,7 +69,14 @@ def applied(checkpoint: Checkpoint, edits: Iterable[Call]) -> Checkpoint:
 
 
 def calls(steps: Iterable[Step]) -> list[Call]:
-    """Return the edits that the steps stand for; raise TargetError for an unknown step or an invalid text."""
+    """Return the edits that the steps stand for; raise TargetError for an unknown step or an invalid text.
+
+    Patterns to keep that follow each other with the same choice of keys are one edit.
+    """
+
+    def united(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments.items() if name != "globs"}
+
     found: list[Call] = []
     scope: dict[str, Any] = {"key": None, "include": (), "exclude": ()}
     given: dict[str, Any] = {}
@@ -94,6 +101,15 @@ def calls(steps: Iterable[Step]) -> list[Call]:
                     arguments |= each.parsed(given[each.spelled])
             if parameter is not None:
                 arguments |= parameter.parsed((value,) if parameter.many else value)
+            before = found[-1] if found else None
+            if (
+                kind.name == "keep"
+                and before
+                and before.edit == "keep"
+                and united(before.arguments) == united(arguments)
+            ):
+                # The second of two edits in a row would drop what the first one kept.
+                arguments["globs"] = (*found.pop().arguments["globs"], *arguments["globs"])
             found.append(Call(kind.name, arguments))
         else:
             raise TargetError(f"there is no edit {name!r}", next=command("edit", help=True))

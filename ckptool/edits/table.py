@@ -170,7 +170,7 @@ _EDITS: Final = (
     Edit(
         "keep",
         "entries.keep",
-        "Remove all other entries or keys.",
+        "Remove all other entries or keys; patterns are separated by commas.",
         (Parameter("globs", metavar="GLOB,...", step="keep", kind="keys", parse="entries.parse_globs"),),
     ),
     Edit(
@@ -198,7 +198,7 @@ _EDITS: Final = (
         summary="""Remove the prefix 'module.' from the keys of every state dict in the file.
 
         Keys without it, and everything else in the file, stay as they are, byte for byte. With --wrappers the segments
-        of wrappers are removed anywhere in the name, module only at the start and next to another wrapper.""",
+        of wrappers are removed anywhere in the name, 'module.' only at the start or next to another wrapper.""",
         examples="""ckptool strip-module model.pth -o plain.pth
         ckptool strip-module model.pth -o plain.pth --wrappers
         ckptool strip-module model.pth -o plain.pth --strip-prefix model. --key state_dict
@@ -455,8 +455,8 @@ _EDITS: Final = (
 
         The first input is the base, a file or a folder; the others are adapters: folders with adapter_config.json and
         adapter_model.safetensors or .bin, or LoRAs of kohya and diffusers. LoRA (also rsLoRA, DoRA, patterns,
-        embeddings, convolutions, experts, modules_to_save, trained tokens), AdaLoRA, LoHa and IA3 are merged, with the
-        values of PEFT's merge_and_unload(). Only changed weights are computed; everything else is copied.""",
+        embeddings, convolutions, experts, modules_to_save, trained tokens), AdaLoRA, VeRA, IA3, LoHa, LoKr, OFT and BOFT
+        are merged, with the values of PEFT's merge_and_unload(). Only changed weights are computed; everything else is copied.""",
         examples="""ckptool merge-lora base/ adapter/ -o merged/
         ckptool merge-lora base.safetensors adapter/ -o merged.safetensors
         ckptool merge-lora pipeline/unet/ lora.safetensors -o unet/

@@ -190,3 +190,16 @@ def test_extract_without_key_from_a_file_without_state_dict_is_refused(tmp_path,
     torch.save(value, tmp_path / "plain.pth")
     with pytest.raises(TargetError, match="it holds no state dict"):
         ckptool.extract(str(tmp_path / "plain.pth"))
+
+
+def test_patterns_to_keep_in_a_row_are_one_edit() -> None:
+    """Otherwise the second would drop the weights that the first kept."""
+    path = FIXTURES / "ddp4_training.pth"
+    row = ckptool.edit(path, [("keep", "*.head.*"), ("keep", "epoch"), ("keep", "state_dict")])
+    assert (row.survey.tensors, list(row)) == (
+        (one := ckptool.edit(path, [("keep", "*.head.*,epoch,state_dict")])).survey.tensors,
+        list(one),
+    )
+    assert {entry.key for entry in row.survey.tensors} == {"module.head.weight", "module.head.bias"}
+    apart = [("keep", "epoch,state_dict"), ("key", "state_dict"), ("keep", "*.head.*")]
+    assert len(ckptool.edit(path, apart).survey.tensors) == 2
