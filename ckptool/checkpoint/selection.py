@@ -321,25 +321,27 @@ def _plain(path: str) -> str:
 
 
 def dotted(globs: Globs, *checkpoints: Checkpoint) -> Globs:
-    """Return the selection where ``model.fc.*`` may mean ``model["fc.*"]``: if it matches nothing as it is typed."""
-    include, exclude = ([_undotted(text, checkpoints) for text in texts] for texts in (globs.include, globs.exclude))
+    """Return the selection where ``model.fc.*`` also means ``model["fc.*"]``, unless keys begin with ``model.``."""
+    include, exclude = (
+        [each for text in texts for each in _undotted(text, checkpoints)] for texts in (globs.include, globs.exclude)
+    )
     return globs if (*include, *exclude) == globs.include + globs.exclude else Globs(include, exclude)
 
 
-def _undotted(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:
-    """Return a dotted pattern as a path that matches, or the pattern itself. Every name is tried at most twice."""
+def _undotted(pattern: str, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return a dotted pattern, as a path that matches, or both: only keys without a dot have a dotted path."""
     paths = (item.path for checkpoint in checkpoints for item in checkpoint.state_dicts)
     base = max((path for path in paths if path and pattern.startswith(f"{path}.")), key=len, default="")
     rest = pattern[len(base) + 1 :]
     if not base or not rest or '"' in rest:
-        return pattern
+        return [pattern]
     surveys = [checkpoint.survey for checkpoint in checkpoints]
     names = [(entry.key, entry.path) for survey in surveys for entry in survey.tensors]
     names += [(entry.key, entry.path) for survey in surveys for entry in survey.entries]
     typed, meant = Glob(pattern), Glob(f'{base}["{rest}"]')
-    if any(typed.matches(*name) for name in names) or not any(meant.matches(*name) for name in names):
-        return pattern
-    return meant.pattern
+    if any(typed.matches(key) for key, _ in names) or not any(meant.matches(*name) for name in names):
+        return [pattern]
+    return [pattern, meant.pattern] if any(typed.matches(*name) for name in names) else [meant.pattern]
 
 
 def select_entries(

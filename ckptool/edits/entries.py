@@ -78,8 +78,8 @@ def drop(
     ['epoch', 'best_mIoU', 'state_dict']
     """
     only, named = dotted(Globs(include, exclude), checkpoint), [globs] if isinstance(globs, str) else globs
-    # The path of an entry may look like a pattern for other names, or like one that has no meaning.
-    odd = [glob for glob in named if key is None and (is_pattern(glob) or not _is_glob(glob))]
+    # The path of an entry may look like a pattern for other names, as [5] does, or like one that has no meaning.
+    odd = [glob for glob in named if key is None and _is_odd(glob)]
     paths = [glob for glob in odd if is_entry(checkpoint, glob)]
     patterns = _patterns(checkpoint, [glob for glob in named if glob not in paths])
     matched = dict.fromkeys(patterns, 0)
@@ -111,11 +111,14 @@ def is_entry(checkpoint: Checkpoint, path: str) -> bool:
     return False
 
 
-def _is_glob(text: str) -> bool:
+def _is_odd(text: str) -> bool:
+    """Return whether a path could be read as a pattern for other names, or is not one that has a meaning."""
+    if is_pattern(text) or ("[" in text and '"' not in text):
+        return True
     with suppress(TargetError):
         Globs([text])
-        return True
-    return False
+        return False
+    return True
 
 
 def _patterns(checkpoint: Checkpoint, globs: Patterns) -> dict[str, Globs]:

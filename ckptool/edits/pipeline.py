@@ -74,7 +74,7 @@ def calls(steps: Iterable[Step]) -> list[Call]:
     Patterns to keep that follow each other with the same choice of keys are one edit.
     """
 
-    def united(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def scoped(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in arguments.items() if name != "globs"}
 
     found: list[Call] = []
@@ -101,13 +101,8 @@ def calls(steps: Iterable[Step]) -> list[Call]:
                     arguments |= each.parsed(given[each.spelled])
             if parameter is not None:
                 arguments |= parameter.parsed((value,) if parameter.many else value)
-            before = found[-1] if found else None
-            if (
-                kind.name == "keep"
-                and before
-                and before.edit == "keep"
-                and united(before.arguments) == united(arguments)
-            ):
+            before = found[-1].arguments if found and found[-1].edit == kind.name == "keep" else None
+            if before is not None and scoped(before) == scoped(arguments):
                 # The second of two edits in a row would drop what the first one kept.
                 arguments["globs"] = (*found.pop().arguments["globs"], *arguments["globs"])
             found.append(Call(kind.name, arguments))

@@ -455,8 +455,9 @@ _EDITS: Final = (
 
         The first input is the base, a file or a folder; the others are adapters: folders with adapter_config.json and
         adapter_model.safetensors or .bin, or LoRAs of kohya and diffusers. LoRA (also rsLoRA, DoRA, patterns,
-        embeddings, convolutions, experts, modules_to_save, trained tokens), AdaLoRA, VeRA, IA3, LoHa, LoKr, OFT and BOFT
-        are merged, with the values of PEFT's merge_and_unload(). Only changed weights are computed; everything else is copied.""",
+        embeddings, convolutions, experts, modules_to_save, trained tokens), AdaLoRA, VeRA, IA3, LoHa, LoKr, OFT and
+        BOFT are merged, with the values of PEFT's merge_and_unload(). Only changed weights are computed; everything
+        else is copied.""",
         examples="""ckptool merge-lora base/ adapter/ -o merged/
         ckptool merge-lora base.safetensors adapter/ -o merged.safetensors
         ckptool merge-lora pipeline/unet/ lora.safetensors -o unet/

@@ -180,6 +180,12 @@ def test_dotted_paths_are_taken_where_no_key_matches_them(tmp_path: Path) -> Non
     torch.save({"model": {**inside, "fc.weight": torch.zeros(2)}, "epoch": 1}, other)
     assert ckptool.diff(plain, other, include="model.head.*")["same"]
     assert not ckptool.diff(plain, other, include="model.fc.*")["same"]
+    mixed = tmp_path / "mixed.pth"  # a key without a dot has a path that the pattern matches as it is typed
+    torch.save({"model": {**inside, "token": torch.ones(2)}, "epoch": 1}, mixed)
+    assert [*ckptool.keep(mixed, "model.*")["model"]] == ["fc.weight", "head.weight", "token"]
+    assert not ckptool.drop(mixed, "model.*").survey.tensors
+    assert len(ckptool.keys(mixed, include="model.*")["tensors"]) == 3
+    assert [each["key"] for each in ckptool.keys(mixed, exclude="model.{fc.*,token}")["tensors"]] == ["head.weight"]
     own = tmp_path / "own.pth"
     torch.save({"model": {"model.fc": torch.ones(2), "lm_head.weight": torch.ones(2)}}, own)
     assert [*ckptool.drop(own, "model.*")["model"]] == ["lm_head.weight"]
@@ -203,3 +209,8 @@ def test_patterns_to_keep_in_a_row_are_one_edit() -> None:
     assert {entry.key for entry in row.survey.tensors} == {"module.head.weight", "module.head.bias"}
     apart = [("keep", "epoch,state_dict"), ("key", "state_dict"), ("keep", "*.head.*")]
     assert len(ckptool.edit(path, apart).survey.tensors) == 2
+
+
+def test_the_path_of_an_entry_is_no_pattern_for_others(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2)}, 5: torch.ones(2), "5": torch.ones(2)}, tmp_path / "five.pth")
+    assert [*ckptool.drop(tmp_path / "five.pth", "[5]")] == ["model", "5"]
