@@ -40,6 +40,12 @@ def test_help_of_a_command_in_both_orders(name: str) -> None:
     assert say("help", name).code == 0
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_fits_on_a_screen_and_edit_on_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(say(name, "--help").out.splitlines()) <= (100 if name == "edit" else 60)
+
+
 def test_help_and_version_without_dashes() -> None:
     assert say("help") == say("--help")
     assert say("version") == say("--version")
