@@ -67,7 +67,7 @@ def checksums(
                 errors[number] = error.what
 
         expect_reads(record.span for record in batch)
-        run_in_threads(range(len(batch)), read, sum(record.size for record in batch))
+        run_in_threads(range(len(batch)), read, [record.size for record in batch])
         lost.extend((batch[number].name, errors[number]) for number in sorted(errors))
         wrong.extend(record for number, record in enumerate(batch) if sums.get(number, record.crc) != record.crc)
         batch.clear()

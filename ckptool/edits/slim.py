@@ -227,7 +227,7 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
     reader = checkpoint.survey.reader
     keys = sorted((key for group in groups for key in group), key=place)
     expect_reads((body.piece for key in keys if (body := checkpoint.body(key)) is not None), path=checkpoint.path)
-    run_in_threads(keys, digest, sum(reader.storages[key].nbytes for key in keys))
+    run_in_threads(keys, digest, [reader.storages[key].nbytes for key in keys])
     for group in groups:
         first: dict[bytes, str] = {}
         for key in group:

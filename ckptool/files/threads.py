@@ -16,8 +16,9 @@ from .sources import Span
 READ_SIZE: Final = 1 << 20
 #: Beyond this many threads, memory bandwidth is the limit.
 _MAX_THREADS: Final = 4
-#: The number of bytes from which more threads pay off.
+#: The number of bytes from which more threads pay off, in items that do not spend their time waiting for the GIL.
 _MIN_PARALLEL: Final = 16 << 20
+_MIN_ITEM: Final = 256 << 10
 
 Work = TypeVar("Work")
 Worker = TypeVar("Worker", bound="Background")
@@ -95,9 +96,9 @@ class Background:
 
 
 def run_in_threads(
-    work: Iterable[Work], do: Callable[[Work], None], nbytes: int, watched: threading.Event | None = None
+    work: Iterable[Work], do: Callable[[Work], None], sizes: Iterable[int], watched: threading.Event | None = None
 ) -> None:
-    """Call ``do`` for each item of ``work`` in order, in several threads if that pays for reading ``nbytes`` bytes.
+    """Call ``do`` for each item of ``work`` in order, in several threads if that pays for items of ``sizes`` bytes.
 
     Raises the error of a thread; after an error, the other threads stop at their next item. After ^C or another signal
     they are not joined, because an item may take minutes, unless ``watched`` is given: it is then set, and ``do`` must
@@ -123,7 +124,8 @@ def run_in_threads(
                 if not isinstance(error, Exception):
                     return
 
-    workers = min(_MAX_THREADS, os.cpu_count() or 1) if nbytes >= _MIN_PARALLEL else 1
+    parallel = sum(size for size in sizes if size >= _MIN_ITEM)
+    workers = min(_MAX_THREADS, os.cpu_count() or 1) if parallel >= _MIN_PARALLEL else 1
     others = [threading.Thread(target=run, daemon=True) for _ in range(workers - 1)]
     try:
         for thread in others:

@@ -188,7 +188,7 @@ def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -
 
     expect_reads(read_for(item.storage, item.tensor) for item in work.values())
     with one_thread(torch):
-        run_in_threads(list(work), do, sum(tensor_size(item.tensor) for item in work.values()))
+        run_in_threads(list(work), do, [tensor_size(item.tensor) for item in work.values()])
     return [_statistics(reading, found.get(number)) for number, reading in enumerate(readings)]
 
 

@@ -449,7 +449,7 @@ def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1 << 40])
 def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
     done: list[int] = []
-    run_in_threads(range(1000), done.append, nbytes)
+    run_in_threads(range(1000), done.append, [nbytes])
     assert sorted(done) == list(range(1000))
     for kind in (ValueError, KeyboardInterrupt):
 
@@ -458,7 +458,7 @@ def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
                 raise kind
 
         with pytest.raises(kind):
-            run_in_threads(count(), fails, nbytes)
+            run_in_threads(count(), fails, [nbytes])
 
 
 @pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash", "lock"])

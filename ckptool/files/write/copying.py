@@ -87,7 +87,7 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
     writer = _Writer(fd, expected, progress or ignore)
     work = size + sum(checksum.span.size for checksum in expected)
     with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
-        run_in_threads(writer.steps(plan.pieces, ahead), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
+        run_in_threads(writer.steps(plan.pieces, ahead), _do, [work] if hasattr(os, "pwrite") else [], writer.stopped)
     if os.fstat(fd).st_size < size:
         os.ftruncate(fd, size)  # it ends with a hole
 

@@ -187,7 +187,7 @@ class Digests:
         tensors, checkpoint = list(wanted.values()), self.side.checkpoint
         readers = (storage_reader(checkpoint, tensor.storage) for tensor in tensors)
         expect_reads(map(read_for, readers, tensors), path=checkpoint.path)
-        run_in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
+        run_in_threads(tensors, self.read, map(tensor_size, tensors))
 
     def read(self, tensor: Tensor) -> None:
         """Compute the digest of one tensor's elements."""

@@ -204,10 +204,9 @@ class BitComparison:
 
     def run(self) -> list[BitDifference]:
         """Return the difference of each pair. Raise MalformedError if bytes are missing."""
-        total = sum(tensor_size(left) for left, _ in self.pairs)
         both = ((side, tensor) for pair in self.pairs for side, tensor in zip((self.a, self.b), pair))
         expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
-        run_in_threads(self.work(), self.do, total)
+        run_in_threads(self.work(), self.do, [tensor_size(left) for left, _ in self.pairs])
         return [self.differences.get(number, BitDifference()) for number in range(len(self.pairs))]
 
     def work(self) -> Iterator[_Share | int]:

@@ -284,7 +284,7 @@ class ValueComparison:
 
         expect_reads(read_for(each.storage, each.tensor) for pair in pairs.values() for each in pair)
         with one_thread(torch):
-            run_in_threads(pairs, do, sum(tensor_size(self.pairs[number].a) for number in wanted))
+            run_in_threads(pairs, do, [tensor_size(self.pairs[number].a) for number in wanted])
 
     def tolerance_of(self, number: int) -> tuple[float, float]:
         """Return the relative and absolute tolerance for a pair; zeros if none applies."""
