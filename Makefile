@@ -73,7 +73,7 @@ torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fu
 fuzz: $(READY) ## Mutated files in front of ckptool and the real readers (ten minutes; FUZZ=1h, FUZZ='--kind tar --files 1000')
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 
-check: $(READY) ## Lint, types, generated documentation, fixtures
+check: $(READY) ## Lint, types, generated documentation, fixtures, lines of each room
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -81,6 +81,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/python -m docs.tour --check
 	$(BIN)/python fixtures/generators/make.py --check
 	$(BIN)/python fixtures/generators/torch_facts.py --check
+	$(BIN)/python tests/project/lines.py
 
 docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
