@@ -21,7 +21,8 @@ from tabulate import tabulate
 
 from ckptool import __version__
 from ckptool.base import dtypes
-from ckptool.base.findings import CODES, Effect
+from ckptool.base.findings import Effect
+from ckptool.base.findings import codes as finding_codes
 from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
@@ -318,7 +319,7 @@ def codes() -> str:
             code.check,
             ", ".join(item.name.lower().replace("_", " ") for item in Effect if item in code.effect and item.name),
         )
-        for name, code in sorted(CODES.items())
+        for name, code in sorted(finding_codes().items())
     ]
     return tabulate(rows, headers=["Code", "Meaning", "Check", "Effect"], tablefmt="pipe")
 

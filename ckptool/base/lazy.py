@@ -1,7 +1,8 @@
-"""Do work when it is first needed: import a module of ckptool by its name, compile a regular expression."""
+"""Do work when it is first needed: import a module, read a table, compile a regular expression."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from functools import cache
@@ -19,6 +20,15 @@ def module(name: str) -> ModuleType:
 def is_loaded(name: str) -> bool:
     """Return whether ``ckptool.NAME`` was imported already."""
     return f"ckptool.{name}" in sys.modules
+
+
+def table(name: str) -> dict[str, Any]:
+    """Return the table in ``ckptool/NAME.json``."""
+    import json  # a command without a finding needs none
+
+    with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), f"{name}.json"), encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    return content
 
 
 class _Regex:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from ..base.lazy import table
 from ..base.steps import command
 from ..base.text import join_limited
 from ..files.archives import exists
 
-#: Words of other tools for commands and options. Of several options, the first that a command has is meant.
-_SYNONYMS: Final = Path(__file__).with_name("synonyms.json")
 #: The most commands to name that have an option.
 _NAMED: Final = 4
 
@@ -32,7 +29,8 @@ def explained(group: click.Group, words: Sequence[str], error: click.UsageError)
 
 
 def _synonyms() -> dict[str, Any]:
-    return dict(json.loads(_SYNONYMS.read_text(encoding="utf-8")))
+    """Return the words of other tools for commands and options; of several options, the first that fits is meant."""
+    return table("cli/synonyms")
 
 
 def _command(group: click.Group, words: Sequence[str]) -> str:

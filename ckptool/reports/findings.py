@@ -8,7 +8,6 @@ from typing import Final
 
 from ..base.findings import (
     ADAPTER,
-    CODES,
     CUT,
     DAMAGED,
     DEFLATED,
@@ -27,6 +26,7 @@ from ..base.findings import (
     UNJOINED,
     Effect,
     Finding,
+    codes,
 )
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
@@ -224,7 +224,7 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 #: Codes of damage for which ``salvage`` helps. Compressed or encrypted values are not damaged.
-_BLOCKING: Final = {name for name, code in CODES.items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
+_BLOCKING: Final = {name for name, code in codes().items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 
 
 def problem_steps(checkpoint: Checkpoint, codes: Collection[str]) -> dict[str, AnyStep]:

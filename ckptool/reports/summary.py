@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..base.findings import CODES, Effect
+from ..base.findings import Effect, codes
 from ..base.lazy import regex
 from ..base.text import (
     cut,
@@ -202,7 +202,7 @@ def _versions(report: InspectReport) -> str:
 
 def _verdict(report: InspectReport) -> str:
     verdict = report["weights_only"]
-    if any(Effect.AMBIGUOUS in CODES[item["code"]].effect for item in report["findings"]):
+    if any(Effect.AMBIGUOUS in codes()[item["code"]].effect for item in report["findings"]):
         return "it is not clear which records torch reads"
     if verdict["loads"]:
         return f"weights_only=True{_versions(report)} loads {_loads(report)}"

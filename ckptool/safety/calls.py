@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final
 
+from ..base.lazy import table
 from ..base.limits import LIMITS
-from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, Extension, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 from ..pickles.opcodes import NEWOBJ
-from .rules import table
 from .torch_lists import NEWEST, allowed
 
 #: The lists of names in ``calls.json``, which says what each holds. They decide how severely a call is reported, and
 #: never make a call harmless: every global that is not on torch's list is reported in any case.
-_LISTS: Final = table("calls")
+_LISTS: Final = table("safety/calls")
 _ACTING_MEMBERS: Final = {name: words(text) for name, text in _LISTS.pop("members").items() if name != "about"}
 _NAMES: Final = {name: words(" ".join(part["names"])) for name, part in _LISTS.items()}
 _MODULES, _BUILTINS, _FUNCTIONS = _NAMES["modules"], _NAMES["builtins"], _NAMES["functions"]
@@ -103,6 +102,8 @@ def effect_of(module: str, name: str) -> str:
     return RUNS if _runs(full) else LOOKS_UP if full == _TYPE_LOOKUP else ""
 
 
+#: The top-level modules of every version of Python.
+STANDARD_LIBRARY: Final = words(" ".join(table("safety/standard_library")["names"]))
 _LISTED: Final = allowed(NEWEST)
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy"}
 

@@ -5,13 +5,12 @@ A source of the libraries that read a key stands beside it; ``fixtures/generator
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from ..base.lazy import table
 from ..base.records import NamedTuple
 from ..base.text import words
 
@@ -30,16 +29,9 @@ class ActingRule(NamedTuple):
     loader: str
 
 
-def table(name: str) -> dict[str, Any]:
-    """Return the content of a JSON file beside this module."""
-    with open(os.path.join(os.path.dirname(__file__), f"{name}.json"), encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
-    return content
-
-
 @cache
 def _own() -> dict[str, Any]:
-    return table("text_rules")
+    return table("safety/text_rules")
 
 
 @cache
@@ -56,7 +48,7 @@ def acting_rules() -> Mapping[str, tuple[ActingRule, ...]]:
 @cache
 def plain_keys() -> frozenset[str]:
     """Return the keys whose texts the libraries of the field only compare or show, unless an acting rule applies."""
-    keys = words(" ".join(table("plain_keys")["keys"])).union(*map(words, _own()["keys"].values()))
+    keys = words(" ".join(table("safety/plain_keys")["keys"])).union(*map(words, _own()["keys"].values()))
     return keys | {key for key, every in acting_rules().items() if all(rule.plain for rule in every)}
 
 

@@ -13,10 +13,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Final
 
-from ..base.lazy import regex
+from ..base.lazy import regex, table
 from ..base.records import NamedTuple
 from ..pickles import opcodes as op
-from .rules import table
 
 
 class ListChange(NamedTuple):
@@ -44,7 +43,7 @@ def _names(by_module: Mapping[str, str]) -> frozenset[str]:
 #: All versions, from oldest to newest; torch 1.13 is the first with weights_only.
 HISTORY: Final = tuple(
     ListChange(row["version"], *(_names(row.get(field, {})) for field in ListChange._fields[1:]))
-    for row in table("torch_lists")["versions"]
+    for row in table("safety/torch_lists")["versions"]
 )
 
 NEWEST: Final = "2.15"

@@ -39,10 +39,10 @@ from crafted_files import (
 )
 
 import ckptool
-from ckptool.base.standard_library import STANDARD_LIBRARY
 from ckptool.formats import FOLDERS, folder_format
 from ckptool.formats.foreign.identification import PLACEHOLDERS
 from ckptool.reports.scan import scan_file
+from ckptool.safety.calls import STANDARD_LIBRARY
 
 EVIL = dumped(SYSTEM)
 

@@ -19,8 +19,8 @@ from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import quoted
+from ...safety.calls import STANDARD_LIBRARY
 from ..folders import TOO_LARGE
 from ..pieces.boxes import Box
 from .checked_pickle import CHUNK, CheckedPickle, Refused

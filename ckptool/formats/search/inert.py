@@ -6,17 +6,16 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from ...base.lazy import regex
+from ...base.lazy import regex, table
 from ...base.text import human_bytes
 from ...files.sources import Source
-from ...safety.rules import table
 
 if TYPE_CHECKING:
     from ...safety.configuration import ActivePart
 
 #: A ModelProto of SentencePiece begins with its pieces: text, score, type (sentencepiece_model.proto).
 _SENTENCEPIECE: Final = rb"\n[\x08-\x7f]\n[\1-\x70][^\0]{1,112}?\x15.{4}(?:\x18[\1-\6])?\n[\x08-\x7f]\n"
-_KINDS: Final[dict[str, dict[str, str]]] = {name: part["kinds"] for name, part in table("kinds").items()}
+_KINDS: Final[dict[str, dict[str, str]]] = {name: part["kinds"] for name, part in table("safety/kinds").items()}
 #: (offset, first bytes, kind) of files in which no checkpoint loader runs anything.
 _MAGIC: Final = tuple(
     (int(offset), bytes.fromhex(magic), kind)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, cast
 from ...base.errors import CkptoolError, MalformedError, PickleError, PickleLimitError, UnreadableError, of_file
 from ...base.findings import PROGRAM
 from ...base.limits import LIMITS
-from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import FoundPickle
@@ -24,6 +23,7 @@ from ...files.tars import is_header, members
 from ...files.zips.audit import audit
 from ...files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ...pickles.nodes import Call, Extension, Global, Graph, Node
+from ...safety.calls import STANDARD_LIBRARY
 from .. import FORMATS, carried_pickles, read_container
 from .budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 from .graph_parts import ZIP, decoded, is_binary_pickle, values

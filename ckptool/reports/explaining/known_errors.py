@@ -13,7 +13,7 @@ from shlex import quote
 from typing import Any, Final, TypeAlias
 
 from ...base import addresses
-from ...base.findings import CODES, Effect
+from ...base.findings import Effect, codes
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import argument, is_remote, suggested_output
@@ -145,10 +145,10 @@ def _errors(table: Mapping[str, Any]) -> Iterator[KnownError]:
         fields["pattern"] = fields.get("pattern", "").replace("{model_entries}", "|".join(MODEL_ENTRIES))
         topic = table["topics"][fields.setdefault("topic", "FILE")]
         effects = {getattr(Effect, name) for name in topic.get("effects", ())}
-        codes = {name for name, code in CODES.items() if any(effect in code.effect for effect in effects)}
+        found = {name for name, code in codes().items() if any(effect in code.effect for effect in effects)}
         fields["topic"] = Topic(
             topic["looks_at"],
-            frozenset(codes | {*topic["codes"]} | {*fields.pop("codes", ())}),
+            frozenset(found | {*topic["codes"]} | {*fields.pop("codes", ())}),
             fields.pop("absent", topic["absent"]),
             topic.get("whole", False),
             sure="codes" in row or fields["topic"] != "FILE",
