@@ -1,4 +1,4 @@
-"""Show what is in a checkpoint: the value at a path as Python values, JSON or text, and the tree of objects.
+"""Show what is in a checkpoint: the value at a path as Python values, JSON or text.
 
 The JSON is strict:
 
@@ -23,29 +23,27 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.errors import MalformedError, RefusedError
-from ..base.records import NamedTuple, TypedDict
 from ..base.text import huge_text, is_huge, pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import class_name, device_text, mapping
-from ..checkpoint.paths import as_children, bounded, extra_children, joined, sequence
+from ..checkpoint.paths import bounded, joined
 from ..checkpoint.selection import Located, lookup
 from ..checkpoint.tensors import Tensor
 from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.downloads import expect_reads
 from ..files.sources import Piece
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..pickles.nodes import Global, Graph, Ref, children
+from ..pickles.nodes import Graph, Ref
 from ..values import objects
 from ..values.elements import read_for, storage_reader
 from ..values.interpretation import Reading, excessive_repeats, interpret, numbers_in
 from ..values.numeric import Number, json_number
-from ..values.python_values import ContainerValue, ScalarValue, python_value
+from ..values.python_values import ContainerValue, ScalarValue, ValueMember, python_value
 from ..values.tensor_text import interpret_for_display, shown_parts, tensor_lines, tensor_summary
 
 
@@ -89,126 +87,14 @@ def get(path: CheckpointOrPath, key: str = "") -> Any:
     return objects.value_of(checkpoint, place.ref, place.path)
 
 
-#: Maximum number of children shown per container; the others are counted.
-_MAX_CHILDREN: Final = 60
-
-
-class BranchReport(TypedDict):
-    """One line of the tree: depth, name of the step, type, short value, and bytes of the tensors below.
-
-    A tensor at several paths counts at the first one.
-    """
-
-    depth: int
-    name: str
-    type: str
-    value: str
-    bytes: int
-
-
-def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
-    """Return the tree without its tensors, down to ``depth`` levels.
-
-    An object that occurs again is named, but not opened again.
-    """
-    graph = checkpoint.graph
-    branches: list[BranchReport] = []
-    opened: dict[Ref, str] = {}
-    sizes = _sizes(checkpoint)
-    work: list[tuple[Ref, int, str, str]] = [(graph.root, 0, "(root)", "(root)")]
-    while work:
-        ref, level, name, path = work.pop()
-        if ref < 0:
-            branches.append({"depth": level, "name": "...", "type": "", "value": name, "bytes": 0})
-            continue
-        if checkpoint.survey.reader.tensor(ref) is not None:
-            continue
-        leaf = _branch_leaf(checkpoint, ref)
-        cls, value = leaf or (class_name(graph, ref), f"the same object as {opened.get(ref)}")
-        if leaf is None and ref not in opened:
-            children, count = _children(graph, ref)
-            value = pluralize(count, "entry")
-            if children:
-                opened[ref] = path
-            if level < depth:
-                if count > len(children):
-                    work.append((-1, level + 1, f"and {count - len(children):,} more", ""))
-                work += [(child, level + 1, step, f"{path} {step}") for step, child in reversed(children)]
-        branches.append({"depth": level, "name": name, "type": cls, "value": value, "bytes": sizes.get(ref, 0)})
-    return branches
-
-
-def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
-    """Return the bytes of the tensors and of other storages below each object that has any."""
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
-    parents: dict[Ref, Ref] = {graph.root: -1}
-    sizes: dict[Ref, int] = {}
-    work = [graph.root]
-    while work:
-        ref = work.pop()
-        tensor, storage = reader.tensor(ref), reader.storage(ref)
-        if tensor is not None or storage is not None:
-            sizes[ref] = tensor.own_bytes if tensor is not None else storage.nbytes if storage is not None else 0
-            continue
-        found = [child for child in children(graph.nodes[ref]) if child not in parents]
-        parents.update(dict.fromkeys(found, ref))
-        work += found
-    # Each object comes after the one that contains it.
-    for ref in reversed(parents):
-        if ref in sizes and parents[ref] >= 0:
-            sizes[parents[ref]] = sizes.get(parents[ref], 0) + sizes[ref]
-    return sizes
-
-
-def _branch_leaf(checkpoint: Checkpoint, ref: Ref) -> tuple[str, str] | None:
-    """Return the type and value of a node that is not opened; None for a container."""
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
-    node, cls = graph.nodes[ref], class_name(graph, ref)
-    if node is None or isinstance(node, bool | int | float):
-        huge = isinstance(node, int) and is_huge(node)
-        return cls, "" if node is None else "a huge integer" if huge else str(node)
-    if isinstance(node, str | bytes):
-        return cls, repr(node[:200])
-    if isinstance(node, Global):
-        return "global", f"{node.module}.{node.name}"
-    device, storage = device_text(graph, ref), reader.storage(ref)
-    if storage is not None:
-        return storage.cls, f"{storage.nbytes:,} bytes {storage.location}"
-    return None if device is None else (cls, device)
-
-
-def _children(graph: Graph, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
-    """Return the first children with their names, and the number of all children."""
-    inside = sequence(graph, ref)
-    if inside is not None:
-        return [(f"[{number}]", item) for number, item in enumerate(inside[:_MAX_CHILDREN])], len(inside)
-    items = mapping(graph, ref)
-    entries = as_children(graph, items or ())
-    # If an object is filled by key, its constructor arguments are not content.
-    rest = [child for child in extra_children(graph, ref, entries) if items is None or child.step[0] != "("]
-    first: list[tuple[str, Ref]] = []
-    for child in islice(chain(entries, rest), _MAX_CHILDREN):
-        key = graph.nodes[child.key] if child.key >= 0 else None
-        first.append((key if isinstance(key, str) else child.step, child.ref))
-    return first, len(entries) + len(rest)
-
-
 #: Maximum depth of nested objects; readers of JSON stop at about a thousand.
 _MAX_DEPTH: Final = 200
 #: An object with more characters is written once; later occurrences refer to it.
 _LONG: Final = 1_000
 #: Maximum number of empty lists that a shape may ask for.
 _MAX_EMPTY: Final = 1_000_000
-
-
-class _Open(NamedTuple):
-    """An object being written: its remaining members, its closing text, and where it began."""
-
-    members: Iterator[tuple[str, Ref, str]]
-    end: str
-    ref: Ref
-    path: str
-    begin: int
+#: How the JSON of a container begins and ends; an object's class is inserted.
+_BRACKETS: Final = {"sequence": ("[", "]"), "mapping": ("{", "}"), "object": ('{"class": %s, "attributes": {', "}}")}
 
 
 def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
@@ -217,7 +103,7 @@ def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
     Raise MalformedError if bytes are missing, RefusedError for a tensor that repeats its elements excessively.
     """
     expect_reads(_read(checkpoint, ref), path=checkpoint.path)
-    return _Writer(checkpoint).pieces(ref, path)
+    return _JsonWriter(checkpoint).pieces(ref, path, 0)
 
 
 def _read(checkpoint: Checkpoint, ref: Ref) -> Iterator[Piece | None]:
@@ -228,88 +114,52 @@ def _read(checkpoint: Checkpoint, ref: Ref) -> Iterator[Piece | None]:
             yield read_for(storage_reader(checkpoint, tensor.storage), tensor)
 
 
-class _Writer:
+class _JsonWriter:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.stack: list[_Open] = []
-        self.inside: set[Ref] = set()
-        self.places: dict[Ref, tuple[str, int]] = {}
-        self.written = 0
+        #: The path of each object that was written, and its size in characters; None while it is being written.
+        self.places: dict[Ref, tuple[str, int | None]] = {}
 
-    def pieces(self, ref: Ref, path: str) -> Iterator[str]:
-        for piece in self._pieces(ref, path):
-            self.written += len(piece)
-            yield piece
-
-    def _pieces(self, ref: Ref, path: str) -> Iterator[str]:
-        yield from self._value(ref, path)
-        while self.stack:
-            top, indent = self.stack[-1], "\n" + "  " * len(self.stack)
-            member = next(top.members, None)
-            if member is not None:
-                prefix, child, where = member
-                yield prefix.replace("\n", indent, 1)
-                yield from self._value(child, where)
-                continue
-            self.stack.pop()
-            self.inside.discard(top.ref)
-            self.places[top.ref] = (top.path, self.written - top.begin)
-            yield indent[:-2] + top.end
-
-    def _value(self, ref: Ref, path: str) -> Iterator[str]:
-        known = self.places.get(ref)
-        if known is not None and (ref in self.inside or known[1] > _LONG):
-            yield _text({"ref": known[0]})
-            return
+    def pieces(self, ref: Ref, path: str, depth: int) -> Iterator[str]:
         node = self.checkpoint.graph.nodes[ref]
         if node is None or isinstance(node, bool | int | float | str):
             yield _text(_json_leaf(ScalarValue("", node)))
             return
-        value = python_value(self.checkpoint, ref)
-        if isinstance(value, ScalarValue):
+        known, size = self.places.get(ref, ("", 0))
+        value = python_value(self.checkpoint, ref) if size is not None and size <= _LONG else None
+        if value is None:
+            yield _text({"ref": known})
+        elif isinstance(value, ScalarValue):
             yield _text(_json_leaf(value))
-        elif isinstance(value, Tensor):
-            begin = self.written
-            yield from self._tensor(ref, value, path)
-            self.places[ref] = (path, self.written - begin)
-        elif not value.members and value.kind != "object":
-            yield "{}" if value.kind == "mapping" else "[]"
-        elif len(self.stack) >= _MAX_DEPTH:
+        elif isinstance(value, ContainerValue) and value.members and depth >= _MAX_DEPTH:
             yield _text({"ref": path})
         else:
-            yield from self._opened(ref, value, path)
-
-    def _opened(self, ref: Ref, container: ContainerValue, path: str) -> Iterator[str]:
-        path = bounded(path, ref)
-        members = container.members
-        if container.kind == "sequence" and all(
-            isinstance(python_value(self.checkpoint, member.ref), ScalarValue) for member in members
-        ):
-            leaves = (python_value(self.checkpoint, member.ref) for member in members)
-            texts = (_text(_json_leaf(leaf)) for leaf in leaves if isinstance(leaf, ScalarValue))
-            begin, size = "[", 2
-            while piece := list(islice(texts, _LONG)):
-                text = begin + ", ".join(piece)
-                size += len(text)
-                yield text
-                begin = ", "
-            yield "]"
+            path, size = bounded(path, ref), 0
+            self.places[ref] = (path, None)
+            whole = isinstance(value, Tensor)
+            for piece in self._tensor(ref, value, path) if whole else self._container(value, path, depth):
+                size += len(piece)
+                yield piece
             self.places[ref] = (path, size)
-            return
-        opening = _text({"class": container.cls})[:-1] + ', "attributes": {' if container.kind == "object" else "{"
-        if not container.members:
-            yield opening + "}}"
-            return
-        self.inside.add(ref)
-        self.places[ref] = (path, 0)
-        self.stack.append(_Open(self._members(container, path), _END[container.kind], ref, path, self.written))
-        yield "[" if container.kind == "sequence" else opening
 
-    def _members(self, container: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
-        comma = "\n"
+    def _container(self, container: ContainerValue, path: str, depth: int) -> Iterator[str]:
+        begin, end = _BRACKETS[container.kind]
+        yield begin % _text(container.cls) if container.kind == "object" else begin
+        values = (python_value(self.checkpoint, member.ref) for member in container.members)
+        if container.kind == "sequence" and all(isinstance(value, ScalarValue) for value in values):
+            values = (python_value(self.checkpoint, member.ref) for member in container.members)
+            texts, comma = (_text(_json_leaf(value)) for value in values if isinstance(value, ScalarValue)), ""
+            while some := list(islice(texts, _LONG)):
+                yield comma + ", ".join(some)
+                comma = ", "
+            yield end
+            return
+        comma, indent = "", "\n" + "  " * (depth + 1)
         for name, step, ref, _ in container.members:
-            yield comma if container.kind == "sequence" else f"{comma}{_text(name)}: ", ref, joined(path, step)
-            comma = ",\n"
+            yield comma + indent + ("" if container.kind == "sequence" else f"{_text(name)}: ")
+            yield from self.pieces(ref, joined(path, step), depth + 1)
+            comma = ","
+        yield (indent[:-2] if comma else "") + end
 
     def _tensor(self, ref: Ref, tensor: Tensor, path: str) -> Iterator[str]:
         facts: dict[str, Any] = {"tensor": tensor.kind, "dtype": tensor.dtype, "shape": list(tensor.shape)}
@@ -337,9 +187,6 @@ class _Writer:
         if axis >= 0:
             values = {"scales": list(map(_float, scales)), "zero_points": list(map(_float, zero_points)), "axis": axis}
         yield ", " + _text(values)[1:]
-
-
-_END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
 
 
 def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
@@ -414,53 +261,59 @@ def entry_lines(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
     elif isinstance(shown, ScalarValue):
         # A string is shown without quotes, with its own line breaks.
         yield from shown.value.split("\n") if isinstance(shown.value, str) else [_text_leaf(shown, 1 << 20)]
+    elif not shown.members:
+        yield _empty(shown)
     else:
-        yield from _tree(checkpoint, ref, shown, path)
+        if shown.kind == "object":
+            yield f"{shown.cls}, {pluralize(len(shown.members), 'attribute')}"
+        yield from _tree(checkpoint, shown.members, path, 0, {ref: path}, {})
 
 
-def _tree(checkpoint: Checkpoint, ref: Ref, container: ContainerValue, path: str) -> Iterator[str]:
-    opened = {ref: path}
-    texts: dict[Ref, str] = {}
-    if not container.members:
-        yield _empty(container)
-        return
-    if container.kind == "object":
-        yield f"{container.cls}, {pluralize(len(container.members), 'attribute')}"
-    work: list[Iterator[tuple[str, Ref, str]]] = [_members(container, path)]
-    while work:
-        step = next(work[-1], None)
-        if step is None:
-            work.pop()
-            continue
-        name, child, where = step
-        indent = "  " * (len(work) - 1)
-        inner = python_value(checkpoint, child)
-        if not isinstance(inner, ContainerValue):
-            text = texts.get(child, "")
-            if not text and isinstance(inner, Tensor):
-                # Read the number once, because the tensor may be at a million places.
-                text = texts[child] = _tensor(checkpoint, child, inner)
-            elif isinstance(inner, ScalarValue):
-                text = _text_leaf(inner, _MAX_STRING)
-            yield f"{indent}{name}: {text}"
-            continue
-        inline = _inline(checkpoint, inner)
-        if inline:
-            yield f"{indent}{name}: {inline}"
-        elif child in opened:
-            yield f"{indent}{name}: the same {inner.cls} as {opened[child] or 'the root'}"
-        elif len(work) >= _MAX_DEPTH:
-            yield f"{indent}{name}: {inner.cls}, deeper than is shown"
+def outline(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield lines that show the top-level entries, except tensors and state dicts. No tensor is read."""
+    state_dicts = {item.path for item in checkpoint.state_dicts}
+    members = [
+        ValueMember(entry.key, entry.path, entry.ref)
+        for entry in checkpoint.survey.entries
+        if entry.path not in state_dicts and checkpoint.survey.reader.tensor(entry.ref) is None
+    ]
+    return _tree(checkpoint, members, "", 0, {}, None)
+
+
+def _tree(
+    checkpoint: Checkpoint,
+    members: Sequence[ValueMember],
+    path: str,
+    depth: int,
+    opened: dict[Ref, str],
+    numbers: dict[Ref, str] | None,
+) -> Iterator[str]:
+    """Yield the lines of the members of a container.
+
+    ``opened`` maps the containers that are shown to their paths, ``numbers`` the tensors to their texts: each number is
+    read once, because it may be at a million places. With None no tensor is read.
+    """
+    for name, step, ref, _ in members:
+        value, inside = python_value(checkpoint, ref), None
+        if isinstance(value, Tensor):
+            text = tensor_summary(value) if numbers is None else numbers.get(ref) or _tensor(checkpoint, ref, value)
+            if numbers is not None:
+                numbers[ref] = text
+        elif isinstance(value, ScalarValue):
+            text = _text_leaf(value, _MAX_STRING)
+        elif inline := _inline(checkpoint, value):
+            text = inline
+        elif ref in opened:
+            text = f"the same {value.cls} as {opened[ref] or 'the root'}"
+        elif depth >= _MAX_DEPTH:
+            text = f"{value.cls}, deeper than is shown"
         else:
-            opened[child] = where
-            noun = "attribute" if inner.kind == "object" else "element" if inner.kind == "sequence" else "entry"
-            yield f"{indent}{name}: {inner.cls}, {pluralize(len(inner.members), noun)}"
-            work.append(_members(inner, where))
-
-
-def _members(container: ContainerValue, path: str) -> Iterator[tuple[str, Ref, str]]:
-    for name, step, ref, _ in container.members:
-        yield name, ref, bounded(joined(path, step), ref)
+            opened[ref], inside = bounded(joined(path, step), ref), value.members
+            noun = {"object": "attribute", "sequence": "element"}.get(value.kind, "entry")
+            text = f"{value.cls}, {pluralize(len(inside), noun)}"
+        yield f"{'  ' * depth}{name}: {text}"
+        if inside is not None:
+            yield from _tree(checkpoint, inside, opened[ref], depth + 1, opened, numbers)
 
 
 def _inline(checkpoint: Checkpoint, container: ContainerValue) -> str:

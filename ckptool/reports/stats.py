@@ -35,7 +35,6 @@ from ..values.numeric import json_number
 from ..values.torch.blocks import PACKED, ElementRule, rule_of
 from ..values.torch.loads import need_torch, one_thread
 from ..values.torch.measure import Measured, measure
-from .html import ShownStats
 from .keys import TensorReport, tensor_report
 
 if TYPE_CHECKING:
@@ -329,5 +328,4 @@ def stats(
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with opened(path) as checkpoint:
-        report = statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)
-    return cast("StatsReport", ShownStats(report))
+        return statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)

@@ -18,7 +18,6 @@ from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.selection import dotted
 from ...files.downloads import check_unchanged
 from ...formats.opening import CheckpointOrPath, opened
-from ..html import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import attribute_names, has_values
@@ -510,7 +509,7 @@ def diff(
     """
     only = Globs(include, exclude)
     with opened(a) as one, opened(b) as other:
-        report = diff_report(
+        return diff_report(
             one,
             other,
             rtol=rtol,
@@ -522,4 +521,3 @@ def diff(
             sort=sort,
             progress=progress,
         )
-    return cast("DiffReport", ShownDiff(report))

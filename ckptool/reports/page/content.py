@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from ...base.errors import UnreadableError
@@ -20,7 +21,7 @@ from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
 from ..comparing.graphs import GraphComparison, TensorPair, compare_graphs
 from ..comparing.places import Side, side_of
 from ..comparing.values import figures_of
-from ..entries import BranchReport, tree_of
+from ..entries import outline
 from ..inspection import InspectReport, inspection
 from ..keys import tensor_report
 from ..stats import statistics_of
@@ -29,9 +30,8 @@ from ..validate import ValidateReport, report_on
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
 
-#: Depth of the entries without tensors, and how many of them a page shows.
-_DEPTH: Final = 4
-_BRANCHES: Final = 400
+#: How many lines about the entries without tensors a page shows.
+_LINES: Final = 400
 
 #: How a tensor of A changed in B, or that only B has it.
 SAME: Final = "same"
@@ -94,7 +94,7 @@ class Content(NamedTuple):
     tensors: Tensors
     inspection: InspectReport
     validation: ValidateReport
-    entries: Sequence[BranchReport]
+    entries: Sequence[str]
     comparison: Comparison | None
     without_numbers: str
 
@@ -118,7 +118,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
     else:
         tensors, comparison = _compared(a, b, choice, measured, progress)
-    entries = tree_of(a.lenient(), _DEPTH)[1 : _BRANCHES + 1]
+    entries = list(islice(outline(a.lenient()), _LINES))
     validation = report_on(a, quick=not choice.values, progress=progress)
     return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
 

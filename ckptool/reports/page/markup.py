@@ -317,17 +317,9 @@ def entries(content: Content) -> str:
     if listed := entry_rows(report):
         rows = [tuple(map(text, row)) for row in listed[:_LISTED]]
         parts.append(table("Entries", ("entry", "type", "value", "bytes"), rows, len(listed), right=3))
-    lines = [
-        (
-            f"<span class=d{min(item['depth'], 5)}>{text(item['name'], 80)}</span>",
-            text(item["type"], 80),
-            text(item["value"]),
-        )
-        for item in content.entries
-    ]
-    if lines:
-        inside = table("What is in them", ("name", "type", "value"), lines)
-        parts.append(f"<details><summary>What is in them</summary>{inside}</details>")
+    if content.entries:
+        lines = "\n".join(text(line) for line in content.entries)
+        parts.append(f"<details><summary>What is in them</summary><pre>{lines}</pre></details>")
     return "".join(parts)
 
 
