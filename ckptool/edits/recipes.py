@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
@@ -161,17 +161,6 @@ def family_between(names: Sequence[str], wanted: Sequence[str], model: str) -> s
     found = [recipe.b for recipe, inverse in pairs if covers(recipe, names) and covers(inverse, wanted)]
     said = (family for family in found if family.rpartition(":")[2].replace("_", "") in model.lower())
     return next(said, found[0] if found else "")
-
-
-def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:
-    """Return the first family of names, beginning with ``wanted``, that a recipe leads to from a state dict, or ""."""
-    for family in _possible(checkpoint, key, wanted):
-        try:
-            named_as(checkpoint, family, key=key)
-        except CkptoolError:
-            continue
-        return family
-    return ""
 
 
 def _applied(

@@ -6,7 +6,7 @@ A check passes, warns, fails, or is not possible.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -181,23 +181,6 @@ def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> l
     return [Check("pickles", "safety", PASS, f"there is none{where} can be run"), loads]
 
 
-def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
-    """Check the indices of sparse tensors, as torch 2.14 and later do; return no check if there are none."""
-    if not sparse_tensors(checkpoint):
-        return []
-    if quick:
-        return [Check(_INDICES, "integrity", NOT_POSSIBLE, "skipped by the quick check")]
-    found = index_flaws(checkpoint)
-    level = "error" if VERSIONS.index(torch) >= VERSIONS.index(_CHECKS_INDICES) else "warning"
-    notes = [Finding.of("sparse-index", level, f"{quoted(path)}: {message}", path) for path, message in found.flaws]
-    good = f"{pluralize(found.tensors, 'sparse tensor')}, no index out of range"
-    check = judge(_INDICES, "integrity", notes, good)
-    if notes or not found.passed:
-        return [check]
-    message = f"those of {pluralize(found.passed, 'sparse tensor')} were not looked at: too many, or missing"
-    return [check._replace(status=NOT_POSSIBLE, message=message)]
-
-
 def _places(checkpoint: Checkpoint) -> list[Check]:
     """Check whether all places of tensors were listed; return no check if they were."""
     count = checkpoint.survey.unlisted
@@ -361,64 +344,52 @@ _COMPRESSED: Final = {
 }
 
 
-class IndexFlaws(NamedTuple):
-    """The number of sparse ``tensors``, their flaws as (path, message), and the number of skipped tensors (``passed``).
-
-    A tensor is skipped if it has too many indices, or if bytes are missing.
-    """
-
-    tensors: int
-    flaws: list[tuple[str, str]]
-    passed: int
-
-
-def sparse_tensors(checkpoint: Checkpoint) -> dict[Ref, str]:
-    """Return the sparse tensors, each with its first path."""
-    kinds = ("sparse_coo", *_COMPRESSED)
-    return {entry.ref: entry.path for entry in reversed(checkpoint.survey.tensors) if entry.tensor.kind in kinds}
-
-
-def index_flaws(checkpoint: Checkpoint) -> IndexFlaws:
-    """Check the indices of every sparse tensor, up to a total number of indices."""
-    tensors = sparse_tensors(checkpoint)
-    flaws: list[tuple[str, str]] = []
+def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
+    """Check the indices of sparse tensors, as torch 2.14 and later do; return no check if there are none."""
+    kinds, reader = ("sparse_coo", *_COMPRESSED), checkpoint.survey.reader
+    paths = {entry.ref: entry.path for entry in reversed(checkpoint.survey.tensors) if entry.tensor.kind in kinds}
+    if not paths:
+        return []
+    if quick:
+        return [Check(_INDICES, "integrity", NOT_POSSIBLE, "skipped by the quick check")]
+    level = "error" if VERSIONS.index(torch) >= VERSIONS.index(_CHECKS_INDICES) else "warning"
+    notes: list[Finding] = []
     left, passed = _MOST, 0
-    for ref, path in sorted(tensors.items()):
-        tensor = checkpoint.survey.reader.tensor(ref)
-        parts = [checkpoint.survey.reader.tensor(part) for part in tensor.parts] if tensor is not None else []
-        known = [part for part in parts if part is not None]
-        count = sum(part.numel for part in known[:-1])
-        if tensor is None or len(known) < len(parts) or len(known) < 2 or count > left:
+    for ref, path in sorted(paths.items()):
+        tensor = reader.tensor(ref)
+        parts = [part for each in (tensor.parts if tensor is not None else ()) if (part := reader.tensor(each))]
+        count = sum(part.numel for part in parts[:-1])
+        if tensor is None or len(parts) < max(2, len(tensor.parts)) or count > left:
             passed += 1
             continue
         left -= count
         try:
-            flaw = next(_flaws(checkpoint, ref, tensor, known), "")
+            fit = _indices_fit(checkpoint, ref, tensor, parts)
         except MalformedError:
-            passed += 1
+            passed += 1  # bytes are missing, which other checks report
             continue
-        if flaw:
-            flaws.append((path, flaw))
-    return IndexFlaws(len(tensors), flaws, passed)
+        if not fit:
+            message = f"{quoted(path)}: its indices are out of its shape {shape_text(tensor.shape)}, or out of order"
+            notes.append(Finding.of("sparse-index", level, message, path))
+    check = judge(_INDICES, "integrity", notes, f"{pluralize(len(paths), 'sparse tensor')}, no index out of range")
+    if notes or not passed:
+        return [check]
+    message = f"those of {pluralize(passed, 'sparse tensor')} were not looked at: too many, or missing"
+    return [check._replace(status=NOT_POSSIBLE, message=message)]
 
 
-def _flaws(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequence[Tensor]) -> Iterator[str]:
-    *indices, values = parts
-    numbers = [_numbers(checkpoint, part) for part in indices]
+def _indices_fit(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Return whether the indices of a sparse tensor fit its shape. Raise MalformedError if bytes are missing."""
+    numbers = []
+    for part in parts[:-1]:
+        if repeats := excessive_repeats(part.shape, part.stride):
+            raise MalformedError(repeats, path=checkpoint.path)
+        reading = Reading(part, storage_reader(checkpoint, part.storage), "elements")
+        numbers.append([int(number) for some in numbers_in(reading) for number in some])
+    shapes = [part.shape for part in parts]
     if tensor.kind == "sparse_coo":
-        shapes = indices[0].shape, values.shape
-        yield from coordinate_flaws(numbers[0], shapes, tensor.shape, _is_coalesced(checkpoint, ref))
-    elif len(numbers) == 2:
-        three = indices[0].shape, indices[1].shape, values.shape
-        yield from compressed_flaws(tensor.kind, numbers[0], numbers[1], three, tensor.shape)
-
-
-def _numbers(checkpoint: Checkpoint, tensor: Tensor) -> list[int]:
-    repeats = excessive_repeats(tensor.shape, tensor.stride)
-    if repeats:
-        raise MalformedError(repeats, path=checkpoint.path)
-    reading = Reading(tensor, storage_reader(checkpoint, tensor.storage), "elements")
-    return [int(number.real) for numbers in numbers_in(reading) for number in numbers]
+        return _coordinates_fit(numbers[0], shapes, tensor.shape, _is_coalesced(checkpoint, ref))
+    return len(numbers) != 2 or _compressed_fit(tensor.kind, numbers[0], numbers[1], shapes, tensor.shape)
 
 
 def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
@@ -429,38 +400,23 @@ def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
     return type(data) is tuple and len(data) > 3 and nodes[data[3]] is True
 
 
-def coordinate_flaws(
-    indices: Sequence[int], shapes: tuple[Sequence[int], Sequence[int]], shape: Sequence[int], is_coalesced: bool
-) -> Iterator[str]:
-    """Yield the flaws in the indices of a sparse COO tensor.
-
-    ``indices`` has all indices of the first dimension, then of the next; ``shapes`` are their shape (dimensions, count)
-    and the shape of the values.
-    """
+def _coordinates_fit(
+    indices: Sequence[int], shapes: Sequence[Sequence[int]], shape: Sequence[int], is_coalesced: bool
+) -> bool:
+    """Return whether the indices of a sparse COO tensor fit: all of the first dimension, then of the next."""
     own, values = shapes
-    fits = len(own) == 2 and own[0] <= len(shape) and tuple(values) == (own[1], *shape[own[0] :])
-    if not fits:
-        yield f"indices of shape {shape_text(own)} and values of shape {shape_text(values)} for {shape_text(shape)}"
-        return
-    dimensions, count = own
-    rows = [indices[at * count : (at + 1) * count] for at in range(dimensions)]
-    for dimension, row in enumerate(rows):
-        bad = next((index for index in row if not 0 <= index < shape[dimension]), None)
-        if bad is not None:
-            yield f"an index of {bad:,} in dimension {dimension}, which has {shape[dimension]:,}"
-    places = list(zip(*rows))
-    if is_coalesced and any(one >= other for one, other in pairwise(places)):
-        yield "its indices are not in order, or one comes twice, though the file says that it is coalesced"
+    if len(own) != 2 or own[0] > len(shape) or tuple(values) != (own[1], *shape[own[0] :]):
+        return False
+    count = own[1]
+    rows = [indices[at * count : (at + 1) * count] for at in range(own[0])]
+    inside = all(0 <= index < size for row, size in zip(rows, shape) for index in row)
+    return inside and not (is_coalesced and any(one >= other for one, other in pairwise(zip(*rows))))
 
 
-def compressed_flaws(
-    kind: str,
-    compressed: Sequence[int],
-    plain: Sequence[int],
-    shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    shape: Sequence[int],
-) -> Iterator[str]:
-    """Yield the flaws in the indices of a compressed sparse tensor.
+def _compressed_fit(
+    kind: str, compressed: Sequence[int], plain: Sequence[int], shapes: Sequence[Sequence[int]], shape: Sequence[int]
+) -> bool:
+    """Return whether the indices of a compressed sparse tensor fit.
 
     ``shapes`` are the shapes of the compressed indices, the plain indices, and the values.
     """
@@ -468,32 +424,26 @@ def compressed_flaws(
     batches = len(shapes[0]) - 1
     least = batches + (3 if blocks else 1)  # dimensions that the values have
     if batches < 0 or len(shapes[1]) != batches + 1 or len(shape) < batches + 2 or len(shapes[2]) < least:
-        yield f"indices of shapes {shape_text(shapes[0])} and {shape_text(shapes[1])} for {shape_text(shape)}"
-        return
+        return False
     sizes = list(shape[batches : batches + 2])
     if blocks:
         block = shapes[2][batches + 1 : batches + 3]
         if any(not part or size % part for size, part in zip(sizes, block)):
-            yield f"blocks of {block[0]}x{block[1]} do not fill {sizes[0]:,}x{sizes[1]:,}"
-            return
+            return False
         sizes = [size // part for size, part in zip(sizes, block)]
     outer, inner = sizes if by_rows else reversed(sizes)
     step, count = shapes[0][-1], shapes[1][-1]
     outside = {tuple(part[:batches]) for part in (*shapes, shape)}
-    dense = tuple(shapes[2][batches + (3 if blocks else 1) :])
+    dense = tuple(shapes[2][least:])
     if len(outside) > 1 or step != outer + 1 or count != shapes[2][batches] or dense != tuple(shape[batches + 2 :]):
-        yield "its indices and values are not of the size of the tensor"
-        return
+        return False
     for batch in range(prod(shapes[0][:batches])):
         ends = compressed[batch * step : (batch + 1) * step]
         places = plain[batch * count : (batch + 1) * count]
         if ends[0] != 0 or ends[-1] != count or any(not 0 <= b - a <= inner for a, b in pairwise(ends)):
-            yield f"its compressed indices do not divide {count:,} elements"
-            return
-        bad = next((index for index in places if not 0 <= index < inner), None)
-        if bad is not None:
-            yield f"an index of {bad:,} where there are {inner:,}"
-            return
+            return False
+        if any(not 0 <= index < inner for index in places):
+            return False
         if any(a >= b for begin, end in pairwise(ends) for a, b in pairwise(places[begin:end])):
-            yield "its plain indices are not in order, or one comes twice"
-            return
+            return False
+    return True

@@ -71,13 +71,6 @@ from .edit_steps import (
 from .facts import facts
 
 _LEVELS: Final = ("error", "warning", "note")
-#: A tensor in every model of a library, by which its names are recognised.
-_OTHER_NAMES: Final = {
-    "embedding.word_embeddings.weight": "Megatron-LM",
-    "tok_embeddings.weight": "Meta or Mistral",
-    "layers.0.attn.wkv_a.weight": "DeepSeek's own code",
-    "2.attention.query_key_value.weight": "GPT-NeoX",
-}
 #: Beginnings of classes that torch adds to its list when one of its modules is imported, and that module.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 
@@ -116,7 +109,6 @@ def findings(
         *_kinds(checkpoint),
         *_quantized(quantized),
         *_state_dicts(checkpoint),
-        *_other_names(checkpoint),
         *_only_loader(checkpoint),
         *_bytes(checkpoint, account),
     ]
@@ -153,35 +145,6 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
     """Return whether all commands in a next step are among these."""
     return all(command.name in names for command in as_step(step).commands)
-
-
-def _other_names(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a whole model in a folder that transformers could load under other names."""
-    nodes, survey = checkpoint.graph.nodes, checkpoint.survey
-    if not isinstance(checkpoint.source, FolderSource) or any(
-        stops_edits(problem) for problem in checkpoint.container.problems
-    ):
-        return
-    for item in survey.state_dicts:
-        library = next((_OTHER_NAMES[name] for key, _ in item.items if (name := str(nodes[key])) in _OTHER_NAMES), "")
-        if library:
-            from ..edits.recipes import fitting_family
-
-            family = fitting_family(checkpoint, item.path or ".")
-            lost = "entries" if not item.path and len(survey.tensors) > len(item.items) else ""
-            if family:
-                message = f"its names are those of {library}; transformers loads it under its own ({family})"
-                step = edit_step(
-                    "convert",
-                    checkpoint.path,
-                    word="hf",
-                    extension=".safetensors",
-                    key=item.path,
-                    to_names=family,
-                    allow_loss=lost,
-                )
-                yield Finding.of("other-names", "note", message, next=step)
-            return
 
 
 def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from test_recipe_tables import EXPERTS, State, assert_equal, tiny
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
-from ckptool.edits.recipes import families, fitting_family
+from ckptool.edits.recipes import families
 
 SIZES: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 6}
 #: The class and the sizes of a small model for each type that built-in recipes describe.
@@ -99,10 +99,6 @@ def test_the_configuration_of_another_model_is_refused(kind: str, target: str, t
         if not target.startswith(("hf:", "split:gate_up")):
             with pytest.raises(RefusedError, match=r"its configuration says model_type"):
                 converted(made, other, back, tmp_path / "other")
-        path = tmp_path / "other" / "model.safetensors"
-        with ckptool.open(path) as checkpoint:
-            found = fitting_family(checkpoint, None)
-        assert found in ("", f"hf:{other['model_type']}"), found
 
 
 def numbers(config: dict[str, Any]) -> list[str]:

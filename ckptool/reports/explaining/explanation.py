@@ -48,7 +48,7 @@ _GIVE_IT: Final = "If a program does not load it, give explain the message too"
 #: Names of checkpoints in a message.
 _NAMED: Final = regex(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
 #: Findings of ``inspect`` that do not explain a message by themselves.
-_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "other-names"))
+_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian"))
 #: Findings about devices, and about classes, whose steps one command can combine.
 _DEVICES: Final = frozenset(("device", "device-objects", "map-location"))
 _CLASSES: Final = frozenset(("weights-only", "module"))
