@@ -23,7 +23,7 @@ QUICK := $(addprefix tests/,laws/test_layers.py laws/test_lossless.py laws/test_
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-remote test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
+.PHONY: help demo test test-quick test-remote test-browser mutants torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-remote: $(READY) ## Read and write remote files on radosgw, Azurite, fake-g
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
 	$(INSTALL) --editable '.[dev,browser]'
 	CKPTOOL_BROWSER=$${CKPTOOL_BROWSER:-chromium} $(BIN)/python -m pytest -rs tests/browser
+
+mutants: $(READY) ## Put in twenty faults, one for each law and room, and see that the tests find them (four minutes)
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
 	CKPTOOL_TESTS=all $(BIN)/python -m pytest -n auto -m sampled
