@@ -10,11 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from functools import cache
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ..base.addresses import Address, conceal, parse
 from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
-from ..base.lazy import regex
+from ..base.lazy import regex, table
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Line, Setting, advice
@@ -154,7 +155,7 @@ class Origin(NamedTuple):
 class Failed(Exception):
     """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
 
-    The code is one word, such as ``NoSuchBucket``. The kind is a key of ``MESSAGES``, or "". ``region`` is where the
+    The code is one word, such as ``NoSuchBucket``. The kind is one of failures.json, or "". ``region`` is where the
     bucket is, if the server says so. ``once`` tells that the request was sent once only: no earlier answer was lost.
     """
 
@@ -188,151 +189,56 @@ def check_bucket(address: str) -> Address:
     return parts
 
 
-_ANONYMOUS: Final = Setting("anonymous")
-#: Messages and next steps by the kind of a failure that has no status, or whose code says more than its status.
-MESSAGES: Final[dict[str, tuple[str, AnyStep]]] = {
-    "name": (
-        "{host} cannot be found: there is no host of this name",
-        "check the spelling, the endpoint and the network",
-    ),
-    "route": ("no connection to {host}", "check the network, and the port of the address or endpoint"),
-    "timeout": ("{host} does not answer", "try again, or check the network"),
-    "tls": (
-        "no secure connection to {host}: it does not speak TLS, or its certificate is not trusted",
-        "name the certificates of your network in SSL_CERT_FILE, or check http:// and https://",
-    ),
-    "proxy": ("the proxy gives no connection to {host}", "check HTTPS_PROXY and NO_PROXY"),
-    "body": ("{host} broke off its answer, also when asked again", "try again later"),
-    "slow": (f"{{host}} sends too slowly: an answer took {LIMITS.request_seconds:.0f} seconds", "try again later"),
-    "large": (
-        f"{{host}} answers with more than {human_bytes(LIMITS.answer_bytes)}, or more than may be downloaded",
-        advice("check the address, or allow more with ", Setting("max_download", None)),
-    ),
-    "length": ("{host} sends a wrong number of bytes, also when asked again", "try again later"),
-    "reset": ("{host} broke off the connection, also when asked again", "try again later"),
-    "whole": ("{host} cannot send a part of a file", "download it first"),
-    "region": ("the bucket {bucket} is in another region", "set AWS_REGION to the region of the bucket"),
-    "expired": ("the credentials have expired", "sign in again, for example with aws sso login"),
-    "address": ("the signed address has expired", "get a new one"),
-    "skew": ("{host} refuses all requests, because the clock of this machine is wrong", "set the clock"),
-    "keys": ("{host} does not accept the credentials", "check the key, the secret and the profile"),
-    "none": ("there are no credentials for {host}", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
-    "profile": ("there is no such profile", "see which there are: aws configure list-profiles"),
-    "gives": (
-        "the profile gives no credentials",
-        "check its keys in ~/.aws/credentials and its settings in ~/.aws/config",
-    ),
-    "config": ("the settings of the profile cannot be read", "check ~/.aws/config and ~/.aws/credentials"),
-    "account": ("the storage account is not known", "set AZURE_STORAGE_ACCOUNT_NAME, or use abfs://CONTAINER@ACCOUNT/"),
-    "bucket": ("there is no bucket {bucket}", "check its name, and the endpoint"),
-    "listing": ("{host} cannot list files", "name one file"),
-    "endless": (f"listing its files takes more than {LIMITS.listing_seconds:.0f} seconds", "name one file"),
-    "answer": ("{host} does not answer as it should", "check the address and the endpoint, or download it first"),
-    "parts": ("{host} does not have all parts of the upload", "try again"),
-    "server": ("the address or the endpoint does not name a server", "write it as https://HOST or https://HOST:PORT"),
-    "redirect": ("{host} redirects to an address that cannot be reached, or in a circle", "check the address"),
-    "key": (
-        "one of its names has an empty part, a dot or two as a part, a control character, or looks like a query",
-        "download it first",
-    ),
-    "query": ("parameters behind a question mark are not supported", "name the object alone"),
-    "unversioned": (
-        "{host} sends neither ETag nor Last-Modified: if the file is replaced meanwhile, its parts would be mixed",
-        advice("download it first, or accept this with ", Setting("allow_unversioned")),
-    ),
-    "writing": ("ckptool does not write to {host}", "write to a local path, then upload it"),
-    "both": ("it is a file and a folder at once", "rename one of them, or name single files"),
-    "many": (f"it has more than {LIMITS.remote_files:,} files", "name a folder with fewer files"),
-    "obstore": (
-        "obstore is not installed, which reaches Google Cloud Storage and Azure",
-        Line("pip install 'ckptool[remote]'"),
-    ),
-    "botocore": (
-        "boto3 is not installed, which reads profiles and finds the credentials of a machine",
-        advice("pip install 'ckptool[s3]', or read a public bucket with ", _ANONYMOUS),
-    ),
-    "fork": ("a forked process cannot read what its parent opened", "start processes with spawn or forkserver"),
-    "repository": (
-        "there is no such repository, or it is private",
-        "check the name, or set an HF_TOKEN that may read it",
-    ),
-    "revision": ("the repository has no such revision", "see its branches and tags on its page"),
-    "gated": ("the repository is for those who accepted its terms", "accept them on its page, and set HF_TOKEN"),
-    "names": ("it is not an address of the hub", "write hf://ORGANISATION/MODEL/FILE"),
-    "hub": ("huggingface_hub is not installed, which knows the hub", Line("pip install 'ckptool[hf]'")),
-    "fsspec": ("fsspec is not installed, which reads {scheme}://", Line("pip install fsspec")),
-    "package": ("a package is missing that fsspec needs for {scheme}://", "install it, or download the file first"),
-    "scheme": ("addresses with {scheme}:// are not supported", "download it first"),
-    "unsigned": ("{host} wants credentials", advice("sign in, or read a public bucket with ", _ANONYMOUS)),
-    "archived": ("it is in an archive such as Glacier", "restore it first, then try again"),
-    "kms": ("the KMS key that encrypts it cannot be used", "check its state and the permission kms:Decrypt"),
-    "password": ("{host} wants credentials", "check the address"),
-    "denied": (
-        "no permission to {verb} it, or no such file and no permission to list {bucket}",
-        "check the name and the permissions",
-    ),
-    "refused": ("{host} refuses it", "check the address; signed ones expire"),
-    "missing": (NO_FILE, ""),
-    "changed": ("the file changed while it was read", "try again when nobody writes to it"),
-    "removed": ("the upload was removed meanwhile", "try again"),
-    "written": ("somebody else wrote to it meanwhile", "see what is there, then try again"),
-    "fails": ("{host} fails with status {status}, also when asked again", "try again later"),
-    "status": ("{host} answers with status {status}", "check the address"),
-    "unknown": ("the request failed", "try again, or download it first"),
-}
-#: The kinds of failures by the codes of S3, Google Cloud Storage and Azure.
-_CODES: Final = {
-    "NoSuchBucket": "bucket",
-    "ContainerNotFound": "bucket",
-    "PermanentRedirect": "region",
-    "AuthorizationHeaderMalformed": "region",
-    "IllegalLocationConstraintException": "region",
-    "ExpiredToken": "expired",
-    "TokenRefreshRequired": "expired",
-    "InvalidToken": "expired",
-    "RequestTimeTooSkewed": "skew",
-    "InvalidAccessKeyId": "keys",
-    "SignatureDoesNotMatch": "keys",
-    "AuthenticationFailed": "keys",
-    "InvalidPart": "parts",
-    "InvalidObjectState": "archived",
-    "KMS": "kms",
-}
-#: The kinds of failures by the status of an answer, and those that mean something else while writing or in a scheme.
-_STATUSES = {401: "unsigned", 403: "denied", 404: "missing", 407: "proxy", 410: "missing", 412: "changed"}
-_STATUSES |= {416: "changed", 429: "fails"}
-_WEB: Final = {401: "password", 403: "refused"}
-_STATUSES_OF: Final = {"hf": {401: "repository", 403: "gated"}, "http": _WEB, "https": _WEB}
-_STATUSES_OF["writing"] = {404: "removed", 409: "written", 412: "written"}
 #: The beginnings of variables with credentials.
 _CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
-_HOSTS = {"s3": "S3", "gs": "Google Cloud Storage", "hf": "the hub"} | dict.fromkeys(("az", "abfs", "abfss"), "Azure")
+#: A parameter that a step mentions, and those that are mentioned without a value.
+_MENTIONED: Final = regex(r"\{(\w+)\}")
+_OPEN: Final = ("max_download", "profile")
+
+
+@cache
+def _failures() -> dict[str, Any]:
+    """Return the messages and steps by the kind of a failure, and the kinds by the code or status of an answer."""
+    return table("remote/failures")
+
+
+def _step(text: str) -> AnyStep:
+    """Return the step of a message, which may be a command line or mention parameters."""
+    if text.startswith("$ "):
+        return Line(text[2:])
+    parts = _MENTIONED.split(text)  # prose and names in turn
+    named = [Setting(part, None if part in _OPEN else True) if at % 2 else part for at, part in enumerate(parts)]
+    return advice(*named)
 
 
 def kind_of(failed: Failed) -> str:
     """Return the kind that the server's code stands for, otherwise the kind of the failure."""
-    return _CODES.get(failed.code, failed.kind)
+    return str(_failures()["codes"].get(failed.code, failed.kind))
 
 
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
     """Return the error for a failed request about the object at an address."""
-    parts, status, kind = parse(address), failed.status, kind_of(failed)
-    host, bucket = _HOSTS.get(parts.scheme, f"{parts.scheme}://{parts.host}"), parts.host.partition("@")[0]
+    known, parts, status, kind = _failures(), parse(address), failed.status, kind_of(failed)
+    host = known["hosts"].get(parts.scheme, f"{parts.scheme}://{parts.host}")
     if parts.scheme in ("http", "https"):  # the codes of a signed address say nothing about credentials of the user
         host = parts.host
         kind = "address" if kind == "expired" else "redirect" if failed.kind == "region" else failed.kind
-    statuses = _STATUSES | _STATUSES_OF.get("writing" if writing else parts.scheme, {})
-    said = kind or statuses.get(status) or ("fails" if status >= 500 else "status" if status else "unknown")
-    what, step = MESSAGES[said]
-    if said == "none" and parts.scheme == "s3":
-        keys = "set AWS_ACCESS_KEY_ID and its secret, choose a "
-        step = advice(keys, Setting("profile", None), ", or read a public bucket with ", _ANONYMOUS)
-    what = what.format(
-        host=host, bucket=bucket, scheme=parts.scheme, status=status, verb="write" if writing else "read"
+    statuses = known["statuses"][""] | known["statuses"].get("writing" if writing else parts.scheme, {})
+    said = kind or statuses.get(str(status)) or ("fails" if status >= 500 else "status" if status else "unknown")
+    message, step = known["messages"].get(f"{said} {parts.scheme}") or known["messages"][said]
+    what = message.format(
+        host=host,
+        bucket=parts.host.partition("@")[0],
+        scheme=parts.scheme,
+        status=status,
+        verb="write" if writing else "read",
+        limits=LIMITS,
+        answer=human_bytes(LIMITS.answer_bytes),
+        no_file=NO_FILE,
     )
     error: type[CkptoolError] = OutputError if writing else UnreadableError
     error = {"writing": RefusedError, "unversioned": RefusedError, "changed": ChangedError}.get(said, error)
-    found = error(what, path=conceal(address), next=step)
+    found = error(what, path=conceal(address), next=_step(step))
     found.of_server = kind != "listing" and (kind != "" or status not in (401, 403, 404, 410))
     return found
 
