@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-#: Kinds of complete files that are not torch checkpoints, even if named like one, in addition to ``FOREIGN_KINDS``.
-_OTHERS: Final = frozenset(("mobile-flatbuffer", "executorch"))
 #: Archives whose members may be checkpoints.
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
 #: A .bin file may be anything: it counts as a damaged checkpoint only if it is of one of these kinds.
@@ -316,7 +314,7 @@ def _foreign_kind(folder: Folder, name: str) -> tuple[str, NextStep | None] | No
     Returns None for any other file or folder.
     """
     # not needed for a checkpoint
-    from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
+    from .foreign.frameworks import foreign_folder, foreign_kinds
     from .foreign.identification import explain, explain_zip
 
     if folder.is_folder(name):
@@ -329,7 +327,7 @@ def _foreign_kind(folder: Folder, name: str) -> tuple[str, NextStep | None] | No
             error = explain_zip(read_archive(source)) if archive else explain(head, source)
     except UnreadableError:
         return None
-    if error is None or getattr(error, "kind", "") not in _ARCHIVES | FOREIGN_KINDS:
+    if error is None or getattr(error, "kind", "") not in _ARCHIVES | foreign_kinds():
         return None
     words = re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
     return words, error.step if error.step.commands else None
@@ -349,10 +347,10 @@ def _recognised(path: str) -> tuple[str, bool]:
     from ..files.folders import open_folder  # only for folders
 
     # not needed for a checkpoint
-    from .foreign.frameworks import FOREIGN_KINDS
+    from .foreign.frameworks import foreign_kinds
     from .foreign.identification import explain, explain_zip
 
-    others = _OTHERS | FOREIGN_KINDS
+    others = foreign_kinds()
     name = path.lower()
     named = name.endswith(CHECKPOINTS)  # a file of unknown format is then a damaged checkpoint
     try:

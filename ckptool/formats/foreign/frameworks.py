@@ -1,30 +1,53 @@
-"""Recognise other frameworks' files, archives, pickles and folders, where a signature is not enough."""
+"""Recognise the files, archives, pickles and folders of other programs. ``formats.json`` has the table of them."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
-from typing import Final
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from functools import cache
+from typing import Any, Final
 
-from ...base.errors import MalformedError
+from ...base.errors import MalformedError, UnreadableError
+from ...base.lazy import table
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import cut, join_limited, pluralize, quoted
-from ...files.sources import BytesSource, Source
+from ...files.sources import Source
 from ...files.zips.reader import Archive, Record, content_chunks
 from ...pickles.nodes import Global, Node
-from .headers import npy_header_summary
-from .signatures import SIGNATURES, ForeignFormat, with_magic, without_magic
 
-_TF: Final = "tf.train.load_checkpoint reads it"
 #: The last eight bytes of a LevelDB table, in which TensorFlow stores variable names.
 _LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
 
 
+class ForeignFormat(NamedTuple):
+    """A format that ckptool does not read: its short name, a noun phrase for it, and the tool that opens it."""
+
+    kind: str
+    description: str
+    tool: str = ""
+
+
+@cache
+def _rows(part: str) -> list[tuple[ForeignFormat, dict[str, Any]]]:
+    """Return the rows of a part of the table, each as its format and its other fields."""
+    rows = table("formats/foreign/formats")[part]
+    return [(ForeignFormat(row.pop("kind"), row.pop("is"), row.pop("tool", "")), row) for row in rows]
+
+
+@cache
+def foreign_kinds() -> frozenset[str]:
+    """Return the kinds of all foreign formats. Such a file is never taken for a damaged torch checkpoint."""
+    kinds = {known.kind for part in ("signatures", "archives", "pickles", "folders") for known, _ in _rows(part)}
+    return frozenset(kinds - {"pickle"} | {"npz", "tensorflow-index", "flax", "msgpack"})
+
+
 def match_magic(source: Source) -> ForeignFormat | None:
     """Return the format of a file with known magic bytes, or None. Call it before examining the file as text."""
-    return next((row.format_of(source) for row in with_magic(source) if row.matches(source)), None)
+    return next(_matches(source, "magic"), None)
 
 
 def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
@@ -33,13 +56,115 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
     if source.size > size and source.read(source.size - size, size) == _LEVELDB_MAGIC:
         # The first value of the table is an index header, whose first field is ``num_shards``. In a checkpoint of
         # TensorFlow's first format, which also holds the weights, it is the list of slices.
+        tool = "tf.train.load_checkpoint reads it"
         if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
-            return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
-        return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
-    rows = without_magic(os.path.splitext(source.name)[1].lower(), head[:1])
-    known = next((row.format_of(source) for row in rows if row.matches(source)), None)
-    return known or _msgpack(head, source) or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
+            return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", tool)
+        return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", tool)
+    known = next(_matches(source, ""), None) or _msgpack(head, source)
+    return known or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
 
+
+def _matches(source: Source, field: str) -> Iterator[ForeignFormat]:
+    """Yield the signatures that a file fits, of those with magic bytes or ("") of those without."""
+    heads: dict[int, str] = {}
+    for known, row in _rows("signatures"):
+        magic = row.get("magic", ())
+        if bool(magic) is not bool(field):
+            continue
+        for at in row.get("at", (0,)):
+            if at not in heads:
+                heads[at] = source.read(at, 1024).decode("latin-1")
+            if (not magic or heads[at].startswith(tuple(magic))) and _fits(source, heads[at], row):
+                detail = _DETAILS[row["detail"]](source) if "detail" in row else ""
+                yield known._replace(description=f"{known.description}: {detail}") if detail else known
+                break
+
+
+def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
+    """Return whether a file fits a row, apart from its magic bytes."""
+    name = source.name
+    if not name.lower().endswith(tuple(row.get("suffix", ("",)))) or not re.search(row.get("named", ""), name):
+        return False
+    if "beside" in row and not _is_beside(name, *row["beside"]):
+        return False
+    if "check" in row and not _is_llama2(source):
+        return False
+    if re.match(row.get("begins", ""), head, re.S | re.A) is None:
+        return False
+    return "holds" not in row or _holds(source.read(0, 1 << 16), row["holds"])
+
+
+def _holds(data: bytes, pattern: str) -> bool:
+    return re.search(pattern, data.decode("latin-1"), re.S | re.A) is not None
+
+
+def _is_beside(name: str, suffix: str, pattern: str) -> bool:
+    """Return whether the file with another suffix, which describes bare numbers, matches the pattern."""
+    from ...files.folders import open_folder  # few files need it
+
+    folder, name = os.path.split(os.path.splitext(name)[0] + suffix)
+    beside = open_folder(folder)
+    if beside.size(name) is None:  # never tries to open a missing file: an audit of opens shows one
+        return False
+    try:
+        with closing(beside.open(name)) as other:
+            return _holds(other.read(0, 1024), pattern)
+    except UnreadableError:
+        return False
+
+
+def _is_llama2(source: Source) -> bool:
+    """Return whether a file has seven sizes and exactly as many floats as they imply."""
+    if source.size < 28:
+        return False
+    dim, hidden, layers, heads, kv_heads, vocabulary, length = struct.unpack("<7i", source.read(0, 28))
+    if min(dim, hidden, layers, heads, kv_heads, length) <= 0 or not vocabulary or dim % heads or heads % kv_heads:
+        return False
+    floats = abs(vocabulary) * dim * (2 if vocabulary < 0 else 1) + dim
+    floats += layers * (2 * dim + 2 * dim * dim + 2 * dim * (dim // heads) * kv_heads + 3 * dim * hidden)
+    return source.size == 28 + 4 * (floats + length * (dim // heads))
+
+
+def gguf_summary(source: Source) -> str:
+    """Return ``version 3, architecture llama, 291 tensors``, as far as the header tells (docs/gguf.md of ggml)."""
+    head = source.read(0, 1 << 16)
+    order = "<" if int.from_bytes(head[4:8], "little") < 1 << 16 else ">"
+    form = struct.Struct(order + ("4xII" if head[4:8] == b"\1\0\0\0" else "4xIQ"))  # version 1 had 32-bit counts
+    if len(head) < form.size:
+        return ""
+    version, tensors = form.unpack_from(head)
+    parts = [f"version {version}" + ", big-endian" * (order == ">"), pluralize(tensors, "tensor")]
+    # The type of a string is 8; its length precedes it.
+    name = re.search(rb"general\.architecture[\0\x08]{4}\0*([\1-\x28])\0*([!-~]+)", head)
+    if name:
+        parts.insert(1, f"architecture {name[2][: name[1][0]].decode()}")
+    return ", ".join(parts)
+
+
+_KINDS: Final = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+_OTHER_KINDS: Final = {"b": "bool", "O": "objects (a pickle)", "S": "bytes", "U": "text", "V": "raw"}
+
+
+def npy_summary(source: Source) -> str:
+    """Return ``float32 4x3`` for an .npy file."""
+    return _npy_header(source.read(0, 4096)) or "its header is damaged"
+
+
+def _npy_header(head: bytes) -> str:
+    """Summarise the first bytes of an .npy file (numpy/lib/format.py); return "" if they hold no valid header."""
+    descr = re.search(rb"'descr'\s*:\s*'([<>|=]?)([a-zA-Z?])(\d{0,9})'", head)
+    shape = re.search(rb"'shape'\s*:\s*\(([\d, L]{0,400})\)", head)
+    if shape is None:
+        return ""
+    sizes = "x".join(part.strip(" L") for part in shape[1].decode("ascii").split(",") if part.strip(" L"))
+    order, kind, size = (part.decode() for part in descr.groups()) if descr else ("", "", "")
+    name = _OTHER_KINDS.get(kind, "records")
+    if kind in _KINDS and size:
+        name = f"{_KINDS[kind]}{8 * int(size)}" + " (big-endian)" * (order == ">")
+    return f"{name} {sizes or 'scalar'}"
+
+
+_DETAILS: Final = {"gguf": gguf_summary, "npy": npy_summary}
 
 #: The most fields of a protobuf message that are read.
 _MAX_FIELDS: Final = 64
@@ -91,27 +216,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return 0, -1
 
 
-def _is_node_def(node: Field) -> bool:
-    """Return whether a field begins like a TensorFlow NodeDef: a name, then an operation. Long fields are cut."""
-    size = node.head[1] if len(node.head) > 1 else 0
-    name, rest = node.head[2 : 2 + size], node.head[2 + size :]
-    if node.head[:1] != b"\x0a" or not name.isascii() or not name.decode("ascii").isprintable() or not name:
-        return False
-    return not rest or (rest[:1] == b"\x12" and rest[2:3].isalpha())
-
-
 def _protobuf_model(source: Source) -> ForeignFormat | None:
     """Recognise a model in protobuf: ONNX, Core ML or TensorFlow. Return None for anything else."""
-    message = fields(source)
-    by_number: dict[int, Field] = {field.number: field for field in reversed(message)}
+    by_number = {field.number: field for field in reversed(fields(source))}
     first, second, graph = by_number.get(1), by_number.get(2), by_number.get(7)
     if first is None:
         return None
     if 0 < first.value < 100 and graph is not None and graph.size and max(by_number) < 64:
-        opset = next((number for field in message if field.number == 8 and (number := _opset(field.head))), 0)
         producer = second.head.decode("utf-8", "replace") if second and second.size < 64 else ""
-        description = "an ONNX model" + (f", opset {opset}" if opset else "")
-        description += f", written by {quoted(producer)}" if producer else ""
+        description = "an ONNX model" + (f", written by {quoted(producer)}" if producer else "")
         return ForeignFormat("onnx", description, "onnx.load reads it, onnxruntime runs it")
     if 0 < first.value < 100 and second is not None and any(200 <= number <= 4000 for number in by_number):
         return ForeignFormat("coreml", f"a Core ML model, specification {first.value}", "coremltools reads it")
@@ -121,33 +234,20 @@ def _protobuf_model(source: Source) -> ForeignFormat | None:
     if source.name.endswith(".meta") and first.size and second is not None:
         description = "the graph of a TensorFlow checkpoint (.meta): without its variables"
         return ForeignFormat("tensorflow", description, "tf.compat.v1.train.import_meta_graph reads it")
-    if first.size and _is_node_def(first):
+    # A graph begins with a NodeDef: a name, then an operation.
+    if re.fullmatch(rb"\x0a.[ -~]+?(?:\x12.[A-Za-z].*)?", first.head, re.S):
         return ForeignFormat("tensorflow", "a TensorFlow graph (.pb)", "tf.compat.v1.GraphDef reads it")
     return None
 
 
-def _opset(data: bytes) -> int:
-    """Return the version in an OperatorSetIdProto of the default domain, or 0 for another domain."""
-    message = fields(BytesSource(data))
-    if any(field.number == 1 and field.head.strip() not in (b"", b"ai.onnx") for field in message):
-        return 0
-    return next((field.value for field in message if field.number == 2), 0)
-
-
 def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
     """Recognise a map whose first key is a printable string, as Flax and others write it; None for other data."""
-    if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
+    start = re.match(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:([\xa1-\xbf])|\xd9(.))", head, re.S)
+    if start is None:
         return None
-    at = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
-    tag = head[at : at + 1]
-    if tag and 0xA1 <= tag[0] <= 0xBF:
-        size, begin = tag[0] & 31, at + 1
-    elif tag == b"\xd9" and len(head) > at + 1:
-        size, begin = head[at + 1], at + 2
-    else:
-        return None
-    key, value = head[begin : begin + size], head[begin + size : begin + size + 1]
-    if len(key) < size or not key.isascii() or not key.decode("ascii").isprintable() or not value:
+    size = start[1][0] & 31 if start[1] else start[2][0]
+    key = head[start.end() : start.end() + size]
+    if len(head) <= start.end() + size or not key.isascii() or not key.decode("ascii").isprintable():
         return None
     first = f"first key {quoted(key.decode('ascii'))}"
     # NumPy arrays are extensions of type 1 (flax/serialization.py).
@@ -157,46 +257,16 @@ def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
     return ForeignFormat("msgpack", f"msgpack data, {first}", "the msgpack package reads it")
 
 
-#: Required record names, and the format that they indicate.
-_ARCHIVES: Final = {
-    # keras/src/saving/saving_lib.py
-    ("config.json", "model.weights.h5"): ForeignFormat(
-        "keras", "a Keras model (.keras)", "keras.models.load_model reads it"
-    ),
-    # stable_baselines/common/save_util.py
-    ("data", "parameter_list", "parameters"): ForeignFormat(
-        "stable-baselines",
-        "a model of Stable-Baselines 2 (TensorFlow)",
-        "stable_baselines of that version reads it; its record 'parameters' is a NumPy archive (npz)",
-    ),
-    # devtools/etrecord/_etrecord.py of executorch
-    ("ETRECORD_V0",): ForeignFormat(
-        "executorch", "an ExecuTorch ETRecord, for its profiler", "executorch.devtools.Inspector reads it"
-    ),
-    # ModelSerializer.java of deeplearning4j
-    ("configuration.json", "coefficients.bin"): ForeignFormat(
-        "deeplearning4j",
-        "a Deeplearning4j model",
-        "ModelSerializer.restoreMultiLayerNetwork of Deeplearning4j reads it",
-    ),
-}
-
-
 def foreign_archive(archive: Archive) -> ForeignFormat | None:
     """Return the format of a zip archive that is not one of torch's, or None if it is unknown."""
     records = {record.name: record for record in archive.records}
     if records and all(name.endswith(".npy") for name in records):
         first = ((name.removesuffix(".npy"), _head(archive, record)) for name, record in list(records.items())[:4])
-        arrays = [f"{name} {npy_header_summary(head) or '(?)'}" for name, head in first]
+        arrays = [f"{name} {_npy_header(head) or '(?)'}" for name, head in first]
         count = pluralize(len(records), "array")
         description = f"a NumPy archive (npz) of {count}: {join_limited(arrays, len(records), most=4)}"
         return ForeignFormat("npz", description, "numpy.load reads it")
-    known = next((known for names, known in _ARCHIVES.items() if all(name in records for name in names)), None)
-    if known is not None and known.kind == "keras":
-        version = re.search(rb'"keras_version"\s*:\s*"([\w.]{1,20})"', _head(archive, records.get("metadata.json")))
-        written_by = f", written by Keras {version.group(1).decode()}" if version else ""
-        return known._replace(description=known.description + written_by)
-    return known
+    return next((known for known, row in _rows("archives") if records.keys() >= {*row["records"]}), None)
 
 
 def archive_producer(archive: Archive) -> str:
@@ -210,9 +280,9 @@ def archive_producer(archive: Archive) -> str:
     return "a model of Stable-Baselines3" + (f" {version.group().decode('ascii')}" if version else "")
 
 
-def _head(archive: Archive, record: Record | None) -> bytes:
+def _head(archive: Archive, record: Record) -> bytes:
     """Return the first bytes of a record, or b"" if it cannot be read."""
-    if record is None or record.method not in (0, 8):
+    if record.method not in (0, 8):
         return b""
     size = min(record.size, LIMITS.inflated_bytes)
     try:
@@ -221,20 +291,6 @@ def _head(archive: Archive, record: Record | None) -> bytes:
         return b""
 
 
-#: The package of a class that a pickle names, and the format that it indicates.
-_PICKLES: Final[dict[str, ForeignFormat]] = {
-    # numpy_pickle.py of joblib
-    "joblib": ForeignFormat("joblib", "a file of joblib", "joblib.load reads it, and runs what it names"),
-    "sklearn": ForeignFormat(
-        "sklearn", "a pickled scikit-learn model", "joblib.load or pickle reads it, and runs what it names"
-    ),
-    **{
-        module: ForeignFormat("pickle", f"a pickled {name} model", "pickle reads it, and runs what it names")
-        for module, name in (("xgboost", "XGBoost"), ("lightgbm", "LightGBM"), ("catboost", "CatBoost"))
-    },
-    # python/paddle/framework/io.py
-    "paddle": ForeignFormat("paddle", "a parameter file of PaddlePaddle", "paddle.load reads it"),
-}
 #: The key that Paddle appends to every state dict (paddle/framework/io.py: _build_saved_state_dict).
 _PADDLE_KEY: Final = "StructuredToParameterName@@"
 #: Bytes at the end of a pickle that are searched for that key.
@@ -248,38 +304,11 @@ def foreign_pickle(nodes: Collection[Node], source: Source) -> ForeignFormat | N
         return ForeignFormat("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")
     names = [node for node in nodes if isinstance(node, Global)]
     modules = {node.module.partition(".")[0] for node in names}
-    known = next((known for module, known in _PICKLES.items() if module in modules), None)
+    known = next((known for known, row in _rows("pickles") if row["module"] in modules), None) if modules else None
     if known is None:
         return None
     model = next((f" ({cut(node.name, 60)})" for node in names if node.module.startswith("sklearn")), "")
     return known._replace(description=known.description + model)
-
-
-_SAVED_MODEL: Final = ForeignFormat("savedmodel", "a TensorFlow SavedModel", "tf.saved_model.load reads it")
-_ORBAX: Final = ForeignFormat(
-    "orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"
-)
-#: Required file names (with a backslash: patterns), and the format that they indicate.
-_FOLDERS: Final = {
-    ("saved_model.pb",): _SAVED_MODEL,
-    ("saved_model.pbtxt",): _SAVED_MODEL,
-    (r"\.index\Z", r"\Acheckpoint\Z|\.data-\d{5}-of-\d{5}\Z"): ForeignFormat(
-        "tensorflow", "a folder of TensorFlow checkpoints", _TF
-    ),
-    ("checkpoint", r"\.meta\Z"): ForeignFormat(
-        "tensorflow", "a folder of TensorFlow checkpoints of the first version (V1)", _TF
-    ),
-    ("_CHECKPOINT_METADATA",): _ORBAX,
-    ("_METADATA", "_sharding"): _ORBAX,
-    # mlflow/models/model.py
-    ("MLmodel",): ForeignFormat(
-        "mlflow", "an MLflow model", "mlflow.pytorch.load_model reads it; ckptool reads what is in its folder data"
-    ),
-    ("coremldata.bin",): ForeignFormat(
-        "coreml", "a compiled Core ML model (.mlmodelc)", "Core ML runs it; coremltools reads the .mlpackage"
-    ),
-    ("Manifest.json", "Data"): ForeignFormat("coreml", "a Core ML package (.mlpackage)", "coremltools reads it"),
-}
 
 
 def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
@@ -288,15 +317,4 @@ def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
     def is_there(name: str) -> bool:
         return any(re.search(name, other) for other in names) if "\\" in name else name in names
 
-    return next((known for required, known in _FOLDERS.items() if all(map(is_there, required))), None)
-
-
-_TABLES: Final = (_ARCHIVES, _FOLDERS, _PICKLES)
-#: The kinds of all foreign formats. Such a file is never taken for a damaged torch checkpoint.
-FOREIGN_KINDS: Final = frozenset(
-    (
-        *(row.format.kind for row in SIGNATURES),
-        *(known.kind for table in _TABLES for known in table.values()),
-        *("npz", "tensorflow-index", "flax", "msgpack"),
-    )
-) - {"pickle"}
+    return next((known for known, row in _rows("folders") if all(map(is_there, row["names"]))), None)

@@ -29,8 +29,14 @@ from ..rescue import measure_cut_zip
 from ..search.budget import RECOGNISED, decode_start
 from ..search.inert import is_text
 from ..zip_kinds import kind_of
-from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
-from .signatures import ForeignFormat
+from .frameworks import (
+    ForeignFormat,
+    archive_producer,
+    foreign_archive,
+    foreign_pickle,
+    match_magic,
+    match_structure,
+)
 
 #: The advice for remote archives that ckptool does not read.
 _UNPACK: Final = "download it, then unpack it"
@@ -54,11 +60,8 @@ def explain(head: bytes, source: Source) -> UnreadableError:
 
 def explain_before_pickle(head: bytes, source: Source) -> UnreadableError | None:
     """Return the error that names a format which goes before a binary pickle, or None for all other files."""
-    for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives):
-        error = test(head, source)
-        if error is not None:
-            return error
-    return None
+    tests = (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives)
+    return next((error for test in tests if (error := test(head, source)) is not None), None)
 
 
 def explain_placeholder(source: Source) -> UnreadableError | None:
@@ -86,7 +89,6 @@ def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _magic(head: bytes, source: Source) -> NotACheckpointError | None:
-    """Recognise a file by its magic bytes, even if the rest is text; None if unknown."""
     known = match_magic(source)
     return _foreign(known, source) if known else None
 
@@ -137,63 +139,49 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
     return _error("json", what, source, step)
 
 
+#: The first bytes of compressed data, what it is, and the command that unpacks it.
+_COMPRESSED: Final = (
+    (b"\x1f\x8b", "gzip", "gunzip -c"),
+    (b"BZh", "bzip2", "bunzip2 -c"),
+    (b"\xfd7zXZ\0", "xz", "unxz -c"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd -c"),
+    (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
+    (b"Rar!", "rar", "unrar x"),
+    *((b"\x78" + level, "zlib", "zlib-flate -uncompress") for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
+)
+
+
 def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     name = source.name
-    if head[:2] == b"\x1f\x8b":
-        return _gzip(head, source)
-    if head[:1] == b"\x78" and head[1:2] in b"\x01\x5e\x9c\xda" and len(head) > 2:
-        return _zlib(head, source)
-    for magic, kind, tool in (
-        (b"BZh", "bzip2", "bunzip2 -c"),
-        (b"\xfd7zXZ\0", "xz", "unxz -c"),
-        (b"\x28\xb5\x2f\xfd", "zstd", "unzstd -c"),
-        (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
-        (b"Rar!", "rar", "unrar x"),
-    ):
-        if head.startswith(magic):
-            other = by_place(source.name, f"{tool} {quote(name)}, then name what it holds", _UNPACK)
-            step = _unpack_step(tool, source, "." + kind) if tool.endswith("-c") else other
-            return _error(kind, f"it is {kind} data", source, step)
-    return None
-
-
-def _gzip(head: bytes, source: Source) -> NotACheckpointError:
-    name = source.name
-    try:
-        plain = zlib.decompressobj(31).decompress(head, 512)
-    except zlib.error:
-        plain = b""
+    kind, tool = next(((kind, tool) for magic, kind, tool in _COMPRESSED if head.startswith(magic)), ("", ""))
+    plain = _inflated(head, kind)
+    if not kind or (kind == "zlib" and not plain):
+        return None
+    if kind == "zlib" and plain[:1] == b"\x80":
+        what = "it is a pickle that zlib compressed, as joblib does"
+        return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
     if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
-        unpack = f"tar -xzf {quote(name)}"
-        error = _archive_error(source, "gzip", "a gzipped tar archive", by_place(name, unpack, _UNPACK))
-        advised = by_place(name, f"{unpack}, then name what it holds", _UNPACK)
-        return error or _error("gzip", "it is gzip data of a tar", source, advised)
+        unpack = by_place(name, f"tar -xzf {quote(name)}, then name what it holds", _UNPACK)
+        error = _archive_error(source, kind, "a gzipped tar archive", unpack)
+        return error or _error(kind, "it is gzip data of a tar", source, unpack)
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
+    output = name.removesuffix(f".{kind}") if name.endswith(f".{kind}") else f"{name}.unpacked"
+    unpack = f"{tool} {quote(name)}" if tool.endswith("x") else f"{tool} < {quote(name)} > {quote(output)}"
+    step = as_step(by_place(name, f"{unpack}, then name what it holds", _UNPACK))
     # gzip data ends with its inflated size in bytes, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
         step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
-    else:
-        step = as_step(_unpack_step("gunzip -c", source, ".gz"))
-    return _error("gzip", f"it is gzip data{content}", source, step)
+    return _error(kind, f"it is {kind} data{content}", source, step)
 
 
-def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
-    """Recognise data compressed by zlib without a gzip header, as joblib writes; None for other data."""
+def _inflated(head: bytes, kind: str) -> bytes:
+    """Return the first inflated bytes of gzip or zlib data, b"" for others."""
     try:
-        plain = zlib.decompressobj().decompress(head, 512)
+        return (
+            zlib.decompressobj(31 if kind == "gzip" else 15).decompress(head, 512) if kind in ("gzip", "zlib") else b""
+        )
     except zlib.error:
-        return None
-    if plain[:1] == b"\x80":
-        what = "it is a pickle that zlib compressed, as joblib does"
-        return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
-    return _error("zlib", "it is zlib data", source, _unpack_step("zlib-flate -uncompress", source, ".zlib"))
-
-
-def _unpack_step(tool: str, source: Source, suffix: str) -> str:
-    """Return the shell command that unpacks a file, whatever its suffix."""
-    name = source.name
-    plain = name.removesuffix(suffix) if name.endswith(suffix) else name + ".unpacked"
-    return by_place(name, f"{tool} < {quote(name)} > {quote(plain)}, then name what it holds", _UNPACK)
+        return b""
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -219,15 +207,16 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     if head[:4] == b"PK\x07\x08":
         return _error("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
-    if b"PK\x05\x06" in tail and head[2:4] == b"\x03\x04":
+    if b"PK\x05\x06" not in tail:
+        return None
+    if head[2:4] == b"\x03\x04":
         what = f"its first two bytes are {head[:2].decode('latin-1')!r}, and a zip checkpoint begins with 'PK'"
         if head[:2].isdigit():
             what += ": GPT-SoVITS writes its version there, and only GPT-SoVITS reads it"
         return MalformedError(what, path=source.name, next=salvage_step(source.name))
-    if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
+    if b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes precede it, or its start is lost"
-        step = f"{WHOLE_COPY}, or " + salvage_step(source.name)
-        return MalformedError(what, path=source.name, next=step)
+        return MalformedError(what, path=source.name, next=f"{WHOLE_COPY}, or " + salvage_step(source.name))
     return None
 
 
@@ -254,7 +243,6 @@ _PROTOCOL_0: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z
 
 
 def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
-    """Recognise a protocol 0 pickle, which is text; None for other text."""
     return _pickle(head, source) if head[:1] in (b"(", b"c") and is_text(head) else None
 
 
