@@ -278,8 +278,9 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         if given_back:
             # Only now is it known that the edit cannot be undone, so plan again with a note of it.
             appending = in_place_of(checkpoint, f"{RECLAIMED}{edit}", now).appending
-    except RefusedError:
+    except RefusedError as error:
         check_idle(source)  # an edit that looks unfinished may still be running
+        error.path = error.path or checkpoint.path
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)

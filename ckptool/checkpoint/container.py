@@ -306,11 +306,8 @@ class Container:
             next=advice("leave ", Setting("deepspeed_16bit", None), " out"),
         )
 
-    def plan(self, pickle: bytes | None) -> Plan:
-        """Return the output file with another pickle; with None, the file unchanged.
-
-        Folders do not implement this: their writers plan each file. Raises RefusedError if the format is read-only.
-        """
+    def plan(self, pickle: bytes) -> Plan:
+        """Return the output file with another pickle; raise RefusedError if the format is read-only."""
         raise RefusedError(f"files of the format {self.format} are read-only in ckptool")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
@@ -320,5 +317,5 @@ class Container:
         ``edit`` describes the edit; ``time`` is in seconds since 1970. Raises RefusedError if the format has no room
         for another version.
         """
-        what = f"files of the format {self.format} are not edited in place"
+        what = f"only zips of torch.save are edited in place, and this is of the format {self.format}"
         raise RefusedError(what, next=advice("write a new file with ", OUTPUT))

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
-from ..base.errors import CkptoolError, PickleError, RefusedError
+from ..base.errors import CkptoolError, PickleError
 from ..base.findings import Finding
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from ..base.steps import OUTPUT, advice
 from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name
 from ..checkpoint.survey import survey
-from ..files.sources import AppendPlan, BytesSource, Plan, Source, Span
+from ..files.sources import BytesSource, Source, Span
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from ..safety.calls import bytes_at
@@ -109,17 +108,6 @@ class BarePickle(Container):
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         yield FoundPickle("pickle 1", self._saved)
         yield from nested_pickles(self._saved, "pickle 1")
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        if pickle is not None:
-            raise AssertionError("a bare pickle is not written again: an edit makes a zip")
-        return Plan((Span(self.source, 0, self.source.size),))
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        what = "a bare pickle is read only"
-        raise RefusedError(
-            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", which is a zip")
-        )
 
 
 def _read_storage(source: Source) -> Container:

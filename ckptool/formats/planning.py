@@ -321,7 +321,7 @@ def _misnamed(what: str, output: str, called: str) -> RefusedError:
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
     """Return the input unchanged, with all files of a folder."""
     source = checkpoint.source
-    return _whole_files(source.files) if isinstance(source, FolderSource) else checkpoint.container.plan(None)
+    return _whole_files(source.files) if isinstance(source, FolderSource) else Plan((Span(source, 0, source.size),))
 
 
 class InPlace(NamedTuple):

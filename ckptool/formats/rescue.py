@@ -7,16 +7,16 @@ checksums (``zips.recovery``). A legacy file has no checksums, and is intact up 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from ..base.errors import MalformedError, PickleError, UnreadableError
+from ..base.errors import MalformedError, PickleError
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import human_bytes
 from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord
 from ..checkpoint.survey import survey
 from ..checkpoint.tensors import Storage, TensorReader
-from ..files.sources import AppendPlan, Plan, Source, Span
+from ..files.sources import Source, Span
 from ..files.zips.reader import LOCAL, Archive, content_chunks, fold_case, read_archive
 from ..files.zips.recovery import RecoveredRecord, recover_records
 from ..pickles.decode import decode
@@ -64,12 +64,6 @@ class Rescued(Container):
 
     def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
         return [FoundPickle("data.pkl", self.graph)]
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        raise UnreadableError("the file is damaged and cannot be carried over as it is", path=self.source.name)
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise UnreadableError("the file is damaged and is not edited in place", path=self.source.name)
 
 
 class _ZipScan:

@@ -198,7 +198,7 @@ def test_not_in_place(tmp_path: Path) -> None:
     path = typical(tmp_path / "old.tar")
     with ckptool.open(path) as checkpoint:
         edited = ckptool.add_module(checkpoint, "module.", key="state")
-        with pytest.raises(RefusedError, match="read only"):
+        with pytest.raises(RefusedError, match="of the format torch-tar"):
             from ckptool.formats.planning import in_place_of
 
             in_place_of(edited, "x", 0)

@@ -15,10 +15,9 @@ from itertools import chain, islice
 from math import prod
 from typing import Final
 
-from ...base.errors import CkptoolError, MalformedError, RefusedError
+from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
-from ...base.steps import WRITE_IT
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
     Container,
@@ -35,7 +34,7 @@ from ...checkpoint.objects import named_and_called
 from ...checkpoint.tensors import TensorReader
 from ...files.downloads import ahead
 from ...files.folders import Folder
-from ...files.sources import AppendPlan, FolderSource, Plan, SliceSource, Source, Span
+from ...files.sources import FolderSource, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
@@ -327,12 +326,6 @@ class Dcp(Container):
             yield
         except SubclassError as error:
             problems.append(Finding.of(UNJOINED, "warning", f"{item.place}: {error.what}", item.file, item.at))
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        raise RefusedError("a DCP folder is written as a whole", path=self.folder.path, next=WRITE_IT)
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("a DCP folder cannot be edited in place", path=self.folder.path, next=WRITE_IT)
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:

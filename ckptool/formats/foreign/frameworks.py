@@ -91,7 +91,8 @@ def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
         return False
     if re.match(row.get("begins", ""), head, re.S | re.A) is None:
         return False
-    return "holds" not in row or _holds(source.read(0, 1 << 16), row["holds"])
+    holds: str = row.get("holds", "")
+    return not holds or _holds(source.read(0, 1 << 16), holds)
 
 
 def _holds(data: bytes, pattern: str) -> bool:
@@ -122,7 +123,7 @@ def _is_llama2(source: Source) -> bool:
         return False
     floats = abs(vocabulary) * dim * (2 if vocabulary < 0 else 1) + dim
     floats += layers * (2 * dim + 2 * dim * dim + 2 * dim * (dim // heads) * kv_heads + 3 * dim * hidden)
-    return source.size == 28 + 4 * (floats + length * (dim // heads))
+    return bool(source.size == 28 + 4 * (floats + length * (dim // heads)))
 
 
 def gguf_summary(source: Source) -> str:

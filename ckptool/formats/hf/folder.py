@@ -11,11 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from ...base.errors import MalformedError, RefusedError, UnreadableError
+from ...base.errors import MalformedError, UnreadableError
 from ...base.findings import INCOMPLETE, INNER, NO_INDEX, STALE_INDEX, Finding
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, ShardLayout, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
@@ -23,7 +22,7 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import key_text
 from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.folders import Folder
-from ...files.sources import AppendPlan, FolderSource, Source
+from ...files.sources import FolderSource, Source
 from ...pickles.nodes import Graph, Persistent, Ref
 from .. import folder_format
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
@@ -353,12 +352,6 @@ class HfFolder(ShardedContainer):
     def texts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         for shard in self.shards:
             yield from ((shard.name, texts) for _, texts in shard.container.texts())
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError(
-            "it is a folder of several files",
-            next=advice("write a new folder with ", OUTPUT, ", or edit one file of it"),
-        )
 
 
 def _moved_text(moved: list[tuple[str, str, str]]) -> str:

@@ -14,16 +14,14 @@ from math import prod
 from typing import Final
 
 from ...base.dtypes import Dtype
-from ...base.errors import RefusedError
 from ...base.findings import UNCHECKED
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, StorageLocation, StoredRecord
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.folders import Folder
-from ...files.sources import AppendPlan, FolderSource, Source
+from ...files.sources import FolderSource, Source
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..names.hf import companions, weights_of
 from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
@@ -181,9 +179,6 @@ class HfRanks(ShardedContainer):
             for record in shard.records():
                 key = record.name if len(self._pieces[record.name]) == 1 else ""
                 yield record._replace(name=f"{name}: {record.name}", key=key)
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("it is a folder of several files", next=advice("write a new folder with ", OUTPUT))
 
 
 def _read_pieces(source: Source, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:

@@ -14,11 +14,10 @@ from math import prod
 from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, JOINED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
@@ -27,7 +26,7 @@ from ...checkpoint.objects import named_and_called
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
 from ...files.folders import Folder
-from ...files.sources import AppendPlan, BytesSource, Source, Span, origins
+from ...files.sources import BytesSource, Source, Span, origins
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
@@ -292,11 +291,6 @@ class RankFiles(ShardedContainer):
         """Yield each file's name and container."""
         for name in self._sources:
             yield name, self.read_again(name).container
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError(
-            "it is a folder of several files", path=self.folder.path, next=advice("write one file of it with ", OUTPUT)
-        )
 
 
 def _read(source: Source, name: str) -> tuple[RankFile, Source]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from ...base.errors import MalformedError, PickleError, RefusedError
+from ...base.errors import MalformedError, PickleError
 from ...base.findings import PROGRAM, Finding
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
@@ -15,9 +15,8 @@ from ...checkpoint.container import Container, FoundPickle, StorageLocation, Sto
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.programs import AttributeDevice, CodeDevice, NamedDevice, Program, ProgramDevices, ProgramFacts
 from ...checkpoint.tensors import TensorReader
-from ...files.sources import AppendPlan, Plan, SliceSource, Source
+from ...files.sources import SliceSource, Source
 from ...files.zips.audit import audit
-from ...files.zips.layout import plan_rewrite
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
@@ -94,14 +93,6 @@ class ProgramArchive(Program):
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         audited = audit(self.archive)
         return zip_pickles(self.archive, None, audited.hidden, audited.former)
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        if pickle is not None:
-            raise AssertionError("a program is not written again")
-        return plan_rewrite(self.archive, {})
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError(f"{self.kind} is read-only in ckptool", path=self.archive.source.name)
 
 
 def describe(

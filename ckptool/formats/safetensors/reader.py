@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Final
 
 from ...base.dtypes import BY_SAFETENSORS
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import MalformedError
 from ...base.findings import TWO_FORMATS, Finding
-from ...base.steps import OUTPUT, advice
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
-from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
+from ...files.sources import Source, Span
 from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
@@ -160,15 +159,6 @@ class Safetensors(Container):
             return self._doubts
         what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
         return [*self._doubts, Finding.of(TWO_FORMATS, "error", what, refused=True)]
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        if pickle is not None:
-            raise AssertionError("a safetensors file has no pickle to replace")
-        return Plan(merge_pieces([Span(self.source, 0, self.source.size)]))
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        what = "a safetensors file must end with its last tensor, so nothing can be appended to it"
-        raise RefusedError(what, path=self.source.name, next=advice("write a new file with ", OUTPUT))
 
 
 def sniff(head: bytes, source: Source) -> bool:

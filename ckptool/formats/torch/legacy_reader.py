@@ -5,7 +5,7 @@ Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, repeat
 from typing import Final
 
@@ -13,12 +13,12 @@ from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.findings import CUT, DAMAGED, Finding
 from ...base.limits import LIMITS
-from ...base.steps import OUTPUT, NextStep, advice, command, suggested_output
+from ...base.steps import command, suggested_output
 from ...base.text import human_bytes, pluralize
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import TensorReader, storage_mention
-from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
+from ...files.sources import Plan, Source, Span, merge_pieces
 from ...files.tars import is_header
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent
@@ -93,26 +93,14 @@ class TorchLegacy(Container):
         if is_header(self.source.read(0, 512)):
             yield from tar_pickles(self.source)  # torch first tests for a tar archive
 
-    def plan(self, pickle: bytes | None) -> Plan:
+    def plan(self, pickle: bytes) -> Plan:
         source = self.source
-        if pickle is None:
-            return Plan(merge_pieces([Span(source, 0, source.size)]))
         if self._views_differ:
             what = "views of storages in it share a key, and torch takes whichever comes first"
-            raise RefusedError(what, path=source.name, next=self._repack_step)
+            step = command("edit", source.name, output=suggested_output(source.name, "clean"), repack=True)
+            raise RefusedError(what, path=source.name, next="make a zip of it first: " + step)
         rest = Span(source, self.end, source.size - self.end)
         return Plan(merge_pieces([Span(source, 0, self.begin), pickle, rest]))
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
-        raise RefusedError(
-            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", or ") + self._repack_step
-        )
-
-    @property
-    def _repack_step(self) -> NextStep:
-        name = self.source.name
-        return "make a zip of it first: " + command("edit", name, output=suggested_output(name, "clean"), repack=True)
 
     def _locate(self) -> None:
         """Locate the storages. They are in key list order, each an int64 count of elements and the raw bytes."""

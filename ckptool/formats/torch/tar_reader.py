@@ -5,23 +5,22 @@ Source: ``torch/serialization.py`` (``legacy_load`` in ``_legacy_load``). Torch 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from posixpath import normpath
 from struct import unpack
 from typing import Final
 
 from ...base.dtypes import Dtype, storage_dtype
-from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
+from ...base.errors import MalformedError, NotACheckpointError, TruncatedPickleError
 from ...base.findings import ODD_MEMBER, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import extent
-from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
+from ...files.sources import Source, Span
 from ...files.tars import Member, members, resolve_member
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent, Ref, non_utf8_strings, relocated
@@ -127,17 +126,6 @@ class TorchTar(Container):
         yield from nested_pickles(self._object, _OBJECT)
         yield from tar_pickles(self.source, known=self._known)
         yield from bare_pickles(self.source, 0, "from the first byte")  # for a file that is also of another format
-
-    def plan(self, pickle: bytes | None) -> Plan:
-        if pickle is not None:
-            raise AssertionError("a file of torch 0.1 is not written again: an edit makes a zip")
-        return Plan(merge_pieces([Span(self.source, 0, self.source.size)]))
-
-    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        what = "the tar format of torch 0.1 is read only"
-        raise RefusedError(
-            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", which is a zip")
-        )
 
     def _with_tensors(self) -> Graph:
         """Return the object, with tensors and storages in place of their numbers."""

@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Final
 
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import MalformedError
 from ...base.limits import LIMITS
-from ...base.steps import OUTPUT, advice
 from ...checkpoint.container import FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.tensors import TensorReader
 from ...files.folders import Folder
-from ...files.sources import AppendPlan, FolderSource, Source, Span
+from ...files.sources import FolderSource, Source, Span
 from ...pickles.decode import decode
 from ..folders import ShardedContainer, opening
 from ..search.pickle_search import bare_pickles, nested_pickles
@@ -76,11 +75,6 @@ class UnpackedArchive(ShardedContainer):
         yield from nested_pickles(self.graph, _PICKLE)
         if self._end < self._main.size:
             yield from bare_pickles(self._main, self._end, f"{_PICKLE}, after its end")
-
-    def append(self, pickle: bytes, keys: object, gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError(
-            "it is a folder of several files", path=self.folder.path, next=advice("write one file of it with ", OUTPUT)
-        )
 
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:

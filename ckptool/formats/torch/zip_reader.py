@@ -190,10 +190,10 @@ class TorchZip(Container):
             self._audited = audit(self.archive)
         return self._audited
 
-    def plan(self, pickle: bytes | None) -> Plan:
+    def plan(self, pickle: bytes) -> Plan:
         from ...files.zips.layout import plan_rewrite  # not needed to read a file
 
-        return plan_rewrite(self.archive, {} if pickle is None else {self.record.name: pickle})
+        return plan_rewrite(self.archive, {self.record.name: pickle})
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         from ...files.zips.layout import offsets_are_computed, plan_append  # not needed to read a file
