@@ -12,8 +12,8 @@ from ...base.records import NamedTuple
 from ...base.steps import AnyStep
 from ...base.text import join_limited, pluralize, quoted, shape_text
 from ...checkpoint.checkpoint import Checkpoint
-from .names import Comparison, Shape, Spec, agrees, family_of, is_new_weight_norm, numbers_in, suffixes
-from .sizes import Cause, size_causes
+from .names import Comparison, Shape, Spec, agrees, family_of, is_new_weight_norm, numbers_in
+from .sizes import Cause, size_causes, text_of
 from .state_dict_errors import Mismatch
 from .targets import MatchTarget
 from .values import TELLING, Values
@@ -35,10 +35,6 @@ _TIES: Final = (
 )
 #: The two matrices of LoRA, after the name of the module that they change: the rows of the first are the rank.
 _LORA: Final = regex(r"(?:\.processor)?[._]lora[_.](?:embedding_)?(?:(?P<first>A|a|down)|B|b|up)\b")
-#: What PEFT puts before each name.
-_PEFT: Final = "base_model.model."
-#: What PEFT puts behind the name of a module that was trained as a whole beside the adapter.
-_TRAINED_TOO: Final = ".modules_to_save."
 #: Names that do not say which projections they hold.
 _UNNAMED: Final = {"c_attn": "qkv", "in_proj": "qkv", "w_pack": "qkv"}
 #: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
@@ -76,11 +72,10 @@ def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
         and (have := own.shape(item.key)) is not None
         and (want := target.shape(item.key)) is not None
     ]
-    shapes = {name: spec.shape for name, spec in own.specs.items()}
     adapters = _adapter_causes(own, target.specs, rest)
     return [
         *adapters,
-        *(size_causes(sizes, shapes) if sizes else []),
+        *(size_causes(sizes, len(own.specs)) if sizes else []),
         *(_fused_causes(own, target, rest) if not adapters else []),
     ]
 
@@ -109,11 +104,7 @@ def with_own_step(
 def weight_norm_causes(pairs: Iterable[tuple[str, str]]) -> list[Cause]:
     """Return the reason why tensors of weight_norm get their old names; ``pairs`` are old and new names of tensors."""
     renamed = tuple(new for name, new in pairs if is_new_weight_norm(name) and not is_new_weight_norm(new))
-    message = (
-        "the file has the names of weight_norm since torch 2.0 (parametrizations.weight.original0 and original1), and"
-        " the model those before (weight_g and weight_v)"
-    )
-    return [Cause("weight_norm", message, renamed)] if renamed else []
+    return [Cause("weight_norm", text_of("weight_norm"), renamed)] if renamed else []
 
 
 # -- adapters
@@ -124,91 +115,26 @@ def _adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> 
     ours, theirs = adapter_keys(rest.unexpected), adapter_keys(rest.missing)
     if ours and not adapter_keys(wanted):
         others = len(own.specs) - len(ours)
-        alone = others * 2 <= len(wanted) and others <= len(ours)
-        message = _alone(own, ours, wanted) if alone else _with_base(own, ours)
-        return [Cause("adapter", message, (), tuple(ours))]
+        kind = "adapter" if others * 2 <= len(wanted) and others <= len(ours) else "model_with_adapter"
+        return [Cause("adapter", _with_lora(kind, own, ours), (), tuple(ours))]
     if not theirs or adapter_keys(own.specs):
         return []
-    number = f"{pluralize(len(theirs), 'key')} such as {quoted(theirs[0])}"
-    message = f"the model has an adapter, and the file is its base: {number} keep their initial values; load the file"
-    message += " before get_peft_model(), or with strict=False"
-    if len(theirs) == len(wanted):
-        message = "the target is an adapter, not a model: name the adapter first, and its base as the target"
+    kind = "adapter_as_target" if len(theirs) == len(wanted) else "base_of_adapter"
+    message = text_of(kind, keys=f"{pluralize(len(theirs), 'key')} such as {quoted(theirs[0])}")
     return [Cause("adapter", message, tuple(theirs))]
 
 
-class _Delta(NamedTuple):
-    """The shapes of the two matrices of LoRA for one module; () for one that is missing."""
-
-    first: tuple[int, ...] = ()
-    second: tuple[int, ...] = ()
-
-    def fits(self, weight: Shape) -> bool:
-        """Return whether the product has the sizes of a weight, whichever of its first two axes is the input."""
-        sizes = (*self.first[1:2], *self.second[:1])
-        return not weight or len(sizes) < 2 or sorted(sizes) == sorted(weight[:2])
-
-
-def _deltas(own: Side, keys: Iterable[str]) -> dict[str, _Delta]:
-    """Return the matrices of LoRA by the module that they change."""
-    deltas: dict[str, _Delta] = {}
-    for key in keys:
-        if match := _LORA.search(key):
-            module = key[: match.start()].removeprefix(_PEFT)
-            field = "first" if match["first"] else "second"
-            deltas[module] = deltas.get(module, _Delta())._replace(**{field: own.shape(key) or ()})
-    return deltas
-
-
-def _targets(deltas: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(module.rpartition(".")[2] for module in deltas))
-
-
-def _alone(own: Side, keys: Sequence[str], wanted: Mapping[str, Spec]) -> str:
-    """Say which modules of the base an adapter changes, and whether they fit."""
-    deltas = _deltas(own, keys)
-    ranks = sorted({delta.first[0] for delta in deltas.values() if delta.first})
+def _with_lora(kind: str, own: Side, keys: Sequence[str]) -> str:
+    """Return a message that names the ranks and the modules of LoRA, or a key of another adapter."""
+    matches = {key: match for key in keys if (match := _LORA.search(key))}
+    shapes = [own.shape(key) for key, match in matches.items() if match["first"]]
+    ranks = sorted({shape[0] for shape in shapes if shape})
+    modules = list(dict.fromkeys(key[: match.start()].rpartition(".")[2] for key, match in matches.items()))
+    such = f"{pluralize(len(keys), 'key')} such as {quoted(own.label(keys[0]))}"
     rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
-    what = f"LoRA{rank} on {join_limited(_targets(deltas))}" if deltas else f"keys such as {quoted(own.label(keys[0]))}"
-    what = f"the file is an adapter ({what}), not a model"
-    load = (
-        "load the target first, then the adapter with PeftModel.from_pretrained(model, FOLDER), or load_lora_weights()"
-        " of diffusers; merge-lora makes one model of both"
-    )
-    ends = {end: name for name in wanted for end in suffixes(name)}
-    fits = [
-        module
-        for module, delta in deltas.items()
-        for name in [next((ends[end] for end in suffixes(f"{module}.weight")[:0:-1] if end in ends), "")]
-        if name and numbers_in(name) == numbers_in(module) and delta.fits(wanted[name].shape)
-    ]
-    if len(fits) == len(deltas):
-        every = f"all {len(fits):,} weights that it changes are" if len(fits) > 1 else "the weight that it changes is"
-        return f"{what}, and {every} in the target with a fitting shape: {load}" if deltas else f"{what}: {load}"
-    return (
-        f"{what}, and was trained for another base: {len(fits):,} of the {pluralize(len(deltas), 'weight')} that it"
-        f" changes fit the target, and {next(module for module in deltas if module not in fits)} does not;"
-        " adapter_config.json names its base (base_model_name_or_path)"
-    )
-
-
-def _with_base(own: Side, keys: Sequence[str]) -> str:
-    """Say that a file has an adapter beside the base: without it, what was trained is lost."""
-    deltas = _deltas(own, keys)
-    ranks = {delta.first[0] for delta in deltas.values() if delta.first}
-    settings = [f"r={next(iter(ranks))}"] if len(ranks) == 1 else []
-    settings += ["lora_alpha=...", f"target_modules={_targets(deltas)}"]
-    heads = (key.partition(_TRAINED_TOO) for key in own.specs)
-    trained_too = list(dict.fromkeys(head.rpartition(".")[2] for head, end, _ in heads if end))
-    settings += [f"modules_to_save={trained_too}"] if trained_too else []
-    settings += ["use_dora=True"] if any("lora_magnitude_vector" in key for key in own.specs) else []
-    how = f"build the model with get_peft_model(model, LoraConfig({', '.join(settings)}))"
-    return (
-        f"the file is a model with an adapter: {pluralize(len(keys), 'key')} such as {quoted(own.label(keys[0]))} have"
-        f" no place in the target, and {'the LoRA that' if deltas else 'what'} was trained would be ignored;"
-        f" {how if deltas else 'build the PEFT model that was saved'}, load the file into it, and save"
-        " model.merge_and_unload()"
-    )
+    what = f"LoRA{rank} on {join_limited(modules)}" if modules else such
+    config = f"r={ranks[0] if len(ranks) == 1 else '...'}, lora_alpha=..., target_modules={modules or '...'}, ..."
+    return text_of(kind, what=what, keys=such, config=config)
 
 
 # -- fused projections
@@ -320,10 +246,7 @@ def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> 
     first = shown[0][0]
     along = f", dim={first.axis}" if first.axis else ""
     call = f"state[key].chunk({len(first.parts)}{along})" if kind == "fused" else f"torch.cat((...){along})"
-    return (
-        f"{text}; the names can be paired by shape, but the order of rows is not known: the parts may follow each"
-        f" other, as {call} takes them, or alternate head by head"
-    )
+    return text + text_of("unknown_order", call=call)
 
 
 def _size(shape: Shape) -> str:
@@ -346,11 +269,7 @@ def _ordered(fusion: _Fusion, wholes: Side, parts: Side, kind: str) -> tuple[_Fu
             sizes = [len(lines[name]) for name in names]
             call = f"state[key].split({sizes}{along})" if kind == "fused" else f"torch.cat((...){along})"
             return fusion._replace(parts=names), f" in this order, as the values show: {call}"
-    first, second, *_ = lines.values()
-    step = whole.index(second[0])
-    regular = 0 < step < len(first) and whole[:step] == first[:step]
-    how = f"that alternate every {step:,} rows" if regular else "in another order"
-    return fusion, f" with rows {how}, as the values show"
+    return fusion, " with rows in another order, as the values show"
 
 
 # -- tied weights
@@ -413,10 +332,6 @@ def tied_causes(ties: Sequence[Tie], own: Side) -> list[Cause]:
         return []
     names = join_limited([tie.name for tie in ties])
     sources = join_limited(list(dict.fromkeys(own.label(tie.source) for tie in ties)))
-    are, them, each = ("is", "it", "it") if len(ties) == 1 else ("are", "them", "each")
-    ties_them = "the model ties" if all(tie.sure for tie in ties) else "the model probably ties"
-    message = (
-        f"{names} {are} missing, because {ties_them} {them} to {sources}, which the file has: transformers ties {them}"
-        f" itself when it loads, and load_state_dict needs {each} as a copy"
-    )
+    probably = "" if all(tie.sure for tie in ties) else "probably "
+    message = text_of("tied", names=names, sources=sources, probably=probably)
     return [Cause("tied", message, tuple(tie.name for tie in ties))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, Setting, advised, command, is_remote, suggested_output
+from ...base.steps import STDIN, Setting, advised, command, is_remote
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -29,9 +29,8 @@ from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
 from .attempts import Case, case_of, shared_shapes, string_keys
-from .candidates import NOT_IN_GLOBS
 from .causes import Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
-from .names import Comparison, agrees, family_of
+from .names import Comparison, family_of
 from .pairing import Agreement, Pairing
 from .report import (
     Fix,
@@ -44,7 +43,7 @@ from .report import (
     not_strict,
 )
 from .sizes import Cause
-from .steps import FROM_TARGET, FixStep, Steps, drop_steps, edit_command, edit_options
+from .steps import FROM_TARGET, FixStep, Steps, drop_steps, edit_command
 from .targets import MatchTarget, match_target, target_in_error
 from .values import Values
 
@@ -122,7 +121,6 @@ def match_checkpoint(
     if fix is not None:
         fix["command"] = _command(case, steps)
     shown: list[Cause] = []
-    renaming: tuple[str, str] | None = None
     if loads:
         next_step = _without_optimizers(case, others)
     elif part is not None:
@@ -131,14 +129,13 @@ def match_checkpoint(
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        renaming = _renaming(case, steps, fix)
-        next_step = renaming or _next(case, steps, [*causes, *solvable], fix, other_model)
+        next_step = _next(case, steps, [*causes, *solvable], fix, other_model)
         next_step = ("", str(own_step)) if own_step and not complete else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
-        next_step = _from_program(case, steps if complete else (), complete or case.is_good(now))
+        next_step = _from_program(case)
         steps, fix = (), None
-    notes = [*_notes(case, best.doubts if renaming is None else 0), *([refuted] if refuted else [])]
+    notes = [*_notes(case), *([refuted] if refuted else [])]
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
@@ -208,7 +205,7 @@ def _fix_report(case: Case, steps: Steps, after: Comparison, dropped: list[str],
         notes.append("no values of the target are equal, as after another training: they cannot confirm this")
     return {
         "complete": case.is_good(after),
-        "steps": [{"option": option, "value": value} for option, value in edit_options(steps)],
+        "steps": [{"option": step.option, "value": step.value or True} for step in steps],
         **differences(after),
         "dropped": dropped,
         "left_out": left_out,
@@ -307,49 +304,13 @@ def _match_line(case: Case, path: str, **more: Any) -> str:
 # -- what else helps
 
 
-def _from_program(case: Case, steps: Steps, fits: bool) -> tuple[str, str]:
-    """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
+def _from_program(case: Case) -> tuple[str, str]:
+    """Return advice and the command that takes the weights out of a program."""
     step = convert_step(case.checkpoint)
     what = "it is a program, which torch.load does not give as a state dict: "
     if not step.commands:
         return what + step.advice, ""
-    output, words = step.commands[0].output, [step.line]
-    if steps:
-        words.append(str(edit_command(output, steps, suggested_output(output, "fits"), None)))
-    elif not fits and case.target.kind in ("checkpoint", "lock"):
-        words.append(str(command("match", output, case.target.source)))
-    return f"{what}take its weights out first", " && ".join(words)
-
-
-def _renaming(case: Case, steps: Steps, fix: Fix | None) -> tuple[str, str] | None:
-    """Return advice and the command to rename the only layer that the target does not have, if it lacks only one whose
-    shapes agree; None otherwise.
-
-    Shapes do not prove that they are the same layer, so this is a question. It is not asked for square matrices, which
-    may also be transposed.
-    """
-    best = case.best
-    specs = best.renamed if fix is not None else best.specs
-    after = case.compared(specs)
-    modules = [{name.rpartition(".")[0] for name in names} for names in (after.unexpected, after.missing)]
-    if after.sizes or not after.loads or [len(each) for each in modules] != [1, 1] or best.misplaced:
-        return None
-    old, new = (each.pop() for each in modules)
-    pairs = {name: new + name.removeprefix(old) for name in after.unexpected}
-    original = dict(zip(specs, best.specs))
-    if not old or not new or NOT_IN_GLOBS & {*old, *new} or {*pairs.values()} != {*after.missing} or not case.editable:
-        return None
-    for name, other in pairs.items():
-        shape = specs[name].shape or ()
-        square = len(shape) == 2 and shape[0] == shape[1]
-        if square or not agrees(specs[name].shape, case.target.shapes[other]):
-            return None
-        if best.pairing.rearranged(original[name], other):
-            return None
-    step = FixStep("rename", f"{old}.*={new}.*")
-    words = (*steps, step) if steps else (*_loadable(case.checkpoint), *best.before, step, *best.after)
-    what = f"the file has {old} where the target has {new}; if both are the same layer, rename it"
-    return what, case.edit_line(words)
+    return f"{what}take its weights out first", step.line
 
 
 def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
@@ -417,7 +378,7 @@ def _without_optimizers(case: Case, others: Sequence[OptimizerReport]) -> tuple[
     return message, str(step) if all(paths) and case.editable else ""
 
 
-def _notes(case: Case, doubts: int) -> list[str]:
+def _notes(case: Case) -> list[str]:
     notes = []
     checkpoint, target, best, path = case.checkpoint, case.target, case.best, case.best.path
     if case.key is None and len(case.attempts) > 1:
@@ -451,8 +412,8 @@ def _notes(case: Case, doubts: int) -> list[str]:
         notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
     if target.part is not None and not target.part.tensors_whole:
         notes.append(f"the target: {target.part.message}")
-    if doubts:
-        keys = "1 key would fit" if doubts == 1 else f"{doubts:,} keys would fit"
+    if best.doubts:
+        keys = "1 key would fit" if best.doubts == 1 else f"{best.doubts:,} keys would fit"
         notes.append(
             f"{keys} by order and shape under other names, which show neither the order of rows nor a transpose,"
             " and no equal rows prove it: no edit is offered for that"

@@ -73,8 +73,6 @@ _MISSING_BLOCK: Final = regex(rf"model parameters or buffers are not found in th
 _UNEXPECTED_BLOCK: Final = regex(rf"contains keys that are not used by the model{_BLOCKS}")
 _BRACES: Final = regex(r"\{([^}\n]*)\}")
 _RANGE: Final = regex(r"(\d+)\.\.\.(\d+)\Z")
-#: The most keys of each list that are compared to find out how they differ.
-_COMPARED: Final = 50
 #: The most keys that a text may stand for.
 _MOST_KEYS: Final = 500_000
 
@@ -154,29 +152,6 @@ class StateDictError(NamedTuple):
             unexpected=tuple(map(spell, self.unexpected)),
             mismatched=tuple(item._replace(key=spell(item.key)) for item in self.mismatched),
         )
-
-    def completed(self, names: Iterable[str]) -> StateDictError:
-        """Return the error with the keys that were cut, if its keys differ by words between dots, such as "module.".
-
-        ``names`` are the keys of the checkpoint. The error stays ``cut`` if they differ otherwise.
-        """
-        pairs = list(product(self.missing[:_COMPARED], self.unexpected[:_COMPARED])) if self.cut else []
-        fewer = next(filter(None, (inserted(wanted, saved) for wanted, saved in pairs)), None)
-        more = next(filter(None, (inserted(saved, wanted) for wanted, saved in pairs)), None)
-        if fewer is not None:
-            start, words = fewer
-            ours = [name for name in names if name.startswith(start + words)]
-            theirs = [start + name[len(start + words) :] for name in ours]
-        elif more is not None:
-            start, words = more
-            twice = all(name.startswith(start + words) for name in self.unexpected)
-            ours = [name for name in names if name.startswith(start)]
-            ours = [name for name in ours if twice or not name.startswith(start + words)]
-            theirs = [start + words + name[len(start) :] for name in ours]
-        else:
-            return self
-        missing, unexpected = dict.fromkeys((*self.missing, *theirs)), dict.fromkeys((*self.unexpected, *ours))
-        return self._replace(missing=tuple(missing), unexpected=tuple(unexpected), cut=False)
 
     def with_prefix(self, prefix: str) -> StateDictError:
         """Return the error with a prefix before every key: the program that printed it had removed the prefix."""
@@ -266,18 +241,6 @@ def counters_left_out(error: StateDictError, inside: Iterable[str] = ()) -> list
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.replace(",", " ").split())
-
-
-def inserted(short: str, long: str) -> tuple[str, str] | None:
-    """Return the text before the words between dots that a longer key has in addition, and these words; None if it
-    differs otherwise: ("a.", "module.") for "a.b" and "a.module.b".
-    """
-    few, many = short.split("."), long.split(".")
-    more = len(many) - len(few)
-    for place in range(len(few)) if more > 0 else ():
-        if many[:place] == few[:place] and many[place + more :] == few[place:]:
-            return "".join(f"{word}." for word in few[:place]), "".join(f"{word}." for word in many[place:][:more])
-    return None
 
 
 def prefix_between(names: Iterable[str], others: Collection[str]) -> str:

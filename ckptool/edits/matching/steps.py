@@ -19,8 +19,6 @@ from ..keys import Rename, parse_regex, stripping
 LAYOUT: Final = frozenset(
     ("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts", "merge-entry")
 )
-#: Options that move the elements of tensors.
-REARRANGING: Final = frozenset(("to-names",))
 #: Options that apply to the whole file.
 WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
 #: Options whose value is the target.
@@ -64,20 +62,15 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
     raise TargetError(f"{step.option!r} does not rename")
 
 
-def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
-    """Return (option, value) pairs for ``ckptool edit`` and ``edits.pipeline.edit``; True for a flag."""
-    return [(step.option, step.value or True) for step in steps]
-
-
 def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that applies the steps."""
     settings: list[Setting] = []
     keyed = key is None
-    for option, value in edit_options(steps):
-        if option not in WHOLE and not keyed:
+    for step in steps:
+        if step.option not in WHOLE and not keyed:
             settings.append(Setting("key", key or "."))  # it applies to the edits after it
             keyed = True
-        settings.append(Setting(option, value))
+        settings.append(Setting(step.option, step.value or True))
     return command("edit", path, output=output, settings=settings)
 
 

@@ -126,7 +126,6 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
         _, specs = max(dicts, key=lambda item: len(given & item[1].keys()), default=("", dict[str, Spec]()))
         what = f"the message is about another checkpoint: {_denies(error, specs)}"
         raise TargetError(what, path=checkpoint.path)
-    error = error.completed(have)
     if error.cut and (error.missing or error.unexpected):
         what = "the message names only some of the keys: its lists end with '...'"
         raise TargetError(what, path=source, next="give the whole message, or match the file with one of the model")

@@ -216,8 +216,8 @@ def _for_a_shape(checkpoint: Checkpoint, text: str, known: KnownError, details: 
         why = f"{checkpoint.path}: no tensor in it has the shape {shape_text(saved)}"
         return Answer(f"{why}. The message is about another file.", cause="elsewhere")
     found = [Mismatch(entry.key, saved, wanted) for entry in entries[:NAMED]]
-    shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
-    why = " ".join(sentence(cause.message) for cause in size_causes(found, shapes))
+    causes = size_causes(found, len({entry.key for entry in checkpoint.survey.tensors}))
+    why = " ".join(sentence(cause.message) for cause in causes)
     return Answer(f"{checkpoint.path}: {sizes_text(found)}. {why}")
 
 

@@ -112,7 +112,7 @@ def _mismatched(error: StateDictError) -> _Details:
     """Find keys with another shape, if nothing else is wrong; ``listed`` has those that are trained again anyway."""
     if not error.mismatched or error.missing or error.unexpected:
         return None
-    causes = size_causes(error.mismatched, {item.key: item.saved for item in error.mismatched})
+    causes = size_causes(error.mismatched, len(error.mismatched))
     keys = [item.key for item in error.mismatched]
     lost = any(not cause.replaceable for cause in causes)
     return {

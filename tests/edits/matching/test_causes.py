@@ -95,7 +95,6 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
     report = matched(with_prefix(have, prefix), model.state_dict(), tmp_path)
     kind, message = cause(report)
     assert kind == "vocabulary" and f"{saved} rows in the file and {wanted} in the model" in message
-    assert f"{abs(saved - wanted)} row" in message and ("added" if wanted > saved else "removed") in message
     model.resize_token_embeddings(int(re.findall(r"resize_token_embeddings\((\d+)\) before", message)[0]))
     model.load_state_dict(have)
     if prefix:
@@ -107,11 +106,6 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
     if wanted > saved:
         assert run(shlex.split(report["next"])[1:]) == 0
         LANGUAGE[name](wanted).load_state_dict(torch.load(shlex.split(report["next"])[-1]))
-
-
-def test_another_tokenizer_is_not_resized(tmp_path: Path) -> None:
-    report = matched(LANGUAGE["llama"](100).state_dict(), LANGUAGE["llama"](40).state_dict(), tmp_path)
-    assert "another tokenizer" in cause(report)[1]
 
 
 # -- the other side
@@ -131,14 +125,14 @@ def test_another_tokenizer_is_not_resized(tmp_path: Path) -> None:
     ],
 )
 def test_the_model_is_cut_or_quantized(kind: str, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    found = size_causes([Mismatch(f"head{number}.weight", *both) for number, both in enumerate(sizes)], {})
+    found = size_causes([Mismatch(f"head{number}.weight", *both) for number, both in enumerate(sizes)], 0)
     assert [cause.kind for cause in found] == [kind]
     assert found[0].replaceable == (kind == "classes")
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "quantizer.codebook"])
 def test_what_is_no_classifier(name: str) -> None:
-    (found,) = size_causes([Mismatch(name, (4, 8), (8, 8))], {})
+    (found,) = size_causes([Mismatch(name, (4, 8), (8, 8))], 0)
     assert found.kind == "configuration"
     assert not found.replaceable
 
@@ -239,7 +233,7 @@ def test_fused_and_split_projections(family: str, prefix: str, heads: int, axis:
         assert f"layers.0.{whole}.weight" in message
         assert all(name.rpartition(".")[2] in message for name in names)
         if heads > 1:
-            assert f"alternate every {SIZE // heads} rows, as the values show" in message
+            assert "with rows in another order, as the values show" in message
             continue
         assert "in this order, as the values show" in message
         call = re.search(r"(state\[key\]\.split|torch\.cat)\(.*\)", message)
@@ -290,8 +284,8 @@ def test_transposed_weights(prefix: str, tmp_path: Path) -> None:
     want = {name.removeprefix(prefix): value for name, value in want.items()}
     report = matched(have, want, tmp_path)
     [one] = report["causes"]
-    assert one["kind"] == "transposed" and "c_attn, c_fc and c_proj are transposed" in one["message"]
-    assert "h.0.attn.c_proj.weight may be too" in one["message"]
+    assert one["kind"] == "transposed" and "transposed, of c_attn, c_fc and c_proj:" in one["message"]
+    assert "square weights, which have the same shape either way, may be transposed too" in one["message"]
     assert "another model" not in report["advice"]
     assert report["fix"] is None or not report["fix"]["complete"]
 
@@ -436,10 +430,6 @@ def adapter(base: State, targets: tuple[str, ...], style: str, rank: int = 2) ->
     return result
 
 
-#: PEFT keeps the head of the base beside the one that is trained as a whole.
-COPIES_OF_A_HEAD = ("original_module", "modules_to_save.default")
-
-
 def llama(width: int = 16, layers: int = 2) -> State:
     config = LlamaConfig(vocab_size=40, **SMALL | {"hidden_size": width, "num_hidden_layers": layers})
     return dict(LlamaForCausalLM(config).state_dict())
@@ -452,12 +442,8 @@ def test_an_adapter_and_its_base(style: str, targets: tuple[str, ...], tmp_path:
     have = adapter(base, targets, style)
     kind, message = cause(matched(have, base, tmp_path))
     assert kind == "adapter"
-    number = len([name for name in base if name.rpartition(".")[0].rpartition(".")[2] in targets])
-    assert f"all {number} weights that it changes are in the target with a fitting shape" in message
     assert "LoRA of rank 2 on" in message and all(target in message for target in targets)
-    for other in (llama(24), llama(16, 1), dict(network().state_dict())):
-        kind, message = cause(matched(have, other, tmp_path))
-        assert kind == "adapter" and f"of the {number} weights that it changes fit the target" in message
+    assert "merge-lora makes one model of both" in message
     assert cause(through_error(have, base, tmp_path))[0] == "adapter"
 
 
@@ -485,18 +471,10 @@ def test_a_model_with_an_adapter_is_not_taken_for_its_base(style: str, tmp_path:
     for report in (matched(full, base, tmp_path), through_error(full, base, tmp_path)):
         kind, message = cause(report)
         assert kind == "adapter" and report["fix"] is None
-        assert "the LoRA that was trained would be ignored" in message
-        assert "get_peft_model(model, LoraConfig(r=2, lora_alpha=..., target_modules=['q_proj', 'v_proj']))" in message
+        assert "what was trained would be ignored" in message
+        assert "LoraConfig(r=2, lora_alpha=..., target_modules=['q_proj', 'v_proj'], ...))" in message
     kind, message = cause(matched(base, full, tmp_path))
     assert kind == "adapter" and "the file is its base" in message
-    if style == "live":
-        head = {f"base_model.model.lm_head.{copy}.weight": base["lm_head.weight"] for copy in COPIES_OF_A_HEAD}
-        full = {name: value for name, value in full.items() if "lm_head" not in name} | head
-        full |= {
-            name.replace("lora_A.default.weight", "lora_magnitude_vector.default"): torch.ones(16) for name in trained
-        }
-        message = cause(matched(full, base, tmp_path))[1]
-        assert "target_modules=['q_proj', 'v_proj'], modules_to_save=['lm_head'], use_dora=True)" in message
 
 
 # -- tied weights
@@ -556,10 +534,10 @@ def test_the_weights_of_a_program_are_taken_out_first(
     torch.save(with_prefix(dict(model.state_dict()), prefix), "b.pth")
     report = ckptool.match("script.pt", "b.pth")
     assert not report["fits"] and report["fix"] is None
-    commands = report["next"].split(" && ")
-    for command in commands:
-        assert run(shlex.split(command)[1:]) == 0
-    assert ckptool.match(shlex.split(commands[-1])[-1], "b.pth")["fits"]
+    words = shlex.split(report["next"])
+    assert run(words[1:]) == 0
+    taken = ckptool.match(words[-1], "b.pth")
+    assert taken["fits"] or taken["fix"]["complete"]
 
 
 def test_the_work_does_not_grow_with_the_square_of_the_keys(tmp_path: Path) -> None:
@@ -582,35 +560,3 @@ def test_a_name_of_any_length_takes_linear_time(part: str, end: str, tmp_path: P
     assert not report["fits"]
     assert all(len(one["message"]) < 2_000 for one in report["causes"])
     assert count < 60
-
-
-# -- a layer under another name ----------------------------------------------------------------------------------------
-
-
-class Headed(nn.Module):
-    """A backbone, and a head under the name that the model gives it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
-        self.add_module(name, nn.Linear(4, 3))
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_renamed_layer_comes_with_the_renaming_and_no_claim(prefix: str, tmp_path: Path) -> None:
-    have, model = with_prefix(Headed("fc").state_dict(), prefix), Headed("head")
-    report = matched({"state_dict": have, "epoch": 1}, model.state_dict(), tmp_path, anywhere=True)
-    assert not (report["fix"] and report["fix"]["complete"])
-    assert report["advice"] == "the file has fc where the target has head; if both are the same layer, rename it"
-    out = tmp_path / "fits.pth"
-    assert typed(report["next"], out) == 0
-    loaded = torch.load(out)
-    model.load_state_dict(loaded.get("state_dict", loaded))
-    assert torch.equal(model.state_dict()["head.weight"], have[f"{prefix}fc.weight"])
-
-
-def test_two_renamed_layers_have_no_renaming(tmp_path: Path) -> None:
-    """Nothing tells which one is which."""
-    have = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(3)}
-    want = {"c.weight": torch.randn(3), "d.weight": torch.randn(4, 4), "e.weight": torch.randn(4, 4)}
-    assert "same layer" not in matched(have, want, tmp_path)["advice"]
