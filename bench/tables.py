@@ -79,12 +79,12 @@ def headline(document: Figures) -> str:
 
 
 def sections(document: Figures) -> str:
-    """Return the rows for readers, and every row with a target, as Markdown: a section per heading."""
+    """Return the rows with a target and those of other tools as Markdown: a section per heading."""
     columns = ("ckptool", "s", "MB", "against", "s", "MB", "ratio", "new on disk", "target")
     parts = []
     for heading in dict.fromkeys(_HEADINGS.values()):
         rows = [row for row in _compared(document) if _heading(row) == heading]
-        rows = [row for row in rows if row["reader"] or row["target"]]
+        rows = [row for row in rows if row["target"] or _answers_as_peer(row)]
         if rows:
             parts.append(f"### {heading}")
         for file, place in dict.fromkeys((row["file"], _place(row)) for row in rows):
@@ -136,6 +136,10 @@ def _is_peer(row: Figures) -> bool:
     """Return whether a row compares ckptool with another tool, not with a bare start of Python or a copy."""
     other = row["against"]["job"]
     return "picklescan" in other or (row["group"].startswith("peers") and not other.startswith("python"))
+
+
+def _answers_as_peer(row: Figures) -> bool:
+    return bool(row["reader"] and row["against"]) and _is_peer(row) and "fails" not in row["against"]
 
 
 def _compared(document: Figures) -> list[Figures]:

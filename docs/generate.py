@@ -200,8 +200,12 @@ def losses() -> str:
     return tabulate(KINDS.items(), headers=("KIND", "what is lost"), tablefmt="github")
 
 
+#: The most commands of an option that the table of options names.
+_FEW: Final = 6
+
+
 def options() -> str:
-    """Return the table of options: the meaning of each, and the commands that have it."""
+    """Return the table of options: the meaning of each, and the commands that have it, or their number."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name in main.COMMANDS:
         command = main.cli.get_command(click.Context(main.cli), name)
@@ -211,10 +215,9 @@ def options() -> str:
                 value = "" if option.is_flag or not option.metavar else f" {option.metavar}"
                 names = ", ".join((*option.opts, *option.secondary_opts)) + value
                 rows.setdefault((names, option.help or ""), []).append(name)
-    every = list(main.COMMANDS)
     lines = ["| option | what it means | commands |", "| --- | --- | --- |"]
     for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2]):
-        lines.append(f"| `{names}` | {_cell(text)} | {'all' if having == every else ', '.join(having)} |")
+        lines.append(f"| `{names}` | {_cell(text)} | {', '.join(having) if len(having) <= _FEW else len(having)} |")
     return "\n".join(lines)
 
 
@@ -237,12 +240,12 @@ def formats() -> str:
 
 
 def recipes() -> str:
-    """Return the table of built-in recipes: the two families, the files that a part of a model has, and the source."""
-    found = sorted(map(built_in, built_in_names()), key=lambda recipe: (recipe.b, recipe.a))
-    rows = [
-        (f"`{each.a}`", f"`{each.b}`", f"`{each.files}`" if each.files else "", _cell(each.source)) for each in found
-    ]
-    return tabulate(rows, headers=("family", "and family", "files of parts", "source of the facts"), tablefmt="github")
+    """Return the table of built-in recipes: a family, those that it leads to and back, and the files of parts."""
+    rows: dict[str, dict[str, str]] = {}
+    for each in sorted(map(built_in, built_in_names()), key=lambda recipe: (recipe.b, recipe.a)):
+        rows.setdefault(each.b, {})[each.a] = f"`{each.a}`" + (f" (`{each.files}`)" if each.files else "")
+    lines = [(f"`{family}`", ", ".join(others.values())) for family, others in rows.items()]
+    return tabulate(lines, headers=("family", "and back (files of parts)"), tablefmt="github")
 
 
 def torch_versions() -> str:
@@ -311,17 +314,13 @@ _PARTS = {
 
 
 def codes() -> str:
-    """Return the table of all finding codes."""
-    rows = [
-        (
-            f"`{name}`",
-            code.meaning,
-            code.check,
-            ", ".join(item.name.lower().replace("_", " ") for item in Effect if item in code.effect and item.name),
-        )
-        for name, code in sorted(finding_codes().items())
-    ]
-    return tabulate(rows, headers=["Code", "Meaning", "Check", "Effect"], tablefmt="pipe")
+    """Return the lists of all finding codes, by check."""
+    by_check: dict[str, list[str]] = {}
+    for name, code in sorted(finding_codes().items()):
+        effects = [item.name.lower().replace("_", " ") for item in Effect if item in code.effect and item.name]
+        effect = f" (*{', '.join(effects)}*)" if effects else ""
+        by_check.setdefault(code.check, []).append(f"- `{name}`: {code.meaning}{effect}")
+    return "\n\n".join("\n".join([f"## {check}", "", *items]) for check, items in sorted(by_check.items()))
 
 
 def errors() -> str:
@@ -339,14 +338,18 @@ def _error(error: KnownError) -> str:
     assert found is not None
     assert found.error is error, error.name
     lines = [f"### {error.name}", "", f"    {_shortened(error.message, _LONGEST)}"]
-    lines += ["", *wrap(error.why_of(found.details), 118)]
-    if error.step != _LOOK:
+    why, advised = error.why_of(found.details), error.step != _LOOK
+    why = _SENTENCE.split(why, maxsplit=1)[0] if advised else why
+    lines += ["", *wrap(why, 118, break_on_hyphens=False)]
+    if advised:
         lines += ["", f"    $ {error.command_for(error.example, found.details)}"]
     return "\n".join([*lines, ""])
 
 
 #: The command of errors that only the file tells more about; the page names it once.
 _LOOK: Final = "inspect {path}"
+#: The end of a sentence. The page has the first one of each cause with a command; ``explain`` says the rest.
+_SENTENCE: Final = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 #: The most characters of a message on the page, which is not wrapped, so that a search finds it.
 _LONGEST: Final = 130
 
@@ -372,12 +375,12 @@ def situations() -> str:
 
 
 def _situation(record: dict[str, Any]) -> list[str]:
-    """Return the item of a situation: what happened, the answer, and the commands of one way to ask."""
+    """Return the item of a situation: what happened, and the commands of one way to ask, or the answer without one."""
     where = _THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record["where"])
     chain = next((each for each in record["commands"] if each[0].startswith("explain")), record["commands"][0])
     commands = chain[1:] if chain[0].startswith("explain") else [f"ckptool {chain[0]}", *chain[1:]]
-    lines = [f"- {record['what']}{f' ({where})' if where else ''}", _cell(_shortened(record["says"], 100))]
-    lines += [f"`{command}`" for command in commands]
+    lines = [f"- {record['what']}{f' ({where})' if where else ''}"]
+    lines += [f"`{command}`" for command in commands] or [_cell(_shortened(record["says"], 100))]
     if record["wrong"]:
         lines.append(f"**not right**: {_cell(record['wrong'])}")
     return ["\\\n  ".join(lines)]
