@@ -26,7 +26,7 @@ from .base.errors import (
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
-from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, concealed, is_remote
+from .base.steps import STDIN, argument, as_step, concealed, in_shell, is_remote
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -215,7 +215,7 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
     except CkptoolError:
         return short.words
     more = 0 if appending is None else appending.size - appending.old_size
-    return f"{short.words}; {Setting('in_place').option} needs {human_bytes(more)}"
+    return f"{short.words}; {in_shell('`--in-place`')} needs {human_bytes(more)}"
 
 
 def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
@@ -258,7 +258,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         kind = "remote file" if is_remote(checkpoint.source.name) else kind
         kind = "stream" if checkpoint.source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
-        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT))
+        raise RefusedError(what, path=checkpoint.path, next="write a new one with `-o=`")
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     folder = os.path.dirname(os.path.realpath(source.name))
@@ -267,7 +267,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         raise RefusedError(
             what,
             path=source.name,
-            next=advice("leave out ", Setting("reclaim", None), ", or write a new file with ", OUTPUT),
+            next="leave out `--reclaim=`, or write a new file with `-o=`",
         )
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")

@@ -33,15 +33,14 @@ from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import Final
 
 from .lazy import regex
-from .steps import AnyStep, Setting, as_step, concealed, is_remote
+from .steps import AnyStep, as_step, concealed, is_remote
 
 
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
     ``what`` is one sentence without the path. ``path`` is the file concerned, or "" if unknown. ``step`` is the next
-    step for the user, as prose and commands; it may be empty. ``settings`` are the parameters with which the failed
-    call would succeed, as far as it is known; () in most errors.
+    step for the user, as prose and commands; it may be empty.
 
     >>> try:
     ...     ckptool.get("training.pth", "epohc")
@@ -56,14 +55,13 @@ class CkptoolError(Exception):
     #: Whether a request to a server failed or was not allowed, which says nothing about the file.
     of_server: bool = False
 
-    def __init__(self, what: str, *, path: str = "", next: AnyStep = "", settings: tuple[Setting, ...] = ()) -> None:
+    def __init__(self, what: str, *, path: str = "", next: AnyStep = "") -> None:
         super().__init__(what)
         self.what = what
         self.path = path
         self.step = as_step(next)
-        self.settings = settings
         if next and hasattr(self, "add_note"):  # Python 3.11: shown below a traceback
-            self.add_note(f"-> {next}")
+            self.add_note(f"-> {self.next}")
 
     @property
     def next(self) -> str:

@@ -14,7 +14,7 @@ from typing import Final
 
 from .lazy import table
 from .records import NamedTuple
-from .steps import AnyStep, Setting
+from .steps import AnyStep, in_shell
 
 
 class Effect(Flag):
@@ -128,9 +128,8 @@ UNJOINED: Final = "unjoined"
 COPIES: Final = "unequal-copies"
 FLAT_PARAMETERS: Final = "flat-parameters"
 #: The message of that finding.
-FLAT_MESSAGE: Final = (
-    f"its parameters are flat vectors of FSDP1: convert {' '.join(Setting('unflatten', 'OTHER').words)} gives them"
-    " names and shapes"
+FLAT_MESSAGE: Final = in_shell(
+    "its parameters are flat vectors of FSDP1: convert `--unflatten OTHER` gives them names and shapes"
 )
 NO_INDEX: Final = "no-index"
 STALE_INDEX: Final = "stale-index"

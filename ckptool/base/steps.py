@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, count
-from shlex import quote
+from shlex import quote, split
 from typing import Final, TypeAlias
 
 from .lazy import regex
@@ -28,55 +29,65 @@ ONE_SAVE: Final = "which copy is right is not in the files: get those of one sav
 _PATTERN: Final = regex(r"[_.-]?(\*|\{[^{}]*\})")
 
 
-class Setting(NamedTuple):
-    """A parameter with its value: a string, True for a flag, or None to mention the parameter alone.
+#: An option in the prose of a message: in backticks, as on a command line, ``--allow-loss entries``. A trailing ``=``
+#: mentions a parameter without a value.
+_OPTION: Final = regex(r"`(-o|--[a-z][a-z0-9-]*)(?:=| ([^`]*))?`")
+#: Options with another name than their parameter, and parameters that are functions of the library.
+_SHORT: Final = {"output": "-o"}
+_FUNCTIONS: Final = {"o": "ckptool.save", "in_place": "ckptool.save_in_place"}
 
-    A command line spells it as an option (``--allow-loss entries``), Python as an argument (``allow_loss='entries'``).
-    """
+
+class Step(NamedTuple):
+    """An edit or a parameter with its value, True for a flag: an option of ``ckptool edit`` or of another command."""
 
     name: str
-    value: str | bool | None = True
-
-    @property
-    def option(self) -> str:
-        """The name of the option, for messages that only a command line shows."""
-        return _SHORT.get(self.name) or f"--{self.name.replace('_', '-')}"
+    value: str | bool = True
 
     @property
     def words(self) -> tuple[str, ...]:
         """The words of the option."""
-        return (self.option, self.value) if isinstance(self.value, str) else (self.option,)
-
-    def __str__(self) -> str:
-        """Return the argument as typed in Python."""
-        if self.name in _FUNCTIONS:
-            return _FUNCTIONS[self.name]
-        return self.name if self.value is None else f"{self.name}={self.value!r}"
+        option = _SHORT.get(self.name) or f"--{self.name.replace('_', '-')}"
+        return (option, self.value) if isinstance(self.value, str) else (option,)
 
 
-#: Options with another name than their parameter, and parameters that are functions of the library.
-_SHORT: Final = {"output": "-o"}
-_FUNCTIONS: Final = {"output": "ckptool.save", "in_place": "ckptool.save_in_place"}
-#: What stands between two settings: a space in a shell, a comma in Python.
-_BETWEEN: Final = " "
-#: Settings that many messages mention.
-OUTPUT: Final = Setting("output", None)
-FORCE: Final = Setting("force")
+def option(name: str, value: str | bool = True) -> str:
+    """Return an option for the prose of a message."""
+    return f"`{shell_words(Step(name, value).words)}`"
+
+
+def in_shell(prose: str) -> str:
+    """Return prose with its options as typed in a shell: ``--allow-loss entries``."""
+    return _OPTION.sub(lambda match: " ".join(filter(None, match.groups())), prose)
+
+
+def in_python(prose: str) -> str:
+    """Return prose with its options as arguments of a function: ``allow_loss='entries'``."""
+
+    def spelled(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        parameter = name.lstrip("-").replace("-", "_")
+        if parameter in _FUNCTIONS:
+            return _FUNCTIONS[parameter]
+        if value is None:
+            return parameter if match[0].endswith("=`") else f"{parameter}=True"
+        return f"{parameter}={' '.join(split(value))!r}"
+
+    return _OPTION.sub(spelled, prose.replace("` `", "`, `"))
 
 
 class Command(NamedTuple):
-    """A ckptool command: its name, arguments and settings, and the path of its output ("" without one)."""
+    """A ckptool command: its name, arguments and options, and the path of its output ("" without one)."""
 
     name: str
     arguments: tuple[str, ...] = ()
-    settings: tuple[Setting, ...] = ()
+    options: tuple[Step, ...] = ()
     output: str = ""
 
     def __str__(self) -> str:
         """Return the command as typed in a shell; all other code calls this."""
         words = [argument(word) for word in (self.name, *self.arguments)]
-        words += [quote(word) for setting in self.settings for word in setting.words]
-        return " ".join(["ckptool", *words, *((*OUTPUT.words, argument(self.output)) if self.output else ())])
+        words += [quote(word) for step in self.options for word in step.words]
+        return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
 
 
 class Line(str):
@@ -84,27 +95,25 @@ class Line(str):
 
 
 class NextStep:
-    """Prose, settings and commands in reading order; an empty step is false.
+    """Prose and commands in reading order; an empty step is false.
 
-    ``str()`` spells it for Python, ``advice`` and ``line`` for a shell.
+    ``str()`` spells options for Python, ``advice`` and ``line`` for a shell.
     """
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: tuple[str | Setting | Command, ...] = ()) -> None:
+    def __init__(self, parts: tuple[str | Command, ...] = ()) -> None:
         self.parts: Final = parts
 
     @property
     def advice(self) -> str:
         """The prose of the step, which callers append to the message; the commands are shown ready to type."""
-        prose = (part for part in self.parts if type(part) in (str, Setting))
-        spelled = (shell_words(part.words) if isinstance(part, Setting) else str(part) for part in prose)
-        return "".join(spelled).strip(" :;,")
+        return in_shell("".join(part for part in self.parts if type(part) is str)).strip(" :;,")
 
     @property
     def line(self) -> str:
         """The command lines of the step, joined by ``&&``; "" without any."""
-        return " && ".join(str(part) for part in self.parts if type(part) not in (str, Setting))
+        return " && ".join(str(part) for part in self.parts if type(part) is not str)
 
     @property
     def commands(self) -> tuple[Command, ...]:
@@ -112,7 +121,7 @@ class NextStep:
         return tuple(part for part in self.parts if isinstance(part, Command))
 
     def __str__(self) -> str:
-        return "".join(", " if part == _BETWEEN else str(part) for part in self.parts)
+        return in_python("".join(map(str, self.parts)))
 
     def __repr__(self) -> str:
         return f"NextStep({self.parts!r})"
@@ -148,42 +157,23 @@ def advised(message: str, step: AnyStep) -> str:
     return f"{message}; {advice}" if advice else message
 
 
-def advice(*parts: str | Setting | NextStep) -> NextStep:
-    """Return a step of prose that mentions settings, and of other steps."""
-    return NextStep(tuple(part for each in parts for part in (each.parts if isinstance(each, NextStep) else (each,))))
-
-
-#: The step where something cannot be changed where it is.
-WRITE_IT: Final = advice("write it with ", OUTPUT)
-
-
-def spaced(settings: Iterable[Setting]) -> NextStep:
-    """Return a step that mentions several settings."""
-    parts = [part for setting in settings for part in (_BETWEEN, setting)]
-    return advice(*parts[1:])
-
-
 def shell_words(words: Iterable[str]) -> str:
     """Return words as typed in a shell."""
     return " ".join(map(quote, words))
 
 
 def command(
-    name: str,
-    *arguments: str,
-    output: str = "",
-    settings: Iterable[Setting] = (),
-    **more: str | bool | Sequence[str] | None,
+    name: str, *arguments: str, output: str = "", steps: Iterable[Step] = (), **more: str | bool | Sequence[str] | None
 ) -> NextStep:
     """Return the step that consists of one ckptool command.
 
-    ``settings`` come first, then the keyword arguments in their order: an argument that is None, False or empty is left
-    out, a sequence repeats its setting. The parameter ``for`` is written ``for_``.
+    ``steps`` come first, then the keyword arguments in their order: an argument that is None, False or empty is left
+    out, a sequence repeats its option. The parameter ``for`` is written ``for_``.
     """
-    every = [*settings]
+    every = [*steps]
     for key, value in more.items():
         values = [value] if isinstance(value, str | bool) or value is None else value
-        every += [Setting(key.rstrip("_"), each) for each in values if each]
+        every += [Step(key.rstrip("_"), each) for each in values if each]
     return NextStep((Command(name, arguments, tuple(every), output),))
 
 

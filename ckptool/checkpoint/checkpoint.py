@@ -46,7 +46,7 @@ class Change(NamedTuple):
     @property
     def words(self) -> str:
         """The change and its remarks as text."""
-        return "; ".join([self.head, *map(str, self.notes)])
+        return "; ".join([self.head, *(str(as_step(note)) for note in self.notes)])
 
     @property
     def in_shell(self) -> Change:

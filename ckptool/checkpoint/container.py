@@ -9,7 +9,6 @@ from typing import Final, Literal, TypeAlias
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
 from ..base.records import NamedTuple
-from ..base.steps import OUTPUT, Setting, advice
 from ..base.text import pluralize, words
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.nodes import Graph, Ref
@@ -303,7 +302,7 @@ class Container:
         """Return the object with another version of its weights from the files; raise TargetError if it has none."""
         raise TargetError(
             f"there are no weights called {name!r} beside these",
-            next=advice("leave ", Setting("deepspeed_16bit", None), " out"),
+            next="leave `--deepspeed-16bit=` out",
         )
 
     def plan(self, pickle: bytes) -> Plan:
@@ -318,4 +317,4 @@ class Container:
         for another version.
         """
         what = f"only zips of torch.save are edited in place, and this is of the format {self.format}"
-        raise RefusedError(what, next=advice("write a new file with ", OUTPUT))
+        raise RefusedError(what, next="write a new file with `-o=`")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..base.errors import TargetError
 from ..base.globs import Glob, Globs
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice, command, tree_step
+from ..base.steps import as_step, command, option, tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
@@ -134,7 +134,7 @@ def only_one(checkpoint: Checkpoint, state_dicts: Sequence[StateDict], parameter
     raise TargetError(
         f"there are {len(paths)} state dicts: {join_limited(list(map(repr, paths)))}",
         path=checkpoint.path,
-        next=advice("choose one, for example ", Setting(parameter, paths[0])),
+        next=f"choose one, for example {option(parameter, paths[0])}",
     )
 
 
@@ -379,7 +379,7 @@ def candidates(checkpoint: Checkpoint, key: str | None, everything: bool) -> lis
     except TargetError as error:
         place = follow(checkpoint.graph, _steps(key or ""))
         if isinstance(place, Place) and any(within(entry.path, place.path) for entry in survey.tensors):
-            error.step = advice("to list all tensors in it, add ", Setting("all"))
+            error.step = as_step("to list all tensors in it, add `--all`")
         raise
     if not chosen:
         return survey.tensors

@@ -11,7 +11,7 @@ import ckptool
 
 from ..base.globs import Globs
 from ..base.records import TypedDict
-from ..base.steps import Setting
+from ..base.steps import Step
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
 from ..edits.redact import KINDS, Kind, parse_kinds, private_and_left
@@ -102,7 +102,7 @@ def _list_lines(report: PrivateReports) -> list[str]:
     kinds = [kind for kind in KINDS if any(item["kind"] == kind for item in items)]
     if not kinds:
         return [f"{clean(path)}: nothing private is recognised{' that redact changes' if left else ''}", *left]
-    step = step_lines(edit_step("redact", path, word="redacted", settings=[Setting("redact", ",".join(kinds))]).line)
+    step = step_lines(edit_step("redact", path, word="redacted", steps=[Step("redact", ",".join(kinds))]).line)
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
     return [head, *(f"  {clean(_line(item))}" for item in items), *left, *step]
 

@@ -20,7 +20,7 @@ from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, Setting, advice, is_folder
+from ..base.steps import AnyStep, is_folder, option
 from ..base.text import cut, join_limited, quoted, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
@@ -216,7 +216,7 @@ def _without_config(adapter: Adapter) -> RefusedError:
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
     way = f"put the {CONFIG} that was saved with it into the same folder, or give "
-    return adapter.refusal(message, advice(way, Setting("alpha", None), ", its lora_alpha"))
+    return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
 
 
 def _check_type(adapter: Adapter) -> None:
@@ -312,7 +312,7 @@ def scale_without_alpha(adapter: Adapter, rank: int) -> float:
         return 1.0
     message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
     way = f"{stated:g}, or {rank:,} if it is part of the matrices already"
-    raise adapter.refusal(message, advice("give ", Setting("alpha", f"{stated:g}"), f" ({way})"))
+    raise adapter.refusal(message, f"give {option('alpha', f'{stated:g}')} ({way})")
 
 
 # -- the settings of one module

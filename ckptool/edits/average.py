@@ -11,7 +11,7 @@ from ..base.dtypes import DTYPES, Dtype
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, Setting, advice, command
+from ..base.steps import AnyStep, command, option
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import scalar, values_of
@@ -164,7 +164,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
     given = [1.0] * len(checkpoints) if weights is None else list(weights)
     if len(given) != len(checkpoints):
         message = f"{pluralize(len(given), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
-        raise TargetError(message, next=advice("give one for each: ", Setting("weights", "0.7,0.3")))
+        raise TargetError(message, next="give one for each: `--weights 0.7,0.3`")
     factors = _floats(given)
     if all(map(isfinite, factors)):
         # Only the ratio of the weights matters. Scaling by a power of two is exact, and then neither the sum of the
@@ -172,9 +172,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
         exponent = max(frexp(factor)[1] for factor in factors)
         factors = [ldexp(factor, -exponent) for factor in factors]
     if not all(map(isfinite, factors)) or not sum(factors):
-        raise TargetError(
-            "the weights must be numbers whose sum is not zero", next=advice(Setting("weights", "0.7,0.3"))
-        )
+        raise TargetError("the weights must be numbers whose sum is not zero", next="`--weights 0.7,0.3`")
     return factors
 
 
@@ -184,10 +182,10 @@ def _signed(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) 
     given = [1.0] * number if weights is None else list(weights)
     if not number or len(given) != number:
         what = f"{pluralize(len(given), 'weight')} for {pluralize(number, 'checkpoint')} after the first"
-        raise TargetError(what, next=advice("give one for each: ", Setting("weights", "0.5")))
+        raise TargetError(what, next="give one for each: `--weights 0.5`")
     factors = _floats(given)
     if not all(map(isfinite, factors)):
-        raise TargetError("the weights must be finite numbers", next=advice(Setting("weights", "0.5")))
+        raise TargetError("the weights must be finite numbers", next="`--weights 0.5`")
     return factors
 
 
@@ -210,7 +208,7 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
         raise RefusedError(
             f"it has no state dict{where}",
             path=other.path,
-            next=advice("name the one to average with ", Setting("key", None)),
+            next="name the one to average with `--key=`",
         )
     return candidates[0]
 
@@ -230,9 +228,7 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
         message = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
     else:
         return partner
-    step = advice(
-        "leave it out: ", Setting("exclude", name), ", or compare all: ", command("diff", first.path, other.path)
-    )
+    step = f"leave it out: {option('exclude', name)}, or compare all: " + command("diff", first.path, other.path)
     raise RefusedError(message, path=other.path, next=step)
 
 

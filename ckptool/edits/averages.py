@@ -15,7 +15,7 @@ from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.patterns import escaped
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, Setting, advice, command, suggested_output, tree_step
+from ..base.steps import AnyStep, Step, command, option, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -78,9 +78,7 @@ def use_ema(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpoint:
     ]
     for model, source, _ in pairs:
         if sum(other.path == model.path or each == source for other, each, _ in pairs) > 1:
-            step = advice(
-                "name the model with ", Setting("key", model.path or "."), ", or drop the other average first"
-            )
+            step = f"name the model with {option('key', model.path or '.')}, or drop the other average first"
             what = f"there are several: {join_limited([_where(each) for _, each, _ in pairs])}"
             raise RefusedError(what, path=checkpoint.path, next=step)
     if not pairs and not models and len(sources) == 1:
@@ -191,9 +189,9 @@ def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str,
     if "averaging_state" in entries and "state_dict" in entries:
         return "state_dict holds the averaged weights already (WeightAveraging of Lightning)", ""
     if checkpoint.survey.modules:
-        steps = Setting("sanitize"), Setting("as_state_dict"), Setting("use_ema")
+        steps = Step("sanitize"), Step("as_state_dict"), Step("use_ema")
         output = suggested_output(checkpoint.path, "ema")
-        return "its models are pickled modules", command("edit", checkpoint.path, settings=steps, output=output)
+        return "its models are pickled modules", command("edit", checkpoint.path, steps=steps, output=output)
     if os.path.isdir(beside):
         return "it holds no average; the folder beside it does", command("inspect", beside)
     return "it holds no averaged weights that ckptool can tell by name", tree_step(checkpoint.path)

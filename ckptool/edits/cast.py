@@ -10,7 +10,7 @@ from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice
+from ..base.steps import option
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -34,13 +34,13 @@ def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError if it is unknown or values cannot be cast to it."""
     dtype = dtype_named(name)
     if dtype is not None and dtype.name == _FLOAT4:
-        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next=advice(Setting("to_dtype", "float8_e4m3fn")))
+        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next="`--to-dtype float8_e4m3fn`")
     if dtype is None or not _has_values(dtype):
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
         raise TargetError(
-            f"{name!r} is not a dtype to cast to", next=advice(Setting("to_dtype", near[0] if near else "bfloat16"))
+            f"{name!r} is not a dtype to cast to", next=f"{option('to_dtype', near[0] if near else 'bfloat16')}"
         )
     return dtype
 
@@ -88,7 +88,7 @@ def cast(
         raise TargetError(
             message,
             path=checkpoint.path,
-            next=advice("name the tensors with ", Setting("include", None), " where that is meant"),
+            next="name the tensors with `--include=` where that is meant",
         )
 
     def wanted(tensor: Tensor) -> bool:
@@ -126,7 +126,7 @@ def cast(
     for path in work.spared:
         kept = sum(within(entry.path, path) and wanted(entry.tensor) for entry in survey.tensors)
         if kept:
-            step = advice(Setting("optimizer"), " casts them as well")
+            step = "`--optimizer` casts them as well"
             changes.append(Change("cast", path, 0, kept, f"{pluralize(kept, 'tensor')} not cast", (step,)))
     if parts := work.quantized.tensors & {entry.tensor for entry in work.chosen}:
         what = f"{pluralize(len(parts), 'tensor')} of quantized weights not cast ({work.quantized.words})"
@@ -205,9 +205,7 @@ class Casting(NamedTuple):
         self.overflows.value += overflowed
         if overflowed and self.refused:
             values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
-            step = advice(
-                "leave it out with ", Setting("exclude", None), ", or leave out ", Setting("no_overflow", None)
-            )
+            step = "leave it out with `--exclude=`, or leave out `--no-overflow=`"
             raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
 
 

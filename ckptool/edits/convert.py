@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from ..base.errors import CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
+from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.prefixes import wrapper_prefix
@@ -13,13 +13,12 @@ from ..base.records import NamedTuple
 from ..base.steps import (
     AnyStep,
     NextStep,
-    Setting,
-    advice,
+    Step,
     argument,
     as_step,
     command,
     folder_of,
-    spaced,
+    option,
     suggested_output,
     tree_step,
 )
@@ -35,7 +34,7 @@ from ..files.folders import open_folder
 from ..formats import folder_format
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
-from ..formats.opening import open_checkpoint, takes_path
+from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
 from ..formats.planning import refuse_damage
 from ..formats.rank_part import part_of
@@ -72,13 +71,6 @@ class _Request(NamedTuple):
     config: Any = None
     strict: bool = False
     beside: Sequence[Loss] = ()
-
-    def with_settings(self, settings: Sequence[Setting]) -> _Request:
-        """Return the request with those settings applied that answer a refusal."""
-        given = {setting.name: str(setting.value) for setting in settings}
-        tied: Tied = "keep-first" if given.get("tied") == "keep-first" else self.tied
-        losses = [*self.allow_loss, *_allowed(settings)]
-        return self._replace(key=given.get("key", self.key), tied=tied, allow_loss=losses)
 
     def shape(self, tensor_bytes: int) -> str:
         """Return the part of a message that says whether the output is a file, a file in a folder, or shards."""
@@ -141,7 +133,7 @@ def convert(
     output = OUTPUTS[to_format]
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
-        raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("max_shard_size", None), " out"))
+        raise TargetError(message, path=checkpoint.path, next="leave `--max-shard-size=` out")
     request = _Request(
         key,
         tied,
@@ -205,7 +197,9 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     request = request._replace(beside=beside)
     chosen = selected(checkpoint, key) if holds_one else []
     if key is None and len(chosen) > 1:
-        raise _several(checkpoint, [item.path or "." for item in chosen], output, request)
+        keys = [item.path or "." for item in chosen]
+        message = f"there are {len(keys)} state dicts, {join_limited(list(map(repr, keys)))}, and the output holds one"
+        raise TargetError(message, path=checkpoint.path, next=f"choose one, for example {option('key', keys[0])}")
     try:
         return _written_as(checkpoint, output, request)
     except RefusedError as error:
@@ -216,27 +210,18 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
         if program is not None and program.unnamed and not {"entries", "all"} & {*request.allow_loss}:
             raise RefusedError(program.lacking, path=checkpoint.path, next=program.keeping) from error
-        if not error.settings and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
+        if any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
             plain_name = suggested_output(checkpoint.path, "plain")
-            error.step = as_step("make plain tensors of the arrays first: ")
-            error.step += command("sanitize", checkpoint.path, output=plain_name)
-        if error.settings and not holds_one and program is None:
-            from .sanitize.trial import loadable, loadable_step, sanitized  # imported only after a refusal
+            error.step = "make plain tensors of the arrays first: " + command(
+                "sanitize", checkpoint.path, output=plain_name
+            )
+        elif not holds_one and program is None:
+            from .sanitize.trial import loadable, loadable_step  # imported only after a refusal
 
             if not loadable(checkpoint):
                 # If torch.load refuses the object, it would also refuse it in the new format.
-                again = [*error.settings]
-                plain = sanitized(checkpoint)
-                while plain is not None:
-                    # Collect the losses of the sanitized checkpoint too, so that one command answers every refusal.
-                    losses = [*request.allow_loss, *_allowed(again)]
-                    more = _refusal(plain, output, request._replace(allow_loss=losses))
-                    again += [setting for setting in more if setting not in again]
-                    if not more or len(again) > len(KINDS):
-                        break
-                settings = (Setting("to_format", output.name), *again)
-                mended = loadable_step(checkpoint, settings, extension=output.extension)
-                error.step, error.settings = as_step(mended), ()
+                more = (Step("to_format", output.name),)
+                error.step = as_step(loadable_step(checkpoint, more, extension=output.extension))
         raise
 
 
@@ -245,62 +230,25 @@ def _elsewhere(
 ) -> CkptoolError | None:
     """Return a better error if another path is meant, or None.
 
-    The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one. The suggested
-    command was tried, without writing an output.
+    The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one.
     """
     part = None if takes_part(request.allow_loss) else part_of(checkpoint)
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
-        settings = _settings_at(part.folder, output, request)
-        if settings is None and isinstance(error, TargetError):
-            return None
-        if settings is None:
-            step = command("inspect", part.folder)
-            return RefusedError(part.message, path=checkpoint.path, next=step)
-        step = _step_at(part.folder, output, request, settings)
-        return RefusedError(part.message, path=checkpoint.path, next=step)
+        return RefusedError(part.message, path=checkpoint.path, next=_step_at(part.folder, output, request))
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
-            settings = _settings_at(problem.where, output, request)
-            if settings is not None:
-                message = f"{error.what}; {problem.message}"
-                step = _step_at(problem.where, output, request, settings)
-                return TargetError(message, path=checkpoint.path, next=step)
+            message = f"{error.what}; {problem.message}"
+            return TargetError(message, path=checkpoint.path, next=_step_at(problem.where, output, request))
     return None
 
 
-def _step_at(path: str, output: OutputFormat, request: _Request, settings: Sequence[Setting]) -> NextStep:
+def _step_at(path: str, output: OutputFormat, request: _Request) -> NextStep:
     """Return the command that converts the checkpoint at another path and writes the output beside it."""
     given: dict[str, Any] = {"key": request.key, "deepspeed_16bit": request.deepspeed_16bit, "tied": request.tied}
-    given |= {setting.name: str(setting.value) for setting in settings}
     if request.shard_size:
         given |= {"to_format": output.name, "max_shard_size": str(request.shard_size)}
     extension = "" if request.shard_size else output.extension
     return command("convert", path, output=suggested_output(path, "joined", extension), **given)
-
-
-def _settings_at(path: str, output: OutputFormat, request: _Request) -> Sequence[Setting] | None:
-    """Return the additional settings needed to convert the checkpoint at a path, or None if it cannot be converted."""
-    settings: list[Setting] = []
-    try:
-        with open_checkpoint(path) as other:
-            sure = next((item.path for item in other.state_dicts if item.confidence == "high"), "")
-            if request.key is None and sure and output.holds_one(request.shard_size):
-                settings.append(Setting("key", sure))
-                request = request.with_settings(settings)
-            while True:
-                try:
-                    refuse_damage(_converted(other, output, request))
-                except (RefusedError, TargetError) as error:
-                    given = error.settings
-                    more = [setting for setting in given if setting not in settings]
-                    if not more or len(settings) > len(KINDS):
-                        return None
-                    settings += more
-                    request = request.with_settings(more)
-                    continue
-                return settings
-    except UnreadableError:
-        return None
 
 
 def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -320,20 +268,6 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     for dtype, keys in names.items():
         checkpoint = cast(checkpoint, dtype, key=name, include=keys)
     return checkpoint
-
-
-def _allowed(settings: Iterable[Setting]) -> list[str]:
-    """Return the kinds of loss that settings allow."""
-    return [str(setting.value) for setting in settings if setting.name == "allow_loss"]
-
-
-def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Sequence[Setting]:
-    """Return the settings that would answer the refusal of a conversion; empty if it is not refused."""
-    try:
-        _written_as(checkpoint, output, request)
-    except RefusedError as error:
-        return error.settings
-    return ()
 
 
 def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
@@ -440,27 +374,9 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
         step: AnyStep = tree_step(checkpoint.path)
         what = "there is no state dict in it"
         if checkpoint.survey.modules:
-            from .sanitize.trial import loadable_step, sanitized  # imported only after a refusal
+            from .sanitize.trial import loadable_step  # imported only after a refusal
 
             what += ", but a pickled module, whose state dict the command takes"
-            plain = sanitized(checkpoint)
-            dicts = selected(plain, None) if plain is not None else []
-            key_of = [Setting("key", dicts[0].path)] if len(dicts) > 1 else []
-            more = (Setting("to_format", output.name), *key_of)
-            step = loadable_step(checkpoint, more, output.extension) or step
+            step = loadable_step(checkpoint, (Step("to_format", output.name),), output.extension) or step
         raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
-
-
-def _several(checkpoint: Checkpoint, keys: list[str], output: OutputFormat, request: _Request) -> CkptoolError:
-    """Return the error for several state dicts; its suggested settings already answer any further refusal."""
-    paths = join_limited([repr(key) for key in keys])
-    message = f"there are {len(keys)} state dicts, {paths}, and the output holds one"
-    settings: tuple[Setting, ...] = (Setting("key", keys[0]),)
-    try:
-        _written_as(checkpoint, output, request._replace(key=keys[0]))
-    except RefusedError as error:
-        message += f"; of {keys[0]!r} {error.what}"
-        settings += error.settings
-    step = "choose one, for example " + spaced(settings)
-    return TargetError(message, path=checkpoint.path, next=step, settings=settings)

@@ -10,7 +10,7 @@ from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.map_location import check_device
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice
+from ..base.steps import option
 from ..base.text import join_limited, pluralize
 from ..checkpoint.backends import FROM_VALUES, backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -50,7 +50,7 @@ class DeviceMap(NamedTuple):
         if self.visible and kind == "cuda" and index.isdigit():
             if int(index) not in self.visible:
                 message = f"{device} is not among the visible devices {','.join(map(str, self.visible))}"
-                raise RefusedError(message, next=advice("say where it goes, too: ", Setting("map", f"{device}=cuda:0")))
+                raise RefusedError(message, next=f"say where it goes, too: {option('map', f'{device}=cuda:0')}")
             return f"cuda:{list(self.visible).index(int(index))}"
         return self.to if self.to and (self.include_cpu or kind not in ("cpu", "meta")) else device
 
@@ -60,20 +60,13 @@ class DeviceMap(NamedTuple):
             check_device(target)
         for origin in self.map:
             if not origin or "=" in origin:
-                raise TargetError(f"{origin!r} is not a device", next=advice("write ", Setting("map", "cuda:1=cuda:0")))
+                raise TargetError(f"{origin!r} is not a device", next="write `--map cuda:1=cuda:0`")
         if len(set(self.visible)) != len(self.visible):
             raise TargetError("a device is named twice among the visible ones")
         if not (self.to or self.map or self.visible):
             raise TargetError(
                 "no target",
-                next=advice(
-                    "say where to: ",
-                    Setting("to", "cpu"),
-                    ", ",
-                    Setting("map", "cuda:1=cuda:0"),
-                    " or ",
-                    Setting("visible", "1,3"),
-                ),
+                next="say where to: `--to cpu`, `--map cuda:1=cuda:0` or `--visible 1,3`",
             )
 
 
@@ -186,9 +179,9 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
     if unmatched and not (moved or devices.to or devices.visible) and {change.edit for change in changes} == {"remap"}:
         origin, target = next(iter(devices.map.items()))
         away = [tag for tag in sorted(tags) if tag not in ("cpu", "meta", target)]
-        step = advice("name one of them" if tags else "")
+        step = "name one of them" if tags else ""
         if len(away) == 1:
-            step = advice(Setting("map", f"{away[0]}={target}"), f" moves its tensors to {target}")
+            step = f"{option('map', f'{away[0]}={target}')} moves its tensors to {target}"
         raise RefusedError(f"no storage is tagged {origin}{there}", next=step)
     return checkpoint.changed(editor.done(), changes)
 
@@ -219,9 +212,7 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | N
             continue
         if editor is None:
             summary = f"the string {old!r} stays"
-            changes.append(
-                Change("device-string", name.path, 0, 1, summary, (advice(Setting("strings"), " changes it too"),))
-            )
+            changes.append(Change("device-string", name.path, 0, 1, summary, ("`--strings` changes it too",)))
         else:
             editor.changed[name.ref] = new
             edited.add(name.ref)
@@ -259,7 +250,7 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
         one = len(refs) == 1
         which = f"the DeviceMesh of {old!r}" if one else f"{len(refs):,} DeviceMeshes of {old!r}"
         if editor is None:
-            notes = (advice(Setting("strings"), f" changes {'it' if one else 'them'} too"),)
+            notes = (f"`--strings` changes {('it' if one else 'them')} too",)
             changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
         else:
             reset_meshes(editor, refs, new)

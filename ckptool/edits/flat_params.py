@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import RefusedError
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_builder import contiguous
@@ -30,12 +29,9 @@ if TYPE_CHECKING:
     from .matching.targets import MatchTarget
 
 FLAT_PARAM: Final = "_flat_param"
-_STEP: Final = advice(
-    "convert it with ",
-    Setting("unflatten", "OTHER"),
-    ": a checkpoint of the same model that torch saved, or its lock file; or with ",
-    Setting("model", "train:make_model"),
-    ", if make_model in your train.py returns the model",
+_STEP: Final = (
+    "convert it with `--unflatten OTHER`: a checkpoint of the same model that torch saved, or its lock file; or with"
+    " `--model train:make_model`, if make_model in your train.py returns the model"
 )
 
 
@@ -82,7 +78,7 @@ def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
         raise RefusedError(
             "there is no flat parameter of FSDP1 in it",
             path=checkpoint.path,
-            next=advice("leave ", Setting("unflatten", None), " out"),
+            next="leave `--unflatten=` out",
         )
     work = Recomputation(checkpoint)
     return work.done([_unflatten(work, item, like) for item in found])

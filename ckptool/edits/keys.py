@@ -13,7 +13,7 @@ from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
 from ..base.limits import LIMITS
 from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.steps import AnyStep, Setting, advice, command, concealed
+from ..base.steps import AnyStep, command, concealed
 from ..base.text import join_limited, pluralize, quoted, shown
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -62,7 +62,7 @@ def strip_prefix(
         still = sum(name.startswith(head) for name in stripped)
         notes = (f"{still:,} of them still begin with it: strip it again",) if still else ()
         inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
-        return (*notes, advice(f"{join_limited(inside)} still inside: ", Setting("wrappers"))) if inside else notes
+        return (*notes, f"{join_limited(inside)} still inside: `--wrappers`") if inside else notes
 
     words = f"prefix {head!r} removed from", f"no key has the prefix {head!r}"
     return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)

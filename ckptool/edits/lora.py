@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.lazy import regex
-from ..base.steps import NextStep, Setting, advice, as_step, command, is_folder, suggested_output
+from ..base.steps import NextStep, as_step, command, is_folder, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -280,7 +280,7 @@ def parse_alpha(text: str) -> float:
     except ValueError:
         value = nan
     if not isfinite(value):
-        raise TargetError(f"{text!r} is not a number", next=advice(Setting("alpha", "16")))
+        raise TargetError(f"{text!r} is not a number", next="`--alpha 16`")
     return value
 
 
@@ -291,9 +291,9 @@ def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> lis
     factors = [1.0] * len(adapters) if weights is None else [float(weight) for weight in weights]
     if len(factors) != len(adapters):
         message = f"{pluralize(len(factors), 'weight')} for {pluralize(len(adapters), 'adapter')}"
-        raise TargetError(message, next=advice("give one for each: ", Setting("weights", "1,0.5")))
+        raise TargetError(message, next="give one for each: `--weights 1,0.5`")
     if not all(isfinite(factor) and factor for factor in factors):
-        raise TargetError("the weights must be numbers other than 0", next=advice(Setting("weights", "1,0.5")))
+        raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
     return factors
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.prefixes import adapter_keys, unwrapper
-from ..base.steps import Setting, advice, command, is_remote, suggested_output, tree_step
+from ..base.steps import command, is_remote, option, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
@@ -135,7 +135,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs)
         if old_tensor is not None and tensor is not None:
             if old_tensor.shape != tensor.shape:
                 message = f"{quoted(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
-                raise RefusedError(message, path=there.path, next=advice("leave it out: ", Setting("exclude", text)))
+                raise RefusedError(message, path=there.path, next=f"leave it out: {option('exclude', text)}")
             recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
     if not taken:

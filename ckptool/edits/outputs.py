@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ..base import lazy
 from ..base.errors import RefusedError, TargetError
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice, command, spaced, suggested_output
+from ..base.steps import AnyStep, command, suggested_output
 from ..base.suffixes import SAFETENSORS, TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Tied
@@ -128,7 +128,7 @@ def refuse_part(checkpoint: Checkpoint, output: str = "", *, ranks: bool = True)
         return
     if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
         return  # all parts are merged
-    step = advice(Setting("allow_loss", "shards"), " writes this part alone")
+    step: AnyStep = "`--allow-loss shards` writes this part alone"
     if part.folder:
         step += "; the whole is here: " + command("inspect", part.folder)
     elif part.cut:
@@ -161,8 +161,7 @@ def output_format(path: str) -> str:
         return known.name
     if is_folder_name(path):
         message = "the name means a folder, which needs a format and a shard size"
-        settings = (Setting("to_format", "safetensors"), Setting("max_shard_size", "5GB"))
-        step = "say both: " + spaced(settings)
+        step = "say both: `--to-format safetensors` `--max-shard-size 5GB`"
         raise TargetError(message, path=path, next=step)
     stem, suffix = os.path.splitext(path)
     formats = f"there are {join_limited(TARGETS)}"
@@ -170,12 +169,12 @@ def output_format(path: str) -> str:
         name = stem + SAFETENSORS
         message, step = (
             f"the suffix {suffix!r} means no format; {formats}",
-            advice(f"call it {quote(name)}, or give ", Setting("to_format", None)),
+            f"call it {quote(name)}, or give `--to-format=`",
         )
         raise TargetError(message, path=path, next=step)
     message, step = (
         f"the name has no suffix that means a format; {formats}",
-        "say it: " + spaced([Setting("to_format", "safetensors")]),
+        "say it: `--to-format safetensors`",
     )
     raise TargetError(message, path=path, next=step)
 

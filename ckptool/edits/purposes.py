@@ -9,7 +9,7 @@ from typing import Final, Literal
 from ..base.errors import TargetError
 from ..base.lazy import regex
 from ..base.patterns import escaped
-from ..base.steps import NextStep, Setting, advice, command, suggested_output
+from ..base.steps import NextStep, Step, command, suggested_output
 from ..base.text import human_bytes, join_limited, quoted
 from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -57,7 +57,7 @@ def wrap(checkpoint: Checkpoint, key: str = "", *, purpose: Purpose | None = Non
 def fit_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     """Fit the top-level entries for a purpose; raise TargetError if it is unknown, or if that cannot be done."""
     if purpose not in _PURPOSES:
-        step = advice(Setting("for", "inference"), " or ", Setting("for", "lightning"))
+        step = "`--for inference` or `--for lightning`"
         raise TargetError(f"{purpose!r} is not a known purpose", next=step)
     return _PURPOSES[purpose](checkpoint)
 
@@ -99,8 +99,8 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
 def _average_step(checkpoint: Checkpoint) -> NextStep:
     """Return the note on averages that are dropped, with the command that uses them."""
     output = suggested_output(checkpoint.path, "ema")
-    step = command("edit", checkpoint.path, output=output, settings=(Setting("use_ema"),))
-    return advice("the weights without the average stay; to take the average instead: ", step)
+    step = command("edit", checkpoint.path, output=output, steps=(Step("use_ema"),))
+    return "the weights without the average stay; to take the average instead: " + step
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:

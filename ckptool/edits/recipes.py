@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice, command
+from ..base.steps import command, option
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping, values_of
@@ -241,7 +241,7 @@ def _refuse_untied(checkpoint: Checkpoint, recipe: Recipe, state_dict: StateDict
         if other not in tensors or equal_values(checkpoint, tensors[name], tensors[other]):
             continue
         what = f"{quoted(name)} differs from {quoted(other)}, which a model of {recipe.b} has in its place"
-        step = advice("keep its names; without that tensor, and with other results: ", Setting("allow_loss", "entries"))
+        step = "keep its names; without that tensor, and with other results: `--allow-loss entries`"
         raise RefusedError(what, path=checkpoint.path, next=step)
 
 
@@ -282,7 +282,7 @@ def _config(
         config = kept | {name: value for name, value in config.items() if {name} - (absent.keys() & kept.keys())}
         absent = {name: value for name, value in absent.items() if name not in kept}
     if unknown and has_one:
-        step = advice(f"give the {CONFIG} of the new layout: ", Setting("config", CONFIG))
+        step = f"give the {CONFIG} of the new layout: {option('config', CONFIG)}"
         what = f"{CONFIG} describes {recipe.a}, and for {recipe.b} it is not made: {join_limited(unknown)} not known"
         raise RefusedError(what, path=checkpoint.path, next=step)
     if unknown:
@@ -332,9 +332,7 @@ def _chosen(
     paths = list(dict.fromkeys(choice.state_dict.path for choice in found))
     if len(paths) > 1:
         what = f"the recipe fits {pluralize(len(paths), 'state dict')}: {join_limited([repr(path) for path in paths])}"
-        raise TargetError(
-            what, path=checkpoint.path, next=advice("choose one, for example ", Setting("key", paths[0] or "."))
-        )
+        raise TargetError(what, path=checkpoint.path, next=f"choose one, for example {option('key', paths[0] or '.')}")
     if found:
         names = join_limited([choice.recipe.a for choice in found])
         raise RefusedError(
@@ -361,7 +359,7 @@ def _chosen(
         if family
         else "see its names with "
     )
-    raise RefusedError(what, path=checkpoint.path, next=advice(step, command("keys", checkpoint.path)))
+    raise RefusedError(what, path=checkpoint.path, next=(step + command("keys", checkpoint.path)))
 
 
 def _applies(recipe: Recipe, views: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> bool:
@@ -423,7 +421,7 @@ def _made(work: Recomputation, output: Output, refs: Mapping[str, tuple[Ref, Ref
     other = next((each for each, tensor in tensors.items() if tensor.dtype != first.dtype), "")
     if other:
         what = f"{quoted(name)} is {first.dtype} and {quoted(other)} {tensors[other].dtype}: they cannot be joined"
-        step = advice("cast one of them first with ", command("cast", work.checkpoint.path))
+        step = "cast one of them first with " + command("cast", work.checkpoint.path)
         raise RefusedError(what, path=work.checkpoint.path, next=step)
     dtype = BY_NAME[first.dtype]
     chunks = [_chunk(work, block, tensors[block.source], dtype, output.name) for block in output.blocks]

@@ -16,7 +16,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, Setting, advice, command
+from ..base.steps import NextStep, command
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import TensorEntry
@@ -44,7 +44,7 @@ _BIAS: Final = regex(
 _STEP: Final = 4 << 20
 #: A number of tokens to add, of less than 12 digits.
 _MORE: Final = regex(r"\+0{0,9}[1-9][0-9]{0,10}")
-_INCLUDE: Final = advice("name its tensors with ", Setting("include", "GLOB"))
+_INCLUDE: Final = "name its tensors with `--include GLOB`"
 
 
 class _Table(NamedTuple):
@@ -88,9 +88,9 @@ def resize(
     if isinstance(vocab, str) and not added:
         raise _not_a_count(vocab)
     if not isinstance(vocab, str) and vocab < 1:
-        raise TargetError("a vocabulary has one token or more", next=advice(Setting("vocab", "32000")))
+        raise TargetError("a vocabulary has one token or more", next="`--vocab 32000`")
     if fill not in ("mean", "zero"):
-        raise TargetError(f"{fill!r} is not a way to fill rows", next=advice(Setting("fill", "mean")))
+        raise TargetError(f"{fill!r} is not a way to fill rows", next="`--fill mean`")
     work = Recomputation(checkpoint, key, Globs(include, exclude))
     tables = _tables(work, bool(include))
     old = tables[0].rows
@@ -162,9 +162,7 @@ def _tables(work: Recomputation, named: bool) -> list[_Table]:
     if other is not None:
         first = found[0]
         what = f"{quoted(first.entry.key)} has {first.rows:,} rows and {quoted(other.entry.key)} {other.rows:,}"
-        raise RefusedError(
-            what, path=path, next=advice("choose those of one vocabulary with ", Setting("include", "GLOB"))
-        )
+        raise RefusedError(what, path=path, next="choose those of one vocabulary with `--include GLOB`")
     return found
 
 
@@ -186,11 +184,11 @@ def _checked(work: Recomputation, item: SharedStorage, table: _Table, fill: Fill
         kind = tensor.kind if tensor.kind != "dense" else tensor.dtype
         raise RefusedError(f"{name} is {kind}: only plain floating-point tensors can be resized", path=path)
     if fill == "mean" and not has_arithmetic(tensor):
-        step = advice("fill with zeros: ", Setting("fill", "zero"))
+        step = "fill with zeros: `--fill zero`"
         raise RefusedError(f"{name} is {tensor.dtype}, which has no mean", path=path, next=step)
     if work.is_pinned(item.key) or item.view is None or any(has_bits(work.checkpoint.graph, use) for use in item.uses):
-        step = command("slim", path)
-        raise RefusedError(f"{name} shares its storage with other tensors", path=path, next=advice("first: ", step))
+        what = f"{name} shares its storage with other tensors"
+        raise RefusedError(what, path=path, next="first: " + command("slim", path))
     body, reach = work.checkpoint.body(item.key), tensor.offset + extent(tensor.shape, tensor.stride)
     if body is None or min(tensor.stride) < 0 or tensor.offset < 0 or reach * dtype.itemsize > body.size:
         raise RefusedError(f"the bytes of {name} are not all in the file", path=path)
@@ -269,5 +267,5 @@ def parse_rows(text: str) -> int | str:
 
 
 def _not_a_count(text: str) -> TargetError:
-    step = advice(Setting("vocab", "32000"))
+    step = "`--vocab 32000`"
     return TargetError(f"{text!r} is not a number of tokens", next=step + ", or +64 for 64 more")

@@ -14,7 +14,6 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice
 from ..base.text import human_bytes, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -59,7 +58,7 @@ def weight_norm(
     be split again. Raise RefusedError if there is no weight norm.
     """
     if form not in ("new", "old", "fold"):
-        raise TargetError(f"{form!r} is not a form of weight norms", next=advice(Setting("weight-norm", "new")))
+        raise TargetError(f"{form!r} is not a form of weight norms", next="`--weight-norm new`")
     work = Recomputation(checkpoint, key, Globs(include, exclude))
     norms = list(_norms(work))
     if not norms:

@@ -19,7 +19,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from ..base.engines import LOCAL, Precomputed, engine_address
 from ..base.errors import CkptoolError, EngineError, WorkerDiedError
-from ..base.steps import Setting, advice
 from .threads import signals_blocked
 
 Item = TypeVar("Item")
@@ -227,4 +226,4 @@ def _outcome(work: Callable[[Item], Answer], item: Item) -> _Outcome:
 def _death() -> WorkerDiedError:
     """Return the error for the task that ended its worker, most likely because memory ran out."""
     what = "the process that read it was ended: there may not be enough memory"
-    return WorkerDiedError(what, next=advice("try it alone, without ", Setting("jobs", None)))
+    return WorkerDiedError(what, next="try it alone, without `--jobs=`")

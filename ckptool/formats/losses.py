@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.errors import RefusedError, TargetError
 from ..base.records import NamedTuple
-from ..base.steps import Setting, advice, spaced, suggested_output
+from ..base.steps import option, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.objects import mapping
@@ -39,10 +39,10 @@ _ACCEPTED: Final = {
     "strides": "made contiguous",
 }
 
-#: Kinds of loss that another setting than ``allow_loss`` allows.
-_WAYS: Final[Mapping[str, Setting]] = {"sharing": Setting("tied", "keep-first")}
-#: Settings that avoid a loss, and what they do.
-_INSTEAD: Final = {"sharing": (Setting("tied", "clone"), " stores a copy under each name")}
+#: Kinds of loss that another option than ``--allow-loss`` allows.
+_WAYS: Final = {"sharing": "`--tied keep-first`"}
+#: Options that avoid a loss, and what they do.
+_INSTEAD: Final = {"sharing": "`--tied clone` stores a copy under each name"}
 
 
 class Loss(NamedTuple):
@@ -84,7 +84,7 @@ class Fit(NamedTuple):
     """How a checkpoint fits a format, apart from entries outside the chosen state dict.
 
     - ``holder``: the output, as the subject of "cannot hold".
-    - ``losses``: what it would lack. ``ways``: the settings that allow a kind of loss instead of ``allow_loss``.
+    - ``losses``: what it would lack. ``ways``: the options that allow a kind of loss instead of ``allow_loss``.
     - ``notes``: what else is lost, or recorded in another way, for the report.
     - ``target``: the target with all details.
     - ``graph`` makes the object without its losses; None for the whole object.
@@ -96,7 +96,7 @@ class Fit(NamedTuple):
     target: Target
     losses: Sequence[Loss] = ()
     notes: tuple[str, ...] = ()
-    ways: Mapping[str, Setting] = _WAYS
+    ways: Mapping[str, str] = _WAYS
     graph: Callable[[], Graph] | None = None
     relayout: bool = False
     size: int = 0
@@ -124,14 +124,14 @@ def refuse(
     allowed: Collection[str],
     path: str,
     target: str,
-    ways: Mapping[str, Setting] = _WAYS,
+    ways: Mapping[str, str] = _WAYS,
     *,
     strict: bool = False,
 ) -> None:
     """Raise RefusedError unless every loss is allowed by its kind or accepted; the error names all other losses.
 
-    ``ways`` has the settings that allow a kind of loss; ``allow_loss`` allows any other kind. ``strict`` accepts none
-    without such a setting.
+    ``ways`` has the options that allow a kind of loss; ``allow_loss`` allows any other kind. ``strict`` accepts none
+    without such an option.
     """
     left = [loss for loss in losses if not {loss.kind, "all"} & {*allowed} and (strict or not loss.accepted)]
     places: dict[str, tuple[str, ...]] = {}
@@ -143,14 +143,12 @@ def refuse(
         raise RefusedError(what, path=path, next=step)
     key = next((loss.key for loss in left if loss.key), "")
     if key:
-        raise RefusedError(what, path=path, next=advice(Setting("key", key), " writes this state dict without them"))
+        raise RefusedError(what, path=path, next=f"{option('key', key)} writes this state dict without them")
     if left:
-        settings = tuple(dict.fromkeys(ways.get(loss.kind, Setting("allow_loss", loss.kind)) for loss in left))
-        instead = [parts for kind, parts in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
-        may = advice(
-            "to write the file without them", *(part for parts in instead for part in (" (", *parts, ")")), ": "
-        )
-        raise RefusedError(what, path=path, next=may + spaced(settings), settings=settings)
+        kinds = dict.fromkeys(loss.kind for loss in left)
+        instead = "".join(f" ({words})" for kind, words in _INSTEAD.items() if ways and kind in kinds)
+        options = " ".join(ways.get(kind, option("allow_loss", kind)) for kind in kinds)
+        raise RefusedError(what, path=path, next=f"to write the file without them{instead}: {options}")
 
 
 def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:

@@ -12,7 +12,7 @@ from ..base import lazy
 from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.records import NamedTuple
-from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
+from ..base.steps import as_step, salvage_step
 from ..base.suffixes import WEIGHTS
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
@@ -226,7 +226,7 @@ def _refuse_links(checkpoint: Checkpoint) -> None:
     link = next((file.name for file in files if links_outside(file.name)), "")
     if link:
         what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
-        step = advice("if its content may go into the output, add ", Setting("follow_links"))
+        step = "if its content may go into the output, add `--follow-links`"
         raise RefusedError(what, path=checkpoint.path, next=step)
 
 
@@ -349,12 +349,12 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     refuse_emptied(checkpoint)
     if checkpoint.added or checkpoint.others:
         what = "the edit makes new bytes of tensors, which need a new file"
-        raise RefusedError(what, path=checkpoint.path, next=advice("write it with ", OUTPUT))
+        raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
     program = program_of(checkpoint)
     if program is not None:
         lazy.module("formats.programs.writer").editable(checkpoint)
         what = f"{program.kind} is not edited in place"
-        raise RefusedError(what, path=checkpoint.path, next=advice("write it with ", OUTPUT))
+        raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)

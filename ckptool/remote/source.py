@@ -13,7 +13,6 @@ from ..base import lazy
 from ..base.addresses import conceal, parse, reveal
 from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
 from ..base.limits import ANNOUNCED, LIMITS
-from ..base.steps import Setting, advice
 from ..base.text import human_bytes
 from ..files.downloads import GAP
 from ..files.sources import Source, Span
@@ -444,7 +443,7 @@ def _check(before: int, nbytes: int, limit: int, path: str) -> None:
     if before + nbytes > limit:
         after = f" after {human_bytes(before)}" if before else ""
         what = f"it would download {human_bytes(nbytes)}{after}, more than {human_bytes(limit)}"
-        step = advice("download the file first, or allow more with ", Setting("max_download", None))
+        step = "download the file first, or allow more with `--max-download=`"
         error = RefusedError(what, path=path, next=step)
         error.of_server = True
         raise error

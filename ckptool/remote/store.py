@@ -18,7 +18,7 @@ from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, Refu
 from ..base.lazy import regex, table
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, Line, Setting, advice
+from ..base.steps import Line
 from ..base.text import human_bytes, parse_bytes
 
 T = TypeVar("T")
@@ -191,24 +191,12 @@ def check_bucket(address: str) -> Address:
 
 #: The beginnings of variables with credentials.
 _CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
-#: A parameter that a step mentions, and those that are mentioned without a value.
-_MENTIONED: Final = regex(r"\{(\w+)\}")
-_OPEN: Final = ("max_download", "profile")
 
 
 @cache
 def _failures() -> dict[str, Any]:
     """Return the messages and steps by the kind of a failure, and the kinds by the code or status of an answer."""
     return table("remote/failures")
-
-
-def _step(text: str) -> AnyStep:
-    """Return the step of a message, which may be a command line or mention parameters."""
-    if text.startswith("$ "):
-        return Line(text[2:])
-    parts = _MENTIONED.split(text)  # prose and names in turn
-    named = [Setting(part, None if part in _OPEN else True) if at % 2 else part for at, part in enumerate(parts)]
-    return advice(*named)
 
 
 def kind_of(failed: Failed) -> str:
@@ -238,7 +226,7 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     )
     error: type[CkptoolError] = OutputError if writing else UnreadableError
     error = {"writing": RefusedError, "unversioned": RefusedError, "changed": ChangedError}.get(said, error)
-    found = error(what, path=conceal(address), next=_step(step))
+    found = error(what, path=conceal(address), next=Line(step[2:]) if step.startswith("$ ") else step)
     found.of_server = kind != "listing" and (kind != "" or status not in (401, 403, 404, 410))
     return found
 

@@ -12,7 +12,7 @@ from ..base.steps import (
     AnyStep,
     Command,
     NextStep,
-    Setting,
+    Step,
     as_step,
     command,
     rename_step,
@@ -32,11 +32,11 @@ def edit_step(
     *arguments: str,
     word: str = "",
     extension: str = "",
-    settings: Iterable[Setting] = (),
+    steps: Iterable[Step] = (),
     **more: str | bool | Sequence[str] | None,
 ) -> NextStep:
     """Return a command that writes its output beside the input, to ``suggested_output``."""
-    return command(name, path, *arguments, output=suggested_output(path, word, extension), settings=settings, **more)
+    return command(name, path, *arguments, output=suggested_output(path, word, extension), steps=steps, **more)
 
 
 def stops_edits(problem: Finding) -> bool:
@@ -64,19 +64,19 @@ def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextSt
     given = {name: [part for part in commands if part.name == name] for name in TOGETHER}
     if sum(map(bool, given.values())) < 2 and max(map(len, given.values())) < 2:
         return None
-    settings: list[Setting] = []
+    settings: list[Step] = []
     words = []
     for name, (edit, renamed, word) in TOGETHER.items():
         if not given[name]:
             continue
-        own = [setting for part in given[name] for setting in part.settings]
-        own += [Setting(name, key) for part in given[name] for key in part.arguments[1:]]
+        own = [setting for part in given[name] for setting in part.options]
+        own += [Step(name, key) for part in given[name] for key in part.arguments[1:]]
         own = list(dict.fromkeys(own))
-        if edit and Setting("wrappers") not in own:
-            settings.append(Setting(edit))
+        if edit and Step("wrappers") not in own:
+            settings.append(Step(edit))
         settings += [setting._replace(name=renamed.get(setting.name, setting.name)) for setting in own]
         words.append(word)
-    return edit_step("edit", path, word=".".join(words), extension=extension, settings=settings)
+    return edit_step("edit", path, word=".".join(words), extension=extension, steps=settings)
 
 
 def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
@@ -84,7 +84,7 @@ def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     if not (step and (not checkpoint.traits.writes_as or _is_beyond_its_format(checkpoint))):
         return step
 
-    def named(part: str | Setting | Command) -> str | Setting | Command:
+    def named(part: str | Command) -> str | Command:
         if not isinstance(part, Command) or not part.output or part.output.endswith(WEIGHTS):
             return part
         return part._replace(output=suggested_output(part.output, extension=f"{os.path.splitext(part.output)[1]}.pth"))
@@ -124,9 +124,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
     if options is not None and "drop_unknown" in options and not checkpoint.survey.tensors:
         return ""  # such as a tokenizer: nothing of use would be left
     if options is not None:
-        step = edit_step(
-            "sanitize", checkpoint.path, word="loadable", extension=extension, settings=map(Setting, options)
-        )
+        step = edit_step("sanitize", checkpoint.path, word="loadable", extension=extension, steps=map(Step, options))
         return as_one_file(checkpoint, step)
     return ""
 
@@ -141,7 +139,7 @@ def companions_step(checkpoint: Checkpoint) -> AnyStep:
         except CkptoolError:
             return ""
         if edited.companions:
-            return edit_step("sanitize", checkpoint.path, word="loadable", settings=map(Setting, flags))
+            return edit_step("sanitize", checkpoint.path, word="loadable", steps=map(Step, flags))
     return ""
 
 

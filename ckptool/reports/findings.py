@@ -32,17 +32,7 @@ from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.patterns import escaped
 from ..base.prefixes import Naming, Prefix, adapter_keys
-from ..base.steps import (
-    RENAME_BACK,
-    AnyStep,
-    Setting,
-    advice,
-    advised,
-    as_step,
-    command,
-    rename_step,
-    undo_step,
-)
+from ..base.steps import RENAME_BACK, AnyStep, advised, as_step, command, option, rename_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize, shown
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
@@ -416,7 +406,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
         message = f"plain strings name a device: {join_limited(strings)}; remap leaves them"
-        step = advice("with ", Setting("strings"), " it changes them")
+        step = "with `--strings` it changes them"
         yield Finding.of("device-strings", "note", message, next=step)
     if objects:
         message = f"torch.device objects: {join_limited(objects)}; map_location does not reach them, remap does"
@@ -452,7 +442,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding.of(FLAT_PARAMETERS, "warning", FLAT_MESSAGE, next=ranks)
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
-            step = advice(Setting("key", state_dict.path), " names it")
+            step = f"{option('key', state_dict.path)} names it"
             yield Finding.of("low-confidence", "note", message, next=step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"

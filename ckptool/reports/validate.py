@@ -23,7 +23,7 @@ from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.records import TypedDict
-from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, rename_step, suggested_output
+from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step, program_of
@@ -359,7 +359,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         locked = command("lock", path, output=suggested_output(path, extension=".lock.json"))
         return "its tensors are as locked, in another container, which has a lock of its own: " + locked
     if any(problem.code == FLAT_PARAMETERS for problem in checkpoint.container.problems):
-        return advice("convert gives its flat parameters names and shapes, with ", Setting("unflatten", "OTHER"))
+        return "convert gives its flat parameters names and shapes, with `--unflatten OTHER`"
     if step := remedy(checkpoint, policy, bad):
         return step
     if "load" in bad and checkpoint.traits.loads == "converted":

@@ -338,7 +338,9 @@ def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[
     assert said.code == 2
     (step,) = steps(said.err)
     assert shlex.split(step)[2] == str(folder / "global_step2")
-    assert say(*shlex.split(step)[1:-1], out).code == 0
+    refused = say(*shlex.split(step)[1:-1], out)
+    assert refused.code == 4 and refused.err.rstrip().endswith("--tied keep-first")
+    assert say(*shlex.split(step)[1:-1], out, "--tied", "keep-first").code == 0
     dtypes = {str(value.dtype) for value in load_file(out).values()}
     assert dtypes == ({"torch.bfloat16"} if "--deepspeed-16bit" in options else {"torch.float32"})
 

@@ -129,20 +129,22 @@ def test_steps_name_options() -> None:
     """The settings and commands that messages suggest have the names of options."""
     named = {command: {option[2:] for option, having in options().items() if command in having} for command in COMMANDS}
     every = set[str]().union(*named.values())
-    own = {"output", "settings", "word", "extension", "help"}
+    own = {"output", "steps", "word", "extension", "help"}
     wrong = []
     for path in sorted((ROOT / "ckptool").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not call.args:
                 continue
             first = call.args[0].value if isinstance(call.args[0], ast.Constant) else ""
-            if call.func.id == "Setting" and first and str(first).replace("_", "-") not in every:
+            if call.func.id in ("Step", "option") and first and str(first).replace("_", "-") not in every:
                 wrong.append((path.name, call.lineno, first))
             if call.func.id in ("command", "edited", "edit_step") and first in named:
                 given = {word.arg.rstrip("_") for word in call.keywords if word.arg} - own
                 wrong += [
                     (path.name, call.lineno, word) for word in given if word.replace("_", "-") not in named[str(first)]
                 ]
+        prose = re.findall(r"(?<!`)`--([a-z0-9-]+)(?:`| |=`)", path.read_text("utf-8"))
+        wrong += [(path.name, 0, word) for word in prose if word not in every]
     assert wrong == []
 
 

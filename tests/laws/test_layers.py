@@ -249,8 +249,9 @@ def test_there_is_no_cycle_not_even_within_a_room(modules: list[Module]) -> None
     assert set(order) == FILES.keys()
 
 
-#: An option of ckptool in a text: options of dask, pip and git are another matter.
-_OPTION = re.compile(r"(?<![-\w])--(?!nthreads|upgrade|include {path})[a-z]")
+#: An option of ckptool in a text: options of dask, pip and git are another matter. In backticks it is spelled for
+#: Python or a shell when it is shown.
+_OPTION = re.compile(r"(?<![-`\w])--(?!nthreads|upgrade|include {path})[a-z]")
 
 
 def spelled_options(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, Setting, advised, command, is_remote
+from ...base.steps import STDIN, Step, advised, command, in_shell, is_remote
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
 
 #: The options that choose a state dict, for messages.
-_KEY, _OTHER_KEY = Setting("key").option, Setting("other_key").option
+_KEY, _OTHER_KEY = in_shell("`--key`"), in_shell("`--other-key`")
 #: What thop adds to every module.
 _PROFILED: Final = ("total_ops", "total_params")
 #: Causes by which two models differ too, if all other keys have the same names.
@@ -296,9 +296,9 @@ def _match_line(case: Case, path: str, **more: Any) -> str:
     """Return the command that matches a path with the same target."""
     target = case.target
     named = target.kind in ("model", "error")
-    settings = [Setting(target.kind, target.source)] if named else []
+    settings = [Step(target.kind, target.source)] if named else []
     more["other_key"] = (target.path or ".") if target.others else None
-    return str(command("match", path, *([] if named else [target.source]), settings=settings, **more))
+    return str(command("match", path, *([] if named else [target.source]), steps=settings, **more))
 
 
 # -- what else helps

@@ -12,7 +12,7 @@ from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.prefixes import unwrapper
 from ...base.records import NamedTuple
-from ...base.steps import NextStep, Setting, command
+from ...base.steps import NextStep, Step, command
 from ..keys import Rename, parse_regex, stripping
 
 #: Options that do not change names.
@@ -64,14 +64,14 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
 
 def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that applies the steps."""
-    settings: list[Setting] = []
+    settings: list[Step] = []
     keyed = key is None
     for step in steps:
         if step.option not in WHOLE and not keyed:
-            settings.append(Setting("key", key or "."))  # it applies to the edits after it
+            settings.append(Step("key", key or "."))  # it applies to the edits after it
             keyed = True
-        settings.append(Setting(step.option, step.value or True))
-    return command("edit", path, output=output, settings=settings)
+        settings.append(Step(step.option, step.value or True))
+    return command("edit", path, output=output, steps=settings)
 
 
 def drop_steps(names: Collection[str], unexpected: Sequence[str]) -> Steps:

@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import Setting, advice, command, tree_step
+from ...base.steps import command, tree_step
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name, mapping
@@ -79,7 +79,7 @@ def match_target(
     if (target is None) == (model is None):
         raise TargetError(
             "match takes a target or a model, one of them",
-            next=advice("name a file, or a model with ", Setting("model", None)),
+            next="name a file, or a model with `--model=`",
         )
     if model is None and isinstance(target, str | os.PathLike):
         name = os.fspath(target)
@@ -335,7 +335,7 @@ def rename_like(
         raise RefusedError(
             message,
             path=checkpoint.path,
-            next=advice(Setting("by_order"), " takes names one by one, where shapes agree"),
+            next="`--by-order` takes names one by one, where shapes agree",
         )
     renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
     unsure = [name for name, other in table.items() if name != other and not pairing.sure(name, other)]

@@ -16,7 +16,7 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import Setting, advice, command
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_STORAGE, FROM_VALUES, QUANTIZERS, backend_arguments
 from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
@@ -228,7 +228,7 @@ def _refusal(
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
-        return RefusedError(message, path=path, next=advice(Setting("as_state_dict"), " makes it its state dict"))
+        return RefusedError(message, path=path, next="`--as-state-dict` makes it its state dict")
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     message = f"{pluralize(len(places), 'object')} cannot be replaced by plain values: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
@@ -240,8 +240,7 @@ def _refusal(
         return RefusedError(message, path=path, next=local_parts_step(checkpoint))
     if owners:
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
-    drop = Setting("drop_unknown")
-    return RefusedError(message, path=path, next=advice(drop, " leaves them out"))
+    return RefusedError(message, path=path, next="`--drop-unknown` leaves them out")
 
 
 def _plain_style(graph: Graph) -> Graph:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ...base.errors import CkptoolError
-from ...base.steps import AnyStep, Setting, command, suggested_output
+from ...base.steps import AnyStep, Step, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...safety.storages import storage_flaws
 from ...safety.weights_only import weights_only
@@ -46,7 +46,7 @@ def loadable(checkpoint: Checkpoint) -> bool:
     return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
 
 
-def loadable_step(checkpoint: Checkpoint, more: Sequence[Setting] = (), extension: str = "") -> AnyStep:
+def loadable_step(checkpoint: Checkpoint, more: Sequence[Step] = (), extension: str = "") -> AnyStep:
     """Return the command after which plain ``torch.load(path)`` works without a GPU, or "".
 
     ``more`` are further settings of ``edit``, for an output with this extension.
@@ -57,6 +57,6 @@ def loadable_step(checkpoint: Checkpoint, more: Sequence[Setting] = (), extensio
     path, moved = checkpoint.path, away(checkpoint)
     output = suggested_output(path, "loadable.cpu" if moved else "loadable", extension)
     if not (moved or more):
-        return command("sanitize", path, output=output, settings=map(Setting, options))
-    cpu = [Setting("to", "cpu")] if moved else []
-    return command("edit", path, output=output, settings=[*map(Setting, ("sanitize", *options)), *cpu, *more])
+        return command("sanitize", path, output=output, steps=map(Step, options))
+    cpu = [Step("to", "cpu")] if moved else []
+    return command("edit", path, output=output, steps=[*map(Step, ("sanitize", *options)), *cpu, *more])

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, RefusedError
 from ...base.records import NamedTuple
-from ...base.steps import FORCE, Line, Setting, advice
+from ...base.steps import Line
 from ...base.text import join_limited
 from ..archives import refuse_address
 from ..downloads import check_unchanged
@@ -138,7 +138,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise OutputError("it is a directory", path=path, next="name a file in it")
     identity = (status.st_dev, status.st_ino)
     if any(source.identity == identity for source in sources):
-        step = advice("write to another name, or use ", Setting("in_place", None), " if the command has it")
+        step = "write to another name, or use `--in-place=` if the command has it"
         raise RefusedError("the output is the input", path=path, next=step)
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
@@ -262,7 +262,7 @@ def _rename_new(temporary: str, target: str) -> None:
         os.link(temporary, target)
     except OSError as error:
         if isinstance(error, FileExistsError) or os.path.lexists(target):
-            raise RefusedError("the output exists", path=target, next=advice("replace it with ", FORCE)) from None
+            raise RefusedError("the output exists", path=target, next="replace it with `--force`") from None
         os.rename(temporary, target)
         return
     os.unlink(temporary)
@@ -351,7 +351,7 @@ def remove_leftovers(folder: str, name: str) -> None:
 
 def output_exists(path: str) -> RefusedError:
     """Return the error for an output that exists and may not be replaced."""
-    step = advice("replace it with ", FORCE, ", or choose another name")
+    step = "replace it with `--force`, or choose another name"
     return RefusedError("the output exists", path=path, next=step)
 
 

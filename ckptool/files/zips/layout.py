@@ -24,7 +24,7 @@ from typing import Final
 
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
-from ...base.steps import OUTPUT, AnyStep, advice, argument, undo_step
+from ...base.steps import AnyStep, argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
 from .audit import prefetch_headers
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
@@ -441,7 +441,7 @@ def _next_step(archive: Archive) -> AnyStep:
     """Return the next step for bytes after the archive."""
     source, tail = archive.source, archive.end.tail
     if not is_leftover_growth(source, tail):
-        return advice("write a new file with ", OUTPUT, ": it keeps them")
+        return "write a new file with `-o=`: it keeps them"
     return f"they are zeros, as left by a power loss: truncate -s {tail} {argument(source.name)} removes them"
 
 
@@ -451,6 +451,6 @@ def _with_field(entry: bytes, data: bytes, path: str) -> bytes:
     extra = extra_size + 4 + len(data)
     if extra > _MAX_EXTRA:
         what = "the last entry of its directory has so many extra fields that a note does not fit in"
-        raise RefusedError(what, path=path, next=advice("write a new file with ", OUTPUT))
+        raise RefusedError(what, path=path, next="write a new file with `-o=`")
     fixed = entry[:30] + _u16(extra) + bytes(2) + entry[34:46]
     return fixed + entry[46 : 46 + name_size + extra_size] + extra_field(NOTE_FIELD, data)

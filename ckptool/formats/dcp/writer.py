@@ -13,7 +13,6 @@ from typing import Final
 
 from ...base.dtypes import Dtype
 from ...base.errors import TargetError
-from ...base.steps import Setting, advice
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages, without_views
@@ -49,16 +48,14 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     """Return what the folder would lack, and how OrderedDicts come back."""
     if target.metadata:
         message = "a DCP folder has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("metadata", None), " out"))
+        raise TargetError(message, path=checkpoint.path, next="leave `--metadata=` out")
     if target.tied == "keep-first":
-        raise TargetError(
-            "a DCP folder cannot record other names of a tensor", next=advice(Setting("tied", "clone"), " copies each")
-        )
+        raise TargetError("a DCP folder cannot record other names of a tensor", next="`--tied clone` copies each")
     # DCP loads an OrderedDict as a dict.
     ordered = any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
     notes = ("OrderedDicts come back as dicts, without the versions of modules",) if ordered else ()
     losses = _losses(checkpoint, tied=target.tied == "clone")
-    return Fit("a DCP folder", target, losses, notes, {"sharing": Setting("allow_loss", "sharing")})
+    return Fit("a DCP folder", target, losses, notes, {"sharing": "`--allow-loss sharing`"})
 
 
 def _losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:

@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import Setting
+from ...base.steps import in_shell
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, StoredRecord, Traits
 from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
@@ -221,7 +221,7 @@ class TorchScript(TorchZip, Program):
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"
             if not all(name.is_object for name in self.attribute_devices):
-                what += f", with {Setting('strings').option} the strings, too"
+                what += f", with {in_shell('`--strings`')} the strings, too"
             self._note("attribute-devices", "note", what)
 
     def storage_record(self, key: str) -> Record | None:

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
-from ...base.steps import Setting, advice
 from ...base.text import join_limited, pluralize, quoted
 from ..pieces.boxes import Box
 from .axes import PADDING, part_and_whole, sizes
@@ -443,7 +442,7 @@ class _Application:
         if missing and not any(fields.values()):
             how = f'[numbers] of the recipe says where: {missing} = "num_attention_heads"'
             return UnknownError(what, next=f"{how}; equal parts need none, as (e|e|e), i")
-        step = advice("give the numbers of the model in a JSON file: ", Setting("config", "config.json"))
+        step = "give the numbers of the model in a JSON file: `--config config.json`"
         return UnknownError(what, next=step)
 
     def _check_whole(self, use: _Use, known: Mapping[str, int]) -> None:

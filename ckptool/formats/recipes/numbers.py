@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from ...base.errors import MalformedError, RefusedError
 from ...base.lazy import regex
-from ...base.steps import Setting, advice
 from ...base.text import join_limited, quoted
 from ...files.archives import read_object
 from .names import MOST_DIGITS
@@ -103,7 +102,7 @@ def model_type(facts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def refuse_other_models(recipe: Recipe, facts: Sequence[Mapping[str, Any]]) -> None:
     """Raise RefusedError if the configuration describes a model that a recipe does not fit."""
-    leave = advice("leave ", Setting("to_names", None), " out")
+    leave = "leave `--to-names=` out"
     types = recipe.model_types[0]
     for field, kind in model_type(facts) if types else ():
         if kind not in types:
@@ -117,7 +116,7 @@ def refuse_other_models(recipe: Recipe, facts: Sequence[Mapping[str, Any]]) -> N
         if value is not None and value not in unless and not reaches:
             raise UnfitError(f"{why} ({field} = {value!r}), unlike a model of {recipe.b}", next=leave)
         if value is None and needed:
-            step = advice("give the configuration of the model in a JSON file: ", Setting("config", "config.json"))
+            step = "give the configuration of the model in a JSON file: `--config config.json`"
             raise RefusedError(f"{field} is not known, and other values of it mean another layout", next=step)
 
 

@@ -18,7 +18,6 @@ from typing import Final
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
 from ...base.records import NamedTuple, new_tuple
-from ...base.steps import Setting, advice
 from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.survey import StateDict
@@ -157,7 +156,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         raise RefusedError(what, path=checkpoint.path, next="give it another name with rename") from error
     if len(text) > MAX_HEADER:
         what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"
-        raise RefusedError(what, path=checkpoint.path, next=advice("make shards: ", Setting("max_shard_size", "5GB")))
+        raise RefusedError(what, path=checkpoint.path, next="make shards: `--max-shard-size 5GB`")
     return Plan(merge_pieces([len(text).to_bytes(8, "little") + text, *pieces]))
 
 

@@ -11,7 +11,7 @@ from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
 from ...base.records import NamedTuple, TypedDict
-from ...base.steps import Setting, spaced
+from ...base.steps import Step, shell_words
 from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
@@ -352,10 +352,10 @@ def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
         return ""
     settings = []
     if scope.key is not None:
-        settings += [Setting("key", scope.key), Setting("other_key", scope.other_key or ".")]
+        settings += [Step("key", scope.key), Step("other_key", scope.other_key or ".")]
     if scope.ignore != ignore:
-        settings.append(Setting("ignore", ",".join(sorted(scope.ignore))))
-    return spaced(settings).advice
+        settings.append(Step("ignore", ",".join(sorted(scope.ignore))))
+    return shell_words(word for step in settings for word in step.words)
 
 
 def _names(side: Side) -> set[str]:

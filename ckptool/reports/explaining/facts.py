@@ -10,7 +10,7 @@ from typing import Final
 
 from ...base.lazy import regex
 from ...base.patterns import escaped
-from ...base.steps import Setting, as_step, command, is_folder, suggested_output
+from ...base.steps import Step, as_step, command, is_folder, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete
@@ -195,9 +195,9 @@ def _moved(checkpoint: Checkpoint, argument: str) -> str:
         return ""
     if place in ("", name):
         return command("edit", path, output=output, for_=purpose).line
-    settings = [Setting("merge_entry", f"{path}:{place}={name}")]
-    settings += [Setting("drop", escaped(entry.key)) for entry in checkpoint.survey.entries if entry.path == place]
-    return command("edit", path, output=output, settings=settings, for_=purpose).line
+    settings = [Step("merge_entry", f"{path}:{place}={name}")]
+    settings += [Step("drop", escaped(entry.key)) for entry in checkpoint.survey.entries if entry.path == place]
+    return command("edit", path, output=output, steps=settings, for_=purpose).line
 
 
 def pickled_suffix(checkpoint: Checkpoint) -> str:

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 from ...base.errors import CkptoolError
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, AnyStep, Line, Setting, as_step, command, suggested_output, tree_step
+from ...base.steps import STDIN, AnyStep, Line, as_step, command, in_shell, suggested_output, tree_step
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import values_of
@@ -107,7 +107,7 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
         why += " The other keys have other names in the model, which the command changes." if renames else ""
         step = edit_command(path, moves, suggested_output(path, "fits"), edited) if renames else ""
         return Answer(why, step, python)
-    if Setting("error").option in line and details["log"] == STDIN:
+    if in_shell("`--error`") in line and details["log"] == STDIN:
         return Answer(f"{why} Save the message as error.txt, then '{line}'.")
     return Answer(why, _line(line), python if fix["complete"] else "")
 

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ...base.steps import Setting, argument, spaced
+from ...base.steps import Step, argument, shell_words
 from ...base.text import json_value, shape_text
 from ...checkpoint.tensors import Tensor
 from ..comparing.diff import DiffReport
@@ -125,9 +125,9 @@ def compared_words(diff: DiffReport) -> str:
     """Return the compared part as options of ``diff``; "" if everything was compared."""
     settings = []
     if diff["key"] is not None:
-        settings += [Setting("key", diff["key"]), Setting("other_key", diff["other_key"] or diff["key"])]
-    settings += [Setting("include", glob) for glob in diff["include"]]
-    settings += [Setting("exclude", glob) for glob in diff["exclude"]]
+        settings += [Step("key", diff["key"]), Step("other_key", diff["other_key"] or diff["key"])]
+    settings += [Step("include", glob) for glob in diff["include"]]
+    settings += [Step("exclude", glob) for glob in diff["exclude"]]
     if diff["ignored"]:
-        settings.append(Setting("ignore", ",".join(diff["ignored"])))
-    return spaced(settings).advice
+        settings.append(Step("ignore", ",".join(diff["ignored"])))
+    return shell_words(word for step in settings for word in step.words)
