@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from typing import Final, Literal
 
 from ...base.errors import CkptoolError
 from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
-from ...base.lazy import regex
 from ...base.records import TypedDict
-from ...base.steps import STDIN, AnyStep, Line, NextStep, advised, argument, as_step, command
-from ...checkpoint.checkpoint import Checkpoint, away
+from ...base.steps import STDIN, Line, NextStep, advised, as_step, command
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import convert_step, program_of
 from ...edits.flat_params import flat_state_dicts
-from ...edits.matching.state_dict_errors import read_error
 from ...formats.opening import open_checkpoint
 from ...formats.rank_part import part_of
 from ...safety.storages import storage_flaws
-from ..edit_steps import edit_step, sanitize_step, together
-from ..inspection import FindingReport, inspection
+from ..edit_steps import sanitize_step
+from ..inspection import inspection
 from ..validate import report_on
 from .facts import NAMED, contents, fitting_case, global_names, runnable, signs, step_of, words
-from .file_answers import ANSWERS, Answer
+from .file_answers import ANSWERS, Answer, line_step
 from .known_errors import (
     Case,
     Details,
@@ -45,8 +42,6 @@ _NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
 _LOOKING: Final = ("inspect ", "keys ", "match ", "scan ", "get ")
 #: The end of the answer without a message, for a file without findings.
 _GIVE_IT: Final = "If a program does not load it, give explain the message too"
-#: Names of checkpoints in a message.
-_NAMED: Final = regex(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
 #: Findings of ``inspect`` that do not explain a message by themselves.
 _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian"))
 #: Findings about devices, and about classes, whose steps one command can combine.
@@ -97,10 +92,10 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
         step = "" if error.step.startswith(_LOOKING) else error.command_for(error.example, details)
         usual = f" Usually '{step}' helps." if step else ""
         why = f"{error.why_of(details)}{usual} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
-        answer = Answer(why, _again(text, message, log), error.python_for(error.example, details), "unknown")
+        answer = Answer(why, python=error.python_for(error.example, details), cause="unknown")
     else:
         why = f"{UNKNOWN} {_NAME_IT}, and explain says what inspect finds."
-        answer = Answer(why, _again(text, message, log), cause="unknown")
+        answer = Answer(why, cause="unknown")
     return ExplainReport(
         schema="ckptool.explain/1",
         name=error.name if error is not None else "",
@@ -111,19 +106,6 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
         next=as_step(answer.step).line,
         python=answer.python,
     )
-
-
-def _again(text: str, message: str, log: str) -> AnyStep:
-    """Return the command that explains the message for the file that it names; "" if there is no such file."""
-    path = next((name for name in _NAMED.findall(text) if os.path.exists(name)), "")
-    if not path:
-        return ""
-    alone, whole = explanation(message), explanation(text)
-    enough = alone is not None and whole is not None and alone.error is whole.error and read_error(text) is None
-    short = enough or text.strip() == message
-    if short and "'" in message and message.isprintable() and not set(message) & set('"$`\\!'):
-        return as_step(Line(f'ckptool explain "{message}" {argument(path)}'))  # easier to read than quoted quotes
-    return command("explain", message if short else log or STDIN, path)
 
 
 # -- the answer for a file ---------------------------------------------------------------------------------------------
@@ -208,7 +190,7 @@ def _of_case(case: Case, checkpoint: Checkpoint, details: Details) -> Answer:
     code = {**facts, "load": load_lines(path, facts["place"])}
     python = named(case.python.strip().replace("{path}", as_python(path)), path, code)
     why = named(case.why, path, facts)
-    return Answer(why, as_step(Line(step)) if step else "", python, "elsewhere" if case.elsewhere else "file")
+    return Answer(why, line_step(step), python, "elsewhere" if case.elsewhere else "file")
 
 
 def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
@@ -232,37 +214,22 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
         if bad:
             step = Line(validated["next"]) if validated["next"] else validated["advice"]
             return Answer(f"{path}: {'; '.join(bad)}", as_step(step))
-    if not mine and topic is None:
-        return Answer(f"{path}: {contents(checkpoint)}, without findings", cause="elsewhere")
-    if not mine and topic is not None:
+    if not mine:
         searched = "Every byte of it was read, and no damage was found" if whole else "It shows no cause of the message"
-        return Answer(f"{path}: {contents(checkpoint)}. {searched}. {topic.absent}.", cause="elsewhere")
+        rest = ", without findings" if topic is None else f". {searched}. {topic.absent}."
+        return Answer(f"{path}: {contents(checkpoint)}{rest}", cause="elsewhere")
     messages = f"{path}: {'; '.join(item['message'].rstrip('.') for item in mine[:NAMED])}."
+    step = next((item["next"] for item in mine if item["next"]), "")
     if error is None:
-        return Answer(messages, _step_of(every, mine))
-    if errors or not error.topic.sure:
-        return Answer(messages, _step_for(checkpoint, mine, error, details))
-    python = error.python_for(path, details)
-    return Answer(f"{error.why_of(details)} {messages}", _step_for(checkpoint, mine, error, details), python)
-
-
-def _step_of(every: Sequence[FindingReport], mine: Sequence[FindingReport]) -> AnyStep:
-    """Return the command for some findings: the one that makes all edits, if inspect has one."""
-    steps = [item["next"] for item in mine if item["next"]]
-    all_edits = [item["next"] for item in every if item["code"] == "together"]
-    if all_edits and all(item["code"] != "dangerous-call" for item in mine):
-        steps = all_edits
-    return as_step(Line(steps[0])) if steps else ""
-
-
-def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport], error: KnownError, details: Details) -> AnyStep:
-    """Return the command for the findings that explain a known error, and for nothing else in the file."""
-    codes = {item["code"] for item in mine}
-    path = checkpoint.path
-    to_cpu = edit_step("remap", path, word="cpu", to="cpu")
-    if codes <= _DEVICES:
+        together = next((item["next"] for item in every if item["code"] == "together"), "")
+        return Answer(messages, line_step(together or step))
+    own = {item["code"] for item in mine}
+    if own <= _DEVICES:
         # A machine that names its number of GPUs has one.
-        return as_step(Line(error.command_for(path, details))) if error.step.startswith("remap ") else to_cpu
-    if codes <= _CLASSES and (plain := sanitize_step(checkpoint)):
-        return together(path, [plain, to_cpu] if away(checkpoint) else [plain]) or plain
-    return _step_of((), mine)
+        remap = error.step if error.step.startswith("remap ") else "remap {path} --to cpu -o {path:cpu}"
+        step = command_line(remap, path, details)
+    elif own <= _CLASSES:
+        step = as_step(sanitize_step(checkpoint)).line
+    sure = error.topic.sure and not errors
+    why = f"{error.why_of(details)} {messages}" if sure else messages
+    return Answer(why, line_step(step), error.python_for(path, details) if sure else "")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
-from ...base.lazy import regex
 from ...base.patterns import escaped
 from ...base.steps import Step, as_step, command, is_folder, suggested_output
 from ...base.text import join_limited, pluralize
@@ -23,7 +22,6 @@ from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
-from ...safety.calls import has_acting_call
 from ..edit_steps import edit_step, sanitize_step
 from ..inspection import inspection
 from .key_lists import MODEL_ENTRIES
@@ -33,8 +31,6 @@ from .known_errors import Case, Details, command_line, filled, named
 NAMED: Final = 3
 #: The most entries of one mapping that are signs.
 _MOST_ENTRIES: Final = 1000
-#: The call of torch.load in Python lines, up to its last argument.
-_LOAD: Final = regex(r"""(torch\.load\((?:"[^"]*"|'[^']*')(?:, map_location=[^()]*)?)\)""")
 
 
 def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
@@ -216,20 +212,11 @@ STEPS: Final[Mapping[str, Callable[[Checkpoint, str], str]]] = {
 
 
 def runnable(checkpoint: Checkpoint, python: str) -> str:
-    """Return Python lines that work for the file: nothing where torch.load does not read it, and weights_only=False
-    where only that reads it.
-    """
+    """Return Python lines that work for the file, or "" where torch.load does not read it as they say."""
     if "torch.load(" not in python:
         return python
     if checkpoint.traits.loader != "torch.load" or program_of(checkpoint) is not None or is_folder(checkpoint.path):
         return ""
     if not checkpoint.survey.modules:
         python = python.replace(").state_dict()", ")")
-    if "weights_only" in python or loadable(checkpoint):
-        return python
-    if has_acting_call(checkpoint.graph):
-        return ""
-    lines = _LOAD.sub(r"\1, weights_only=False)", python).split("\n")
-    first = next(number for number, line in enumerate(lines) if "torch.load(" in line)
-    lines[first] += "  # runs what the file says"
-    return "\n".join(lines)
+    return python if "weights_only" in python or loadable(checkpoint) else ""

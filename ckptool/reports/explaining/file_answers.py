@@ -21,7 +21,7 @@ from ...edits.matching.sizes import size_causes, sizes_text
 from ...edits.matching.state_dict_errors import Mismatch, StateDictError, prefix_between, read_error
 from ...edits.matching.steps import LAYOUT, edit_command
 from ...edits.matching.targets import target_in_error
-from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states, state_owners
+from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
 from ...formats.empty_weights import empty_weights, gather_step
 from ..edit_steps import edit_step
 from .facts import NAMED, contents, pickled_suffix
@@ -67,8 +67,8 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
         return None
     if not checkpoint.state_dicts:
         return Answer(f"{path}: there is no state dict in it", tree_step(path), cause="elsewhere")
-    if proof := _another_file(checkpoint, error, names):
-        return Answer(f"{_ANOTHER}: {path} {proof}.", cause="elsewhere")
+    if _is_another_file(checkpoint, error, names):
+        return Answer(f"{_ANOTHER}: {path} has other keys or shapes.", cause="elsewhere")
     if any(item.saved == (0,) for item in error.mismatched) and (empty := empty_weights(checkpoint)):
         return Answer(f"{path}: {empty}", gather_step(checkpoint))
     log = "error.txt" if details["log"] == STDIN else details["log"]
@@ -88,10 +88,10 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
         keys = ", ".join(json.dumps(item["key"]) for item in report["size_mismatches"] or differing)
         python = f"{load}\nfor key in [{keys}]:\n    del state[key]\nmodel.load_state_dict(state, strict=False)"
         more = f" {sentence(report['advice'])}" if line and report["causes"] else ""
-        return Answer(f"{why}{more}", _line(line), python if line and report["advice"] else "")
+        return Answer(f"{why}{more}", line_step(line), python if line and report["advice"] else "")
     if fix is None:
         lenient = f"{load}\nmodel.load_state_dict(state, strict=False)" if "strict=False" in report["advice"] else ""
-        return Answer(why, _line(line), "" if line else lenient)
+        return Answer(why, line_step(line), "" if line else lenient)
     moves = [step for step in steps or () if step.option != "drop"]
     python = known.python_for(path, details, report["state_dict"]) if details.get("renamed") else ""
     if all(step.option in ("extract", "to") for step in moves):
@@ -109,36 +109,30 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
         return Answer(why, step, python)
     if in_shell("`--error`") in line and details["log"] == STDIN:
         return Answer(f"{why} Save the message as error.txt, then '{line}'.")
-    return Answer(why, _line(line), python if fix["complete"] else "")
+    return Answer(why, line_step(line), python if fix["complete"] else "")
 
 
-def _line(line: str) -> AnyStep:
+def line_step(line: str) -> AnyStep:
+    """Return a command line as a step; "" stays none."""
     return as_step(Line(line)) if line else ""
 
 
-def _another_file(checkpoint: Checkpoint, error: StateDictError, names: set[str]) -> str:
-    """Return the proof that a message is about another file, its own keys or shapes, or ""."""
-    own = error.with_keys_of(names).unexpected
-    if own and not {*own} & (names | {entry.key for entry in checkpoint.survey.entries}):
-        before, added = prefix_between(own, names), prefix_between(own, error.missing)
-        if before and added and f".{added}" in f".{before}":
-            return f"has keys that begin with {before!r}, which has {added!r} in it"
-        if not before:
-            return f"has none of the keys that the model does not expect, such as {error.unexpected[0]!r}"
-        if error.missing and {*error.missing} <= names:
-            return f"has the keys that the message calls missing, such as {error.missing[0]!r}"
-    shapes = {(entry.key, entry.tensor.shape) for entry in checkpoint.survey.tensors}
-    for item in error.with_keys_of(names).mismatched:
-        if any(shape == item.saved and f".{key}".endswith(f".{item.key}") for key, shape in shapes):
-            return ""
-    first = next(iter(error.mismatched), None)
-    return f"has no {first.key!r} of the shape {shape_text(first.saved)}" if first is not None else ""
+def _is_another_file(checkpoint: Checkpoint, error: StateDictError, names: set[str]) -> bool:
+    """Return whether the keys or shapes that a message takes from the file are not those of this file."""
+    own = error.with_keys_of(names)
+    if own.unexpected and not {*own.unexpected} & (names | {entry.key for entry in checkpoint.survey.entries}):
+        before, added = prefix_between(own.unexpected, names), prefix_between(own.unexpected, error.missing)
+        if not before or (added and f".{added}" in f".{before}"):
+            return True
+    shapes = {(f".{entry.key}", entry.tensor.shape) for entry in checkpoint.survey.tensors}
+    return bool(own.mismatched) and not any(
+        shape == item.saved and key.endswith(f".{item.key}") for item in own.mismatched for key, shape in shapes
+    )
 
 
 def _difference(report: MatchReport, error: StateDictError) -> str:
     """Say how the file's keys differ from the model's keys, and how many load."""
     fix, wanted = report["fix"], pluralize(report["wanted"], "key")
-    fewer, more = prefix_between(error.missing, error.unexpected), prefix_between(error.unexpected, error.missing)
     causes = [cause["message"] for cause in report["causes"]]
     reasons = " ".join(map(sentence, causes or [report["advice"]]))
     if differing := (fix or report)["size_mismatches"]:
@@ -148,28 +142,25 @@ def _difference(report: MatchReport, error: StateDictError) -> str:
     if fix is None and not (report["loads"] or report["wanted"] != report["keys"] or causes):
         by_order = edit_step("edit", report["path"], word="fits", rename_like="names.pth", by_order=True)
         return (
-            "all keys have other names than the model's keys. If it is the same model with its layers renamed, the"
-            " names have to be paired one by one: save the model's with torch.save(model.state_dict(), 'names.pth'),"
-            f" then '{by_order}' pairs them by order and shape."
+            "all keys have other names than the model's keys. If it is the same model with its layers renamed, save the"
+            f" model's with torch.save(model.state_dict(), 'names.pth'); '{by_order}' pairs them by order and shape."
         )
     if fix is None:
-        absent = join_limited(report["missing"], most=3) if report["loads"] else ""
-        in_it = f"{report['loads']:,} of {wanted} of the model are in it."
-        return " ".join(filter(None, (in_it, absent and f"Not in it: {absent}.", reasons)))
-    sizes = f"{sizes_text(error.mismatched)}. " if error.mismatched else ""
+        absent = f" Not in it: {join_limited(report['missing'], most=3)}." if report["loads"] else ""
+        return f"{report['loads']:,} of {wanted} of the model are in it.{absent} {reasons}".rstrip()
     if causes:
-        text = f"{'; '.join(causes)}."
+        what = "; ".join(causes)
     elif report["state_dict"] and not report["placed"]:
-        text = f"the weights are in its entry {report['state_dict']!r}."
-    elif fix["dropped"] and not report["missing"]:
-        text = f"it has keys that the model does not have, and the command {'; '.join(fix['notes'])}."
-    elif fewer:
-        text = f"its keys begin with {fewer!r}, and the model's keys do not."
-    elif more:
-        text = f"keys of the model begin with {more!r}, and the file's keys do not."
+        what = f"the weights are in its entry {report['state_dict']!r}"
+    elif prefix := prefix_between(error.missing, error.unexpected):
+        what = f"its keys begin with {prefix!r}, and the model's keys do not"
+    elif prefix := prefix_between(error.unexpected, error.missing):
+        what = f"keys of the model begin with {prefix!r}, and the file's keys do not"
+    elif not error.missing:
+        what = "it has keys that the model does not have"
     else:
-        text = "its keys have other names than the model's keys."
-    text = f"{sizes}{text} {fix['loads']:,} of {wanted} load after the command."
+        what = "its keys have other names than the model's keys"
+    text = f"{what}. {fix['loads']:,} of {wanted} load after the command."
     if not fix["complete"]:
         both = (("still missing", fix["missing"]), ("still unexpected", fix["unexpected"]))
         rest = "; ".join(f"{kind}: {join_limited(keys, most=3)}" for kind, keys in both if keys)
@@ -242,16 +233,14 @@ def _lack(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
     """Describe where an optimizer lacks a value, or return ""."""
     graph, place = checkpoint.graph, repr(optimizer.path) if optimizer.path else "the optimizer"
     states = parameter_states(graph, optimizer)
-    lacking = {ref: own for ref, own in states.items() if wanted not in own}
+    lacking = [own for own in states.values() if wanted not in own]
     options = {name for group in optimizer.groups for name in values_of(graph, group.ref)}
     if wanted in options or (states and not lacking):
         return ""
     if len(lacking) == len(states):
-        others = join_limited(list(next(iter(lacking.values()), options)))
+        others = join_limited(list(lacking[0] if lacking else options))
         return f"another optimizer saved {place}: it has {others}, and yours looks for {wanted!r}"
-    owners = state_owners(checkpoint)
-    keys = join_limited([repr(owners[ref][1]) for ref in lacking if ref in owners], most=NAMED)
-    return f"{place} lacks {wanted!r} for {len(lacking):,} of {pluralize(len(states), 'parameter')} ({keys})"
+    return f"{place} lacks {wanted!r} for {len(lacking):,} of {pluralize(len(states), 'parameter')}"
 
 
 #: The functions by the names that rows of the table give as their ``answer``.

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from shlex import quote
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ...base import addresses
 from ...base.findings import Effect, codes
@@ -20,11 +20,9 @@ from ...base.steps import argument, is_remote, suggested_output
 from ...base.text import cut
 from ...base.toml import parsed
 from ...checkpoint.paths import parse_path
-from .key_lists import MODEL_ENTRIES, acting_global, lists_keys
+from .key_lists import MODEL_ENTRIES, Details, acting_global, key_error
 
 _TABLE: Final = os.path.join(os.path.dirname(__file__), "errors.toml")
-#: Facts taken from the text, by name: a prefix, a key, a number.
-Details: TypeAlias = Mapping[str, str]
 #: The path of the file in a step, or with a word, a suffix or both, an unused name next to it: ``{path:cpu.pth}``.
 _PATH: Final = regex(r"\{path(?::(\w*)(\.\w+)?)?\}")
 #: The name of a file in the folder of the path.
@@ -191,7 +189,10 @@ def _found(text: str) -> Iterator[Explanation]:
 def _details(error: KnownError, text: str) -> Details | None:
     """Return the details if a text has the error, otherwise None."""
     if not error.pattern:
-        return acting_global(text) if error.name == "acting-global" else lists_keys(error.name, text)
+        name, found = (
+            ("acting-global", acting_global(text)) if error.name == "acting-global" else key_error(text) or ("", {})
+        )
+        return found if name == error.name else None
     _, *tracebacks = text.split(_TRACEBACK)
     if not error.where or not tracebacks:
         return _searched(error.pattern, text)
