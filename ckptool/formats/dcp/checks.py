@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from ...base.errors import CkptoolError, MalformedError
-from ...base.findings import TRANSFORMED, UNCHECKED
+from ...base.findings import TRANSFORMED
 from ...base.text import join_limited, quoted, shown
 from ...files import zstd
-from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
+from ..pieces.boxes import Box, box_text, misfit
 from ..pieces.copies import Copies, Copy, CopyPair, is_own
 from .metadata import Item, Metadata, ValueMetadata
 
@@ -171,22 +171,18 @@ def is_whole(
             note("chunk-bounds", "error", what, name)
         else:
             inside.append(box)
-    overlap = regions_overlapping(inside)
-    if overlap.boxes:
-        what = f"{name}: the pieces {box_text(overlap.boxes[0])} and {box_text(overlap.boxes[1])} overlap"
-        note("chunk-overlap", "error", what, name)
+    odd = misfit(value.shape, inside)
+    if odd and odd.boxes:
+        note("chunk-overlap", "error", f"{name}: the pieces {' and '.join(map(box_text, odd.boxes))} overlap", name)
         return False
-    if not overlap.sure:
-        note(UNCHECKED, "warning", not_compared(name, len(inside)), name)
-    hole = region_missing(value.shape, inside) if value.shape or not inside else None
-    if hole and prod(value.shape):
-        note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(hole)}", name)
+    if odd:
+        note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(odd.place)}", name)
     lost = [box for box in inside if (name, box[0]) not in usable]
     for box in lost:
         if (name, box[0]) not in mentioned() and 0 not in box[1]:
             what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
             note("missing-item", "error", what, name)
-    return not hole and len(inside) == len(value.chunks) and all(0 in box[1] for box in lost)
+    return not odd and len(inside) == len(value.chunks) and all(0 in box[1] for box in lost)
 
 
 def _is_name(text: str, folders: Collection[str] = ()) -> bool:

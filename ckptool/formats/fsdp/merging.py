@@ -10,7 +10,7 @@ from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
-from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED
+from ...base.findings import INCOMPLETE, UNJOINED
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
@@ -20,7 +20,7 @@ from ...checkpoint.tensors import Tensor, view_id
 from ...pickles.nodes import Ref
 from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, grafted_key, rows
 from ..joined.contents import Digests, Value, values_of
-from ..pieces.boxes import box_text, not_compared, tiling
+from ..pieces.boxes import box_text, misfit
 from ..pieces.chunks import Chunk, Rows, chunks_of
 from ..pieces.copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value
 
@@ -398,16 +398,14 @@ class Merge:
             if known.flaw != _OTHER_SAVE:
                 faults.flaws.setdefault(known.flaw, []).append(self._name(path))
             return False
-        made = tiling(known.shape, [chunk.box for chunk in known.chunks])
-        if made.overlap.boxes:
-            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in made.overlap.boxes]
-            words = " and ".join(map(box_text, made.overlap.boxes))
+        odd = misfit(known.shape, [chunk.box for chunk in known.chunks])
+        if odd and odd.boxes:
+            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in odd.boxes]
+            words = " and ".join(map(box_text, odd.boxes))
             faults.overlaps.append(f"{self._named(path)}: {words}, {join_limited(files, most=2)}")
-        elif made.hole:
-            faults.holes.append(f"{self._named(path)} lacks {box_text(made.hole)}")
-        elif not made.overlap.sure:
-            self._note(UNCHECKED, "warning", not_compared(self._named(path), len(known.chunks)))
-        return made.is_whole
+        elif odd:
+            faults.holes.append(f"{self._named(path)} lacks {box_text(odd.place)}")
+        return not odd
 
     def _note_faults(self, faults: _Faults) -> None:
         """Report each kind of fault once, however many tensors have it."""

@@ -14,7 +14,6 @@ from math import prod
 from typing import Final
 
 from ...base.dtypes import Dtype
-from ...base.findings import UNCHECKED
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
@@ -24,7 +23,7 @@ from ...files.folders import Folder
 from ...files.sources import FolderSource, Source
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..names.hf import companions, weights_of
-from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
+from ..pieces.boxes import Box, box_text, misfit
 from ..pieces.chunks import Chunk, joined
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
@@ -134,20 +133,14 @@ class HfRanks(ShardedContainer):
                 what = f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {first}"
                 self._note_incomplete(what, piece.file)
                 return False
-        boxes = [piece.box for piece in pieces]
-        overlap = regions_overlapping(boxes)
-        if overlap.boxes:
-            one, two = map(box_text, overlap.boxes)
-            files = join_limited([piece.file for piece in pieces if piece.box in overlap.boxes])
-            where = next(piece.file for piece in pieces if piece.box == overlap.boxes[0])
-            what = f"{quoted(name)}: the pieces {one} and {two} overlap: {files}"
-            self._note("chunk-overlap", "error", what, where, refused=True)
+        odd = misfit(shape, [piece.box for piece in pieces])
+        if odd and odd.boxes:
+            files = [piece.file for piece in pieces if piece.box in odd.boxes]
+            what = f"{quoted(name)}: the pieces {' and '.join(map(box_text, odd.boxes))} overlap: {join_limited(files)}"
+            self._note("chunk-overlap", "error", what, files[0], refused=True)
             return False
-        if not overlap.sure:
-            self._note(UNCHECKED, "warning", not_compared(quoted(name), len(pieces)))
-        hole = region_missing(shape, boxes)
-        if hole and prod(shape):
-            what = f"{quoted(name)}: no file has {box_text(hole)}"
+        if odd:
+            what = f"{quoted(name)}: no file has {box_text(odd.place)}"
             what += f"; it may be in {join_limited(self._absent, most=3)}" if self._absent else ""
             self._note("chunk-hole", "error", what, self._absent[0] if self._absent else "", refused=True)
             return False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dcp_folders import write_ranks
+from dcp_folders import write_boxes, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,56 +20,17 @@ from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource
 from ckptool.formats.dcp import items as dcp_items
 from ckptool.formats.dcp.metadata import Item, Metadata, ValueMetadata, merge_metadata
-from ckptool.formats.pieces import boxes as boxes_module
 from ckptool.formats.pieces import chunks as dcp_chunks
-from ckptool.formats.pieces.boxes import Box, region_missing, regions_overlapping
+from ckptool.formats.pieces.boxes import Box, misfit
 from ckptool.formats.pieces.chunks import Chunk, ChunkedSource
 
 #: Five around a hole in the middle, which is the fifth: a line goes between no two of them.
 RING: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 
 
-def pinwheels(count: int) -> list[Box]:
-    """A ring in the middle of a ring, and so on: the frame of each takes the place of the one in the middle."""
-    boxes: list[Box] = []
-    at, size = 0, 2 * count + 1
-    for _ in range(count):
-        boxes += [
-            ((at, at), (1, size - 1)),
-            ((at, at + size - 1), (size - 1, 1)),
-            ((at + size - 1, at + 1), (1, size - 1)),
-            ((at + 1, at), (size - 1, 1)),
-        ]
-        at, size = at + 1, size - 2
-    return [*boxes, ((at, at), (1, 1))]
-
-
-def deep(boxes: list[Box]) -> list[Box]:
-    """The same in three dimensions: each twice, one behind the other, and not at the same place."""
-    front: list[Box] = [((0, *at), (2, *size)) for at, size in boxes]
-    return front + [((2, at[1], at[0]), (1, size[1], size[0])) for at, size in boxes]
-
-
 def common(one: Box, other: Box) -> bool:
     """Do they have elements in common?"""
     return bool(prod(one[1]) and prod(other[1])) and all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other))
-
-
-def test_two_dimensions_take_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxes_module, "_COMPARED", 0)
-    boxes = pinwheels(300)
-    assert regions_overlapping(boxes) == (None, True)
-    assert region_missing((601, 601), boxes) is None
-    assert region_missing((601, 601), boxes[:-1]) == boxes[-1]
-    found = regions_overlapping([*boxes, ((300, 299), (1, 2))]).boxes
-    assert found is not None and common(*found)
-
-
-def test_of_three_dimensions_nothing_is_said_without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert regions_overlapping(deep(RING)) == (None, True)
-    monkeypatch.setattr(boxes_module, "_COMPARED", 1)
-    tall: list[Box] = [((number % 2, *at), (3 - number % 2, *size)) for number, (at, size) in enumerate(RING)]
-    assert regions_overlapping(tall) == (None, False)
 
 
 @st.composite
@@ -86,44 +47,34 @@ def some_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 @given(some_boxes())
 def test_overlaps_and_gaps_that_are_found_are_real(made: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = made
-    answer = regions_overlapping(boxes)
-    assert answer.sure
-    if any(common(one, other) for one, other in combinations(boxes, 2)):
-        assert answer.boxes is not None and common(*answer.boxes)
+    covers = [
+        sum(common((element, (1,) * len(shape)), box) for box in boxes) for element in product(*map(range, shape))
+    ]
+    odd = misfit(shape, boxes)
+    if odd is None:
+        assert {*covers} == {1}
         return
-    assert answer.boxes is None
-    missing = region_missing(shape, boxes)
-    elements = product(*map(range, shape))
-    free = {one for one in elements if not any(common((one, (1,) * len(shape)), box) for box in boxes)}
-    if missing is None:
-        assert not free
-    else:
-        assert set(product(*(range(at, at + size) for at, size in zip(*missing)))) <= free and prod(missing[1])
+    there = [box for box in boxes if common(odd.place, box)]
+    assert prod(odd.place[1]) and len(there) != 1 and odd.boxes == there[:2]
+    assert all(common(odd.place, one) and common(one, other) for one, other in pairwise(odd.boxes))
 
 
-def test_pieces_that_were_not_compared_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-    from dcp_folders import write_boxes
-
-    from ckptool.cli.main import run
-
+def test_pieces_that_no_line_separates(tmp_path: Path) -> None:
+    """Five of them around a hole in the middle, in two dimensions and in three."""
+    assert misfit((3, 3), RING) is None
+    assert misfit((3, 3), RING[:4]) == (RING[4], [])
+    odd = misfit((3, 3), [*RING[:4], ((1, 1), (1, 2))])
+    assert odd is not None and len(odd.boxes) == 2
     whole = torch.arange(27.0).reshape(3, 3, 3)
     tall: list[Box] = [((0, *at), (3, *size)) for at, size in RING[:4]]
     tall += [((0, 1, 1), (2, 1, 1)), ((2, 1, 1), (1, 1, 1))]
     folder = write_boxes(tmp_path / "saved", {"w": (whole, tall)})
-    assert ckptool.validate(folder)["valid"]
-    monkeypatch.setattr(boxes_module, "_COMPARED", 1)
-    report: dict[str, Any] = ckptool.validate(folder)
-    assert (report["valid"], report["coverage"]) == (True, "partial")
-    assert "structure" in report["not_checked"]
+    report = ckptool.validate(folder)
+    assert (report["valid"], report["coverage"]) == (True, "complete")
     with ckptool.open(folder) as checkpoint:
         (entry,) = checkpoint.survey.tensors
         held = checkpoint.container.stored(entry.tensor.storage).span
         assert held is not None and held.source.read(0, 108) == whole.numpy().tobytes()
-    assert run(["convert", str(folder), "-o", str(tmp_path / "out.pth")]) == 4
-    assert "not all compared" in capsys.readouterr().err
 
 
 # -- linear time -----------------------------------------------------------------------------------------------
@@ -158,22 +109,15 @@ def grid(count: int) -> list[Any]:
     return [((row * 2, column * 3), (2, 3)) for row in range(count) for column in range(count)]
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_overlaps_of_a_grid_are_found_in_linear_time(reverse: bool) -> None:
+@pytest.mark.parametrize("rest", [slice(None), slice(1, None)], ids=["whole", "hole"])
+def test_a_grid_is_looked_at_in_linear_time(rest: slice) -> None:
     def call(count: int) -> Callable[[], Any]:
-        boxes = grid(count // 4)
-        return lambda: regions_overlapping(boxes[::-1] if reverse else boxes)
+        boxes = grid(count // 4)[rest]
+        return lambda: misfit((count // 4 * 2, count // 4 * 3), boxes)
 
     assert grows(call) < 16 * 1.5  # sixteen times as many
-    assert regions_overlapping(grid(30)) == (None, True)
-    assert regions_overlapping([*grid(30), ((11, 11), (1, 1))]).boxes is not None
-
-
-def test_pieces_that_no_line_separates_are_compared() -> None:
-    """Five of them around a hole in the middle."""
-    ring = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    assert regions_overlapping(ring) == (None, True)
-    assert regions_overlapping([*ring[:4], ((1, 1), (1, 2))]).boxes is not None
+    assert misfit((60, 90), grid(30)) is None
+    assert misfit((60, 90), [*grid(30), ((11, 11), (1, 1))]) is not None
 
 
 def test_metadata_of_many_ranks_is_merged_in_linear_time() -> None:

@@ -24,7 +24,7 @@ from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.tensors import contiguous_strides
 from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource
-from ckptool.formats.pieces.boxes import region_missing, regions_overlapping
+from ckptool.formats.pieces.boxes import misfit
 from ckptool.formats.pieces.chunks import Chunk, ChunkedSource, RowSource
 
 FOLDER = FIXTURES / "dcp4"
@@ -178,11 +178,9 @@ def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width
     begin = data.draw(st.integers(0, len(wanted)))
     size = data.draw(st.integers(0, len(wanted)))
     assert source.read(begin, size) == wanted[begin : begin + size]
-    assert regions_overlapping(boxes) == (None, True)
-    assert region_missing(shape, boxes) is None
-    if len(boxes) > 1:
-        assert region_missing(shape, boxes[1:]) == boxes[0]
-        assert regions_overlapping([*boxes, boxes[0]]).boxes is not None
+    assert misfit(shape, boxes) is None
+    assert misfit(shape, boxes[1:]) == (boxes[0], [])
+    assert misfit(shape, [*boxes, boxes[0]]) == (boxes[0], [boxes[0]] * 2)
 
 
 @settings(max_examples=examples(100))
