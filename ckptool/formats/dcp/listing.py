@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from itertools import chain
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
@@ -30,6 +30,7 @@ _MODULE: Final = "torch.distributed.checkpoint.metadata"
 #: Before torch 2.3, TensorProperties came from the sharded tensor package. Before 2.0, all classes were elsewhere.
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD: Final = "torch.distributed._shard.checkpoint"
+_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
 _PLANNER: Final = "torch.distributed.checkpoint.planner"
 #: The most steps from the root to a value: no real state dict is nested that deep.
 _MAX_DEPTH: Final = 200
@@ -97,11 +98,12 @@ def _flat(pairs: Sequence[Any]) -> Sequence[Any]:
 
 
 class _Record:
-    """An object of one of torch's classes. The subclasses keep their fields, named in the order in which torch writes
-    them; it leaves out the last ones."""
+    """An object of one of torch's classes. ``values`` has its fields in the ``order`` in which torch writes them, None
+    for the last one if torch leaves it out."""
 
     order: ClassVar[tuple[str, ...]] = ()
-    __slots__ = ()
+    __slots__ = ("values",)
+    values: Sequence[Any]
 
     def __init__(self, *_: object) -> None:
         raise Refused(f"it calls {_kind(self)}")
@@ -111,61 +113,40 @@ class _Record:
         if type(state) not in (tuple, list) or len(state) > 2 * _MAX_FIELDS:
             raise Refused(f"it has a {_kind(self)} with something else than fields")
         names, order = state[::2], self.order
-        if names in (order, order[:-1]):
-            self.fill(*state[1::2])
-            return
-        flat = _flat(state)
-        if not {*map(type, flat[::2])} <= {str}:
-            raise Refused(f"it has a {_kind(self)} with a field that has no name")
-        fields = dict(zip(flat[::2], flat[1::2]))
-        self.fill(*[fields.get(name) for name in order])
-
-    def fill(self, *values: Any) -> None:
-        """Set the fields, None for those that are missing."""
-
-
-_F = TypeVar("_F", bound=_Record)
+        if names == order:
+            self.values = state[1::2]
+        elif names == order[:-1] != ():
+            self.values = (*state[1::2], None)
+        else:
+            flat = _flat(state)
+            if not {*map(type, flat[::2])} <= {str}:
+                raise Refused(f"it has a {_kind(self)} with a field that has no name")
+            self.values = tuple(map(dict(zip(flat[::2], flat[1::2])).get, order))
 
 
 class _Metadata(_Record):
     order = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-    __slots__ = order
-
-    def fill(self, listed: Any = None, paths: Any = None, places: Any = None, meta: Any = None, v: Any = None) -> None:
-        self.state_dict_metadata, self.planner_data, self.storage_data = listed, paths, places
-        self.storage_meta, self.version = meta, v
+    __slots__ = ()
 
 
 class _Tensor(_Record):
     order = ("properties", "size", "chunks")
-    __slots__ = order
-
-    def fill(self, properties: Any = None, size: Any = None, chunks: Any = None) -> None:
-        self.properties, self.size, self.chunks = properties, size, chunks
+    __slots__ = ()
 
 
 class _Chunk(_Record):
     order = ("offsets", "sizes")
-    __slots__ = order
-
-    def fill(self, offsets: Any = None, sizes: Any = None) -> None:
-        self.offsets, self.sizes = offsets, sizes
+    __slots__ = ()
 
 
 class _Index(_Record):
     order = ("fqn", "index", "offset")
-    __slots__ = order
-
-    def fill(self, fqn: Any = None, index: Any = None, offset: Any = None) -> None:
-        self.fqn, self.index, self.offset = fqn, index, offset
+    __slots__ = ()
 
 
 class _Place(_Record):
     order = ("relative_path", "offset", "length", "transform_descriptors")
-    __slots__ = order
-
-    def fill(self, path: Any = None, offset: Any = None, length: Any = None, transforms: Any = None) -> None:
-        self.relative_path, self.offset, self.length, self.transform_descriptors = path, offset, length, transforms
+    __slots__ = ()
 
 
 class _Object(_Record):
@@ -177,10 +158,16 @@ class _Object(_Record):
 class _Properties(_Record):
     """``TensorProperties``, whose state is a tuple."""
 
-    __slots__ = ("state",)
+    __slots__ = ()
 
-    def __setstate__(self, state: object) -> None:
-        self.state = state
+    def __setstate__(self, state: Any) -> None:
+        self.values = state
+
+
+class _Foreign(_Properties):
+    """An object of a class of another library, such as Megatron-core's subclass of Metadata."""
+
+    __slots__ = ()
 
 
 class _Shapes:
@@ -208,15 +195,6 @@ class _Shapes:
         return known
 
 
-class _Foreign(_Record):
-    """An object of a class of another library, such as Megatron-core's subclass of Metadata."""
-
-    __slots__ = ("state",)
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
 class _Constant:
     """What a function returned: a layout, a path, or a member of an enumeration."""
 
@@ -229,24 +207,14 @@ def _refuse_unless(condition: object, what: str) -> None:
         raise Refused(f"it makes a {what} that torch cannot make")
 
 
-def _layout(name: object) -> _Constant:
-    _refuse_unless(type(name) is str and name.removeprefix("torch.") in _LAYOUTS, "layout")
-    return _CONSTANT
+def _maker(what: str, is_valid: Callable[..., bool]) -> Callable[..., _Constant]:
+    """Return a stand-in for a function, which takes the arguments that ``is_valid`` accepts."""
 
+    def make(*arguments: object) -> _Constant:
+        _refuse_unless(is_valid(*arguments), what)
+        return _CONSTANT
 
-def _memory_format(number: object) -> _Constant:
-    _refuse_unless(type(number) is int and 0 <= number < len(_FORMAT_MEMBERS), "memory format")
-    return _CONSTANT
-
-
-def _write_type(number: object) -> _Constant:
-    _refuse_unless(type(number) is int and 1 <= number <= 3, "WriteItemType")
-    return _CONSTANT
-
-
-def _path(*parts: object) -> _Constant:
-    _refuse_unless(all(type(part) is str for part in parts), "path")
-    return _CONSTANT
+    return make
 
 
 def _member(cls: object, name: object) -> _Constant:
@@ -259,23 +227,26 @@ def _member(cls: object, name: object) -> _Constant:
 _LAYOUTS: Final = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 _FORMAT_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-
-
-def _classes(module: str, old: str = "", **classes: type[_Record]) -> dict[str, type[_Record]]:
-    return {f"{place}.{name}": cls for place in (module, old) if place for name, cls in classes.items()}
-
+_layout: Final = _maker("layout", lambda name: type(name) is str and name.removeprefix("torch.") in _LAYOUTS)
+_memory_format: Final = _maker("memory format", lambda n: type(n) is int and 0 <= n < len(_FORMAT_MEMBERS))
+_path: Final = _maker("path", lambda *parts: {*map(type, parts)} <= {str})
+_METADATA_CLASSES: Final = {
+    "Metadata": _Metadata,
+    "TensorStorageMetadata": _Tensor,
+    "BytesStorageMetadata": _Object,
+    "ChunkStorageMetadata": _Chunk,
+    "MetadataIndex": _Index,
+}
 
 #: All globals that torch's writer puts in a ``.metadata``, except dtypes. They include the plans of all ranks, which
 #: Megatron-LM adds (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 STAND_INS: Final[Mapping[str, Callable[..., object]]] = {
-    **_classes(_MODULE, f"{_OLD}.metadata", Metadata=_Metadata, TensorStorageMetadata=_Tensor),
-    **_classes(_MODULE, f"{_OLD}.metadata", BytesStorageMetadata=_Object),
-    **_classes(_MODULE, f"{_OLD}.metadata", ChunkStorageMetadata=_Chunk, MetadataIndex=_Index),
-    **_classes("torch.distributed.checkpoint.filesystem", f"{_OLD}.filesystem", _StorageInfo=_Place),
-    **_classes(_MODULE, _SHARDED, TensorProperties=_Properties),
-    **_classes(_MODULE, StorageMeta=_Record),
-    **_classes(_PLANNER, SavePlan=_Record, WriteItem=_Record, TensorWriteData=_Record),
-    f"{_PLANNER}.WriteItemType": _write_type,
+    **{f"{place}.{name}": cls for place in (_MODULE, f"{_OLD}.metadata") for name, cls in _METADATA_CLASSES.items()},
+    **{f"{place}._StorageInfo": _Place for place in (_FILESYSTEM, f"{_OLD}.filesystem")},
+    **{f"{place}.TensorProperties": _Properties for place in (_MODULE, _SHARDED)},
+    f"{_MODULE}.StorageMeta": _Record,
+    **{f"{_PLANNER}.{name}": _Record for name in ("SavePlan", "WriteItem", "TensorWriteData")},
+    f"{_PLANNER}.WriteItemType": _maker("WriteItemType", lambda number: type(number) is int and 1 <= number <= 3),
     f"{_MODULE}._MEM_FORMAT_ENCODING": _memory_format,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": _memory_format,
     "torch.serialization._get_layout": _layout,
@@ -343,16 +314,16 @@ class _Reader:
 
     def metadata(self, root: object, end: int, foreign: list[str]) -> Metadata:
         """Return the content of the whole file."""
-        whole = _as(_Metadata, root)
-        if whole is None or whole.state_dict_metadata is None:
+        whole = _fields(_Metadata, root)
+        if whole is None or whole[0] is None:
             raise Refused(f"it is a pickle of {_kind(root)}, not of {_MODULE}.Metadata")
-        values = self._read_values(whole.state_dict_metadata)
-        paths = self._read_paths(whole.planner_data, values)
-        items = self._read_items(whole.storage_data)
-        if whole.storage_meta is not None and not isinstance(whole.storage_meta, _Record):
+        listed, places, storage, meta, version = whole
+        values = self._read_values(listed)
+        paths = self._read_paths(places, values)
+        items = self._read_items(storage)
+        if meta is not None and not isinstance(meta, _Record):
             self._note("its storage_meta is not an object: torch sets load_id on it")
-        version = whole.version if type(whole.version) is str else ""
-        return Metadata(end, values, paths, items, version, self.flaws, foreign)
+        return Metadata(end, values, paths, items, version if type(version) is str else "", self.flaws, foreign)
 
     def _note(self, text: str) -> None:
         if len(self.flaws) < LIMITS.listed:
@@ -369,13 +340,13 @@ class _Reader:
         while len(flat) > 1:  # and each entry is freed when it has been read
             yield flat.pop(), flat.pop()
 
-    def _named(self, value: object) -> list[tuple[str, Any]]:
-        """Return the entries of a dict with string keys; report anything else."""
-        pairs = list(self._pairs(value))
-        named = [(key, inner) for key, inner in pairs if type(key) is str]
-        if len(named) < len(pairs):
-            self._note("a key is not a string")
-        return named
+    def _named(self, value: object) -> Iterator[tuple[str, Any]]:
+        """Yield the entries of a dict with string keys; report anything else."""
+        for key, inner in self._pairs(value):
+            if type(key) is str:
+                yield key, inner
+            else:
+                self._note("a key is not a string")
 
     def _read_values(self, listed: object) -> dict[str, ValueMetadata]:
         values: dict[str, ValueMetadata] = {}
@@ -391,11 +362,9 @@ class _Reader:
         """Return a tensor or an object; None for anything else, or if too many numbers were read."""
         if type(entry) is _Object:
             return ValueMetadata(None)
-        tensor = _as(_Tensor, entry)
-        if tensor is None or type(tensor.chunks) is not _List:
-            return None
-        shape, dtype, chunks = self._shape(tensor.size), _dtype(tensor.properties), tensor.chunks
-        if shape is None or dtype is None:
+        properties, size, chunks = _fields(_Tensor, entry) or (None, None, None)
+        shape, dtype = self._shape(size), _dtype(properties)
+        if shape is None or dtype is None or type(chunks) is not _List:
             return None
         self._left -= (len(chunks) + 1) * (len(shape) + 1)
         boxes = [self._box(chunk, len(shape)) for chunk in chunks] if self._left >= 0 else [None]
@@ -403,10 +372,7 @@ class _Reader:
 
     def _box(self, chunk: object, dimensions: int) -> Box | None:
         """Return the box of a piece, or None if it has not this many dimensions."""
-        piece = _as(_Chunk, chunk)
-        if piece is None:
-            return None
-        offsets, sizes = self._shape(piece.offsets), self._shape(piece.sizes)
+        offsets, sizes = map(self._shape, _fields(_Chunk, chunk) or (None, None))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == dimensions:
             return None
         box = offsets, sizes
@@ -434,41 +400,40 @@ class _Reader:
     def _read_items(self, storage: object) -> list[Item]:
         items = []
         for number, (key, value) in enumerate(self._pairs(storage)):
-            item = self._item(key, value)
+            item = self._item(_fields(_Index, key), _fields(_Place, value))
             if item is None:
                 self._note(f"entry {number:,} of storage_data is invalid")
             else:
                 items.append(item)
         return items
 
-    def _item(self, key: object, value: object) -> Item | None:
+    def _item(self, index: Sequence[Any] | None, place: Sequence[Any] | None) -> Item | None:
         """Return the item of an index and a file range, or None if one of them is invalid."""
-        index, info = _as(_Index, key), _as(_Place, value)
-        if index is None or info is None:
+        if index is None or place is None:
             return None
-        name, file, at, length, transforms = index.fqn, info.relative_path, info.offset, info.length, ()
-        offset = self._shape(index.offset)
-        if type(name) is not str or type(file) is not str or (offset is None and index.offset is not None):
+        (name, _, begin), (file, at, length, transforms) = index, place
+        offset = self._shape(begin)
+        if type(name) is not str or type(file) is not str or (offset is None and begin is not None):
             return None
         if not (type(at) is type(length) is int and 0 <= at < TOO_LARGE and 0 <= length < TOO_LARGE):
             return None
-        if info.transform_descriptors is not None:
-            transforms = tuple(info.transform_descriptors) if type(info.transform_descriptors) is _List else (None,)
-            self._left -= len(transforms)
-            if self._left <= 0 or not {*map(type, transforms)} <= {str}:
-                return None
-        return Item(name, offset, file, at, length, transforms)
+        if transforms is None:
+            return Item(name, offset, file, at, length)
+        self._left -= len(transforms) if type(transforms) is _List else 1
+        if self._left <= 0 or type(transforms) is not _List or not {*map(type, transforms)} <= {str}:
+            return None
+        return Item(name, offset, file, at, length, tuple(transforms))
 
 
-def _as(cls: type[_F], value: object) -> _F | None:
-    """Return an object of ``cls``, also for an object of another library's class; None for anything else."""
+def _fields(cls: type[_Record], value: object) -> Sequence[Any] | None:
+    """Return the fields of an object of ``cls``, or of another library's class; None for anything else."""
     if type(value) is cls:
-        return value
+        return value.values
     if not isinstance(value, _Foreign):
         return None
     made = cls.__new__(cls)
-    made.__setstate__(value.state)
-    return made
+    made.__setstate__(value.values)
+    return made.values
 
 
 def _kind(value: object) -> str:
@@ -482,7 +447,7 @@ def _dtype(properties: object) -> Dtype | None:
 
     The state has five values, six with the strides since torch 2.15.
     """
-    state = properties.state if type(properties) is _Properties else ()
+    state = properties.values if type(properties) is _Properties else ()
     if type(state) is not tuple or len(state) not in (5, 6) or state[3] is not _CONSTANT:
         return None
     return state[0] if isinstance(state[0], Dtype) else None
