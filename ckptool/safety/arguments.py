@@ -228,6 +228,7 @@ _KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
     "bool": lambda checker, ref: type(checker.nodes[ref]) is bool,
     "string": lambda checker, ref: type(checker.nodes[ref]) is str,
     "device index": lambda checker, ref: type(node := checker.nodes[ref]) is int and 0 <= node < 1 << 31,
+    "dict": lambda checker, ref: isinstance(node := checker.nodes[ref], Dict | Call) or not node,
     "tuple": lambda checker, ref: isinstance(checker.nodes[ref], tuple | List),
     "storage": lambda checker, ref: type(checker.nodes[ref]) is Persistent,
     "tensor": lambda checker, ref: checker.reader.tensor(ref) is not None,
@@ -255,11 +256,11 @@ class _Rule(NamedTuple):
 _VIEW: Final = ("storage", "", "size", "size")
 _PARAMETER: Final = ("tensor or None", "bool")
 _META: Final = ("dtype or None", "size", "size", "bool or None")
-_V3: Final = ("bool or None", "", "dtype or None", "")
+_V3: Final = ("bool or None", "", "dtype or None", "dict or None")
 _MOVED: Final = ("tensor", "dtype", "", "bool")
 RULES: Final[Mapping[str, _Rule]] = {
     "torch._utils._rebuild_tensor": _Rule(4, _VIEW, _CallChecker.dense, True),
-    _V2: _Rule(6, (*_VIEW, "bool", "", ""), _CallChecker.tensor_v2, True),
+    _V2: _Rule(6, (*_VIEW, "bool", "", "dict or None"), _CallChecker.tensor_v2, True),
     "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, *_V3), _CallChecker.tensor_v3, True),
     "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), _CallChecker.quantized, True),
     "torch._utils._rebuild_parameter": _Rule(3, (*_PARAMETER, ""), _CallChecker.parameter),

@@ -14,7 +14,7 @@ from ..base.errors import MalformedError
 from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import mapping
-from ..checkpoint.tensors import Tensor, extent, is_sharded, rebuild_calls
+from ..checkpoint.tensors import Tensor, TensorReader, extent, is_sharded, rebuild_calls
 from ..pickles.nodes import Graph, Ref
 from .elements import StorageReader, elements, storage_reader
 from .numeric import Number, to_numbers
@@ -152,8 +152,13 @@ def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
     They are "neg" and "conj" in the tensor's metadata. A flag is set by its presence, whatever its value: see
     torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
     """
-    graph = checkpoint.graph
-    if not checkpoint.survey.reader.has_lazy_bits:
+    return lazy_bits_in(checkpoint.survey.reader, ref)
+
+
+def lazy_bits_in(reader: TensorReader, ref: Ref) -> tuple[bool, bool]:
+    """Return the same for a tensor of a reader."""
+    graph = reader.graph
+    if not reader.has_lazy_bits:
         return False, False
     name, args = _data_call(graph, ref)
     index = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name, len(args))

@@ -6,37 +6,27 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Final, TypeVar
 from weakref import ref as weakly
 
-from ...base.dtypes import BY_NAME, Dtype, is_complex
+from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.text import join_limited
-from ...checkpoint.objects import callable_name, initial_pairs, list_items, mapped_name
-from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
+from ...checkpoint.tensors import TensorReader
 from ...files.downloads import prefetch
-from ...files.sources import (
-    AssembledSource,
-    BytesSource,
-    ExpectedChecksum,
-    Seen,
-    SliceSource,
-    Source,
-    Span,
-)
+from ...files.sources import BytesSource, ExpectedChecksum, SliceSource, Source, Span
 from ...files.zips.reader import Nearby, Record, Window, checksum, read_archive
 from ...files.zstd import ZstdSource
-from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
-from ...pickles.opcodes import NAMES, REDUCE
-from ...values.interpretation import flipped_signs
+from ...pickles.nodes import Graph, Persistent, non_utf8_strings
+from ...safety.arguments import refused_calls
+from ...safety.torch_lists import NEWEST, ever_listed
+from ...safety.weights_only import graph_blockers
 from ..pieces.boxes import Box
-from ..pieces.chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
+from ..pieces.chunks import Chunk, ChunkedSource, Layout, Rows, layout_of, tensor_rows
 from ..pieces.copies import Copy
 from ..torch.zip_reader import TorchZip, read_records
 from .metadata import Item
@@ -275,8 +265,8 @@ def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
 
 
 def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
-    """Return the elements of the tensor in an item; raises as ``tensor_rows`` does."""
-    source, begin = tensor_rows(opened, dtype, shape)
+    """Return the elements of the tensor in an item; raises as ``open_rows`` does."""
+    _, _, source, begin = open_rows(opened, dtype, shape)
     storages = TensorReader(opened.graph).storages if 0 not in shape else {}
     span, record = storage_span(opened, next(iter(storages))) if len(storages) == 1 else (None, None)
     tensor = TensorItem(source, begin, span, record.crc if record else 0)
@@ -294,7 +284,7 @@ def read_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], kn
         raise
 
 
-class PiecesSource(AssembledSource):
+class PiecesSource(ChunkedSource):
     """The rows of a tensor, read from its items, which are opened and checked when the first bytes are read.
 
     ``boxes`` are the places of the ``items`` in the tensor; ``files`` are the files of the items, all in one folder.
@@ -311,18 +301,16 @@ class PiecesSource(AssembledSource):
         items: Sequence[Item],
         files: Sequence[Source],
     ) -> None:
-        self.name = name
-        self.dtype, self.shape = dtype, shape
-        self.boxes, self.items, self.files = boxes, items, files
-        self.size = prod(shape) * BY_NAME[dtype].itemsize
+        super().__init__(shape, BY_NAME[dtype].itemsize, (), name)
+        self.dtype, self.boxes, self.items, self.files = dtype, boxes, items, files
         self.has_crc = len(items) == 1
-        self._opened: _Pieces | None = None
+        self._opened: _Opened | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return PiecesSource, (self.name, self.dtype, self.shape, self.boxes, self.items, self.files)
 
-    def read(self, offset: int, size: int) -> bytes:
-        return self._pieces().rows.read(offset, size)
+    #: Unlike other sources, it does not tell where its bytes come from: it would have to open its items.
+    origins = None  # type: ignore[assignment]
 
     def missing(self, ranges: Iterable[tuple[int, int]]) -> Iterable[Span]:
         """Return what is missing of all items, because finding out which ones have the ranges would open them."""
@@ -331,26 +319,21 @@ class PiecesSource(AssembledSource):
             places.setdefault(os.path.basename(item.file), []).append((item.at, item.length))
         return chain.from_iterable(file.missing(places.get(os.path.basename(file.name), ())) for file in self.files)
 
-    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
-        self._pieces().rows.read_into(offset, buffer, seen)
-
-    def stretches(self, offset: int, size: int) -> Iterator[Span]:
-        rows = self._pieces().rows
-        for stretch in rows.stretches(offset, size):
-            yield stretch._replace(source=self) if stretch.source is rows else stretch
+    @property
+    def layout(self) -> Layout:
+        return self._pieces().layout
 
     def checksums(self) -> Sequence[ExpectedChecksum]:
         return self._pieces().checksums
 
     def crc(self) -> int:
-        rows, checksums = self._pieces()
-        (chunk,) = rows.chunks
-        whole = Span(chunk.source, chunk.begin, self.size)
+        (piece,), checksums = self._pieces().layout.runs, self.checksums()
+        whole = Span(piece.source, piece.begin, self.size)
         return next((own.crc for own in checksums if own.span == whole and own.crc), 0) or checksum(
             Span(self, 0, self.size), self.size, False, self.name
         )
 
-    def _pieces(self) -> _Pieces:
+    def _pieces(self) -> _Opened:
         opened = self._opened  # another thread may replace it
         if opened is None:
             with _LOCK:
@@ -361,7 +344,7 @@ class PiecesSource(AssembledSource):
                     oldest._opened = None
         return opened
 
-    def _open(self) -> _Pieces:
+    def _open(self) -> _Opened:
         dtype, chunks, checksums = BY_NAME[self.dtype], [], []
         files = {os.path.basename(file.name): file for file in self.files}
         prefetch(chain.from_iterable(edges(item, files) for item in self.items))
@@ -371,20 +354,13 @@ class PiecesSource(AssembledSource):
             if tensor.span is not None and tensor.crc:
                 where = f"the storage of {item.name}"
                 checksums.append(ExpectedChecksum(tensor.span, tensor.span.size, False, tensor.crc, where))
-        return _Pieces(ChunkedSource(self.shape, dtype.itemsize, chunks, self.name), checksums)
+        return _Opened(layout_of(self.shape, self.width, chunks), checksums)
 
 
-@lru_cache(maxsize=1)
-def _places(source: PiecesSource) -> tuple[list[tuple[int, int]], dict[str, Source]]:
-    """Return each item's byte range in the tensor, and the files by name. Only the last tensor's result is cached."""
-    by_name = {os.path.basename(file.name): file for file in source.files}
-    return byte_ranges(source.shape, BY_NAME[source.dtype].itemsize, source.boxes), by_name
+class _Opened(NamedTuple):
+    """The runs of a tensor, and the recorded checksums of its items."""
 
-
-class _Pieces(NamedTuple):
-    """The rows of a tensor, and the recorded checksums of its items."""
-
-    rows: ChunkedSource
+    layout: Layout
     checksums: Sequence[ExpectedChecksum]
 
 
@@ -399,52 +375,38 @@ class SubclassError(MalformedError):
     """An item holds a tensor of another class, made of several tensors."""
 
 
-def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:
-    """Return the elements of the tensor in an item, row by row: (source, offset in bytes).
+def open_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> Rows:
+    """Return the elements of the tensor in an item.
 
     Raises MalformedError if it is not a tensor of this dtype and shape, or its bytes are missing.
     """
-    item = opened.item
-
-    def malformed(what: str) -> MalformedError:
-        return MalformedError(f"{item.name!r}: {what}", where=item.place)
-
-    reader = _cached(opened.graph, "reader of an item", TensorReader)
-    tensor = reader.tensor(opened.graph.root)
+    item, graph = opened.item, opened.graph
+    reader = _cached(graph, "reader of an item", TensorReader)
+    tensor = reader.tensor(graph.root)
     if tensor is not None and tensor.kind == "wrapper":
         what = f"a tensor of {tensor.cls}, which torch loads, and ckptool does not join"
         raise SubclassError(f"{item.name!r}: {what}", where=item.place)
-    if tensor is None or tensor.kind != "dense":
-        raise malformed(".metadata lists a tensor, and the item does not hold a plain one")
-    if (tensor.dtype, tensor.shape) != (dtype.name, shape):
+    if tensor is not None and (tensor.dtype, tensor.shape) != (dtype.name, shape):
         wanted, actual = _tensor_text(dtype.name, shape), _tensor_text(tensor.dtype, tensor.shape)
-        raise malformed(f".metadata lists {wanted}, and the item holds {actual}")
-    flaw = _cached(opened.graph, "tensor flaw of an item", _tensor_flaw)
-    if flaw:
-        raise malformed(f"torch does not load it: {flaw}")
-    if 0 in shape:
-        return opened.source, 0
-    span, _ = storage_span(opened, tensor.storage)
-    storage = reader.storages[tensor.storage]
-    if storage.nbytes != span.size:
-        raise malformed(f"its storage has {span.size:,} bytes, and should have {storage.nbytes:,}")
-    if tensor.requires_grad and not (dtype.floating or is_complex(dtype.name)):
-        raise malformed(f"{dtype.name} cannot require gradients")
-    if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
-        raise malformed("its strides are invalid")
-    if (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize > span.size:
-        raise malformed("the tensor reaches beyond its storage")
-    begin = span.offset + tensor.offset * dtype.itemsize
-    rows: tuple[Source, int] = span.source, begin
-    if not is_contiguous(tensor):
-        rows = RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, item.place), 0
-    flags = _lazy_flags(opened.graph)
-    if not flags:
-        return rows
-    negated, conjugated = "neg" in flags, "conj" in flags
-    if dtype.packed > 1 or not (is_complex(dtype.name) or (dtype.floating and not conjugated)):
-        raise malformed(f"{dtype.name} with the flag {join_limited(sorted(flags))}")
-    return SignSource(*rows, tensor.numel * dtype.itemsize, flipped_signs(dtype, negated, conjugated)), 0
+        what = f"{item.name!r}: .metadata lists {wanted}, and the item holds {actual}"
+        raise MalformedError(what, where=item.place)
+
+    def stored(key: str) -> Span:
+        span, _ = storage_span(opened, key)
+        if span.size != reader.storages[key].nbytes:
+            raise MalformedError(
+                f"its storage has {span.size:,} bytes, and should have {reader.storages[key].nbytes:,}"
+            )
+        return span
+
+    try:
+        rows = tensor_rows(reader, graph.root, stored, item.place)
+        flaw = _cached(graph, "tensor flaw of an item", _tensor_flaw)
+        if flaw:
+            raise MalformedError(f"torch does not load it: {flaw}")
+    except MalformedError as error:
+        raise MalformedError(f"{item.name!r}: {error.what}", where=item.place) from error
+    return rows
 
 
 def _cached(graph: Graph, name: str, function: Callable[[Graph], _T]) -> _T:
@@ -460,90 +422,18 @@ def _tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-#: The functions that rebuild a tensor (torch/_utils.py), and their least number of arguments; one more is metadata.
-_REBUILDERS: Final = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
-_DICT: Final = "collections.OrderedDict"
-#: Metadata flags of a tensor: operations that torch applies to the elements when it reads them.
-_LAZY: Final = ("conj", "neg")
-#: Types of flag values, which torch converts to bool.
-_FLAGS: Final = (bool, int, float, type(None))
-
-
 def _load_flaw(graph: Graph) -> str:
     """Return why ``torch.load`` fails at an item's pickle, even in values that the pickle discards; "" if it does
     not."""
-    nodes = graph.nodes
-    for node in nodes:
-        if type(node) is Persistent:
-            pid = nodes[node.pid]
-            if type(pid) is not tuple or len(pid) != ID_PARTS or nodes[pid[0]] not in ("storage", b"storage"):
-                return "it describes a storage in a way that torch cannot read"
+    reader = _cached(graph, "reader of an item", TensorReader)
+    if any(reader.storage(ref) is None for ref, _ in graph.of_type(Persistent)):
+        return "it describes a storage in a way that torch cannot read"
     return "a byte string of Python 2 in it is not UTF-8" if any(True for _ in non_utf8_strings(graph)) else ""
 
 
 def _tensor_flaw(graph: Graph) -> str:
-    """Return why ``torch.load(weights_only=True)`` refuses an item that should be a plain tensor; "" if it does not.
-
-    DCP loads every tensor that way, and its writer saves only detached tensors.
-    """
-    if graph.refused:
-        return f"it has the opcode {NAMES[next(iter(graph.refused))]}"
-    for ref, node in enumerate(graph.nodes):
-        if isinstance(node, Global):
-            name = mapped_name(node)
-            if name not in (*_REBUILDERS, _DICT) and not _is_torch_type(name):
-                return f"it names {name}"
-            if node.filling is not None:
-                return f"{name} is filled as an object is"
-        elif isinstance(node, Persistent) and node.filling is not None:
-            return "its storage is filled as an object is"
-        elif isinstance(node, Call) and ref != graph.root:
-            name = callable_name(graph, node.func)
-            if name != _DICT or not _is_plain_dict(graph, node):
-                return f"it calls {name}"
-    root = graph.nodes[graph.root]
-    least = _REBUILDERS.get(callable_name(graph, root.func)) if isinstance(root, Call) and root.op == REDUCE else None
-    if not isinstance(root, Call) or least is None:
-        return "it is not written as torch.save writes a tensor"
-    if root.filling is not None:
-        return "the tensor is filled as an object is"
-    args = _root_arguments(graph)
-    if not least <= len(args) <= least + 1:
-        return f"its tensor is made of {len(args)} arguments"
-    if type(args[4]) is not bool:
-        return "its requires_grad is not a bool"
-    if not isinstance(args[5], Call | Dict) or args[5].pairs:
-        return "its hooks are not an empty dict"
-    if len(args) > least:
-        flags = args[least]
-        if not isinstance(flags, Dict):
-            return "its metadata is not a dict"
-        if not all(graph.nodes[name] in _LAZY and type(graph.nodes[flag]) in _FLAGS for name, flag in _entries(flags)):
-            return "its metadata is more than the flags conj and neg"
-    return ""
-
-
-def _root_arguments(graph: Graph) -> list[Node]:
-    root = graph.nodes[graph.root]
-    return [graph.nodes[ref] for ref in list_items(graph.nodes[root.args])] if isinstance(root, Call) else []
-
-
-def _lazy_flags(graph: Graph) -> set[str]:
-    """Return which of "conj" and "neg" occur in the metadata of an item without flaws, with any value."""
-    args = _root_arguments(graph)
-    flags = args[-1] if len(args) > 6 else None
-    return {str(graph.nodes[name]) for name, _ in _entries(flags)} if isinstance(flags, Dict) else set()
-
-
-def _entries(node: Dict) -> Iterator[tuple[Ref, Ref]]:
-    return zip(node.pairs[::2], node.pairs[1::2])
-
-
-def _is_torch_type(name: str) -> bool:
-    """Return whether a name is a torch storage class or a dtype."""
-    return name.startswith("torch.") and (name.endswith("Storage") or name.removeprefix("torch.") in BY_NAME)
-
-
-def _is_plain_dict(graph: Graph, node: Call) -> bool:
-    """Return whether an OrderedDict call has the form that pickle writes, without attributes."""
-    return initial_pairs(graph, node) is not None and not node.items and not node.states
+    """Return why ``torch.load(weights_only=True)``, with which DCP loads every tensor, refuses an item; "" if not."""
+    for blocker in graph_blockers(graph, NEWEST):
+        return f"it names {blocker.name}" if blocker.name else blocker.rule
+    reader = _cached(graph, "reader of an item", TensorReader)
+    return next((refusal.message for refusal in refused_calls(graph, reader, ever_listed()).values()), "")

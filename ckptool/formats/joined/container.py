@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from math import prod
 from typing import Final
 
-from ...base.dtypes import BY_NAME, Dtype
+from ...base.dtypes import Dtype
 from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, JOINED, Finding
 from ...base.limits import LIMITS
@@ -24,16 +24,15 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import named_and_called
 from ...checkpoint.sharding import read_mesh_ranks
-from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
+from ...checkpoint.tensors import TensorReader
 from ...files.folders import Folder
-from ...files.sources import BytesSource, Source, Span, origins
+from ...files.sources import Source, Span, origins
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
-from ..pieces.chunks import Chunk, Rows, RowSource, joined
+from ..pieces.chunks import Chunk, Rows, SignSource, joined, tensor_rows
 from ..pieces.copies import Copies, Copy, copy_problems
 
-_NOTHING: Final = BytesSource(b"")
 #: The most graph nodes of files that stay in memory; further files are read again when needed.
 _KEPT_NODES: Final = 1 << 18
 
@@ -311,35 +310,19 @@ def rows(file: RankFile, ref: Ref) -> Rows:
     Raises MalformedError if it is not a plain tensor, or its bytes are missing.
     """
 
-    def malformed(what: str) -> MalformedError:
-        return MalformedError(what, where=file.name)
+    def stored(key: str) -> Span:
+        span, _, compressed, _ = file.container.stored(key)
+        if span is None or compressed:
+            raise MalformedError(f"the bytes of its storage are {'compressed' if compressed else 'missing'}")
+        return span
 
-    tensor = file.reader.tensor(ref)
-    if tensor is None or tensor.kind != "dense":
-        raise malformed("it is not a plain tensor")
-    dtype, shape = BY_NAME.get(tensor.dtype), tensor.shape
-    if dtype is None or dtype.packed > 1:
-        raise malformed(f"its dtype is {tensor.dtype}")
-    if file.container.byteorder == "big":
-        raise malformed("its numbers are big-endian")
-    data = list(rebuild_calls(file.graph, ref))[-1]
-    flags = file.graph.nodes[data.args[6]] if len(data.args) > 6 and data.short_name == "_rebuild_tensor_v2" else None
-    if isinstance(flags, Dict) and flags.pairs:
-        raise malformed("it is negated or conjugated when it is read")
-    if 0 in shape:
-        return Rows(dtype, shape, _NOTHING, 0)
-    span, _, compressed, _ = file.container.stored(tensor.storage)
-    if span is None or compressed:
-        raise malformed(f"the bytes of its storage are {'compressed' if compressed else 'missing'}")
-    if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
-        raise malformed("its strides are invalid")
-    reach = (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize
-    if reach > span.size:
-        raise malformed(f"it reaches to byte {reach:,} of its storage, which has {span.size:,}")
-    begin = span.offset + tensor.offset * dtype.itemsize
-    if is_contiguous(tensor):
-        return Rows(dtype, shape, span.source, begin)
-    return Rows(dtype, shape, RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, file.name), 0)
+    try:
+        if file.container.byteorder == "big":
+            raise MalformedError("its numbers are big-endian")
+        return tensor_rows(file.reader, ref, stored, file.name)
+    except MalformedError as error:
+        error.where = file.name
+        raise
 
 
 def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
@@ -348,7 +331,8 @@ def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
     assert tensor is not None
     stored = file.container.stored(tensor.storage) if tensor.numel else StorageLocation(None, 0)
     where = stored.size, tensor.offset, tensor.stride
-    return Copy(file.name, place.source, place.begin, stored.crc or 0, where, stored.size == tensor.own_bytes)
+    crc = stored.crc or 0 if not isinstance(place.source, SignSource) else 0
+    return Copy(file.name, place.source, place.begin, crc, where, stored.size == tensor.own_bytes)
 
 
 def whole_tensor(tensor: Rows) -> JoinedTensor:

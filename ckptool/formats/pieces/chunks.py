@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
-from operator import mul
 from typing import Final
 
-from ...base.dtypes import Dtype
+from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.records import NamedTuple
 from ...base.text import pluralize
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.sharding import Range
-from ...checkpoint.tensors import contiguous_strides, extent
-from ...files.sources import AssembledSource, Seen, Source, Span
+from ...checkpoint.tensors import TensorReader, contiguous_strides, extent, is_contiguous
+from ...files.sources import AssembledSource, BytesSource, Seen, Source, Span
 from ...files.threads import READ_SIZE
+from ...pickles.nodes import Ref
 from ...values.elements import gather_into
+from ...values.interpretation import flipped_signs, lazy_bits_in
 from .boxes import Box
 
+_NOTHING: Final = BytesSource(b"")
 #: The most bytes of a strided piece in memory at once, and the most that are read for them at once.
 _WINDOW: Final = 4 << 20
 #: Runs of at least this many bytes are copied from their file rather than assembled in memory.
@@ -37,6 +39,34 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
     source: Source
     begin: int
+
+
+def tensor_rows(reader: TensorReader, ref: Ref, stored: Callable[[str], Span], name: str) -> Rows:
+    """Return the elements of a plain tensor; ``stored`` returns the bytes of a storage.
+
+    Raises MalformedError if it is not a plain tensor, or does not fit in its storage.
+    """
+    tensor = reader.tensor(ref)
+    if tensor is None or tensor.kind != "dense":
+        raise MalformedError("it is not a plain tensor")
+    dtype, shape, stride = BY_NAME.get(tensor.dtype), tensor.shape, tensor.stride
+    if dtype is None or dtype.packed > 1:
+        raise MalformedError(f"its dtype is {tensor.dtype}")
+    if 0 in shape:
+        return Rows(dtype, shape, _NOTHING, 0)
+    span = stored(tensor.storage)
+    if min(stride, default=0) < 0 or tensor.offset < 0 or len(stride) != len(shape):
+        raise MalformedError("its strides are invalid")
+    reach = (tensor.offset + extent(shape, stride)) * dtype.itemsize
+    if reach > span.size:
+        raise MalformedError(f"it reaches to byte {reach:,} of its storage, which has {span.size:,}")
+    source, begin = span.source, span.offset + tensor.offset * dtype.itemsize
+    if not is_contiguous(tensor):
+        source, begin = RowSource(source, begin, shape, stride, dtype.itemsize, name), 0
+    signs = flipped_signs(dtype, *lazy_bits_in(reader, ref))
+    if signs:
+        source, begin = SignSource(source, begin, tensor.own_bytes, signs), 0
+    return Rows(dtype, shape, source, begin)
 
 
 class Chunk(NamedTuple):
@@ -80,7 +110,7 @@ class _ChunkRuns(NamedTuple):
         return bisect_right(range(self.number), at, key=lambda number: self.place(number) + self.length)
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """The runs of a tensor in order, the offset of the first run of each, and the highest end up to each.
 
     ``gaps``: some bytes may be filled by no piece, because pieces are missing or overlap.
@@ -90,6 +120,14 @@ class _Layout(NamedTuple):
     firsts: list[int]
     reach: list[int]
     gaps: bool
+
+
+def layout_of(shape: tuple[int, ...], width: int, chunks: Sequence[Chunk]) -> Layout:
+    """Return the runs of a tensor's pieces."""
+    runs = sorted((_runs(shape, width, chunk) for chunk in chunks if prod(chunk.box[1])), key=lambda run: run.first)
+    reach = list(accumulate((run.end for run in runs), max))
+    gaps = sum(run.number * run.length for run in runs) != prod(shape) * width
+    return Layout(runs, [run.first for run in runs], reach, gaps)
 
 
 class ChunkedSource(AssembledSource):
@@ -105,12 +143,9 @@ class ChunkedSource(AssembledSource):
         self.size = prod(shape) * width
 
     @cached_property
-    def _layout(self) -> _Layout:
-        runs = [_runs(self.shape, self.width, chunk) for chunk in self.chunks if prod(chunk.box[1])]
-        runs.sort(key=lambda run: run.first)
-        reach = list(accumulate((run.end for run in runs), max))
-        gaps = sum(run.number * run.length for run in runs) != self.size
-        return _Layout(runs, [run.first for run in runs], reach, gaps)
+    def layout(self) -> Layout:
+        """The runs of its pieces."""
+        return layout_of(self.shape, self.width, self.chunks)
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
@@ -123,7 +158,7 @@ class ChunkedSource(AssembledSource):
 
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         end = offset + len(buffer)
-        runs, firsts, reach, gaps = self._layout
+        runs, firsts, reach, gaps = self.layout
         if gaps:
             buffer[:] = bytes(len(buffer))
         # Skip pieces that end before the offset: for pieces cut along the first dimension, that is nearly all.
@@ -133,7 +168,7 @@ class ChunkedSource(AssembledSource):
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield the bytes as spans; long runs are spans of their own sources."""
         end = offset + size
-        runs, firsts, reach, _ = self._layout
+        runs, firsts, reach, _ = self.layout
         long = []
         for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             if run.length >= _LONG:
@@ -154,18 +189,9 @@ class ChunkedSource(AssembledSource):
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         end = offset + size
-        runs, firsts, reach, _ = self._layout
+        runs, firsts, reach, _ = self.layout
         for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             yield Span(run.source, run.begin, run.number * run.length)
-
-
-def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
-    """Return, for each box, the offset of its first byte in the tensor and the offset after its last byte."""
-    steps = [step * width for step in contiguous_strides(shape)]
-    return [
-        (first := sum(map(mul, offsets, steps)), first + sum(map(mul, sizes, steps)) - sum(steps) + width)
-        for offsets, sizes in boxes
-    ]
 
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
