@@ -13,11 +13,10 @@ from itertools import chain
 from struct import Struct
 from typing import Final
 
+from ..base.records import NamedTuple
 from . import emit
 from . import opcodes as op
 from .batches import batched
-from .cycles import Cycle, cycles, shared_refs
-from .fast_encode import TUPLES, UNMEMOIZED, UNSEEN, PatternWriter
 from .nodes import (
     CONSTANTS,
     Buffer,
@@ -44,17 +43,18 @@ _long_binput = Struct("<BI").pack
 #: Bytes after which a FRAME is closed (``FRAME_SIZE_TARGET`` in _pickle.c).
 _FRAME_TARGET: Final = 64 * 1024
 
-#: A value in place of a memo index: the node is being written. UNSEEN and UNMEMOIZED are the other two.
-_OPEN: Final = -2
+#: Values in place of a memo index: the node was not reached yet, is being written, or was written but not memoized.
+_UNSEEN, _OPEN, _UNMEMOIZED = -1, -2, -3
 #: Made only once: making an array is an event for an audit hook, repeating one is not.
-_UNSEEN: Final = array("i", (UNSEEN,))
+_NOTHING_SEEN: Final = array("i", (_UNSEEN,))
+#: The opcodes of tuples by length.
+_TUPLES: Final = (b"", b"\x85", b"\x86", b"\x87")
 #: A value in place of a node to construct: these references fill a node that exists already.
 _NO_NODE: Final = -1
 #: Types of nodes that the pickler does not memoize.
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
 
 _MANY: Final = frozenset((op.APPENDS, op.SETITEMS, op.ADDITEMS))
-_PAIRS: Final = frozenset((op.SETITEM, op.SETITEMS))
 _CONSTRUCTORS: Final = {Persistent: b"Q", Global: b"\x93", Buffer: b"\x98", FrozenSet: b"\x91", List: b"l", Dict: b"d"}
 
 
@@ -64,6 +64,13 @@ class _ReusedError(Exception):
 
 class _CyclicError(Exception):
     """A node depends on itself; writing it as the C pickler does would take POP, or too much time."""
+
+
+class Cycle(NamedTuple):
+    """Nodes that all lead to each other; ``dependent`` are the members that depend on another member."""
+
+    members: frozenset[Ref]
+    dependent: tuple[Ref, ...]
 
 
 class _Writer:
@@ -85,7 +92,7 @@ class _Writer:
         self.memoized = graph.style.memoized | (keep or frozenset())
         self.out = bytearray()
         self.codes: list[bytes | None] = [None] * len(graph.nodes)
-        self.memo = _UNSEEN * len(graph.nodes)
+        self.memo = _NOTHING_SEEN * len(graph.nodes)
         # MEMOIZE always counts from 0.
         self.next_index = graph.style.memo_base if self.dialect < 4 else 0
         # How many nodes may still be written twice: see ``check_repeated``.
@@ -94,7 +101,6 @@ class _Writer:
         self.fill_later: frozenset[Ref] = frozenset()
         self.unfilled: list[Ref] = []
         self.discarded: set[Ref] = set()
-        self.patterns: PatternWriter | None = None
         self.frames: list[tuple[int, int]] = []
         self.frame_start = 0
 
@@ -105,10 +111,7 @@ class _Writer:
         dialect, framed, discarded = self.dialect, style.framed, style.discarded
         # In protocols 2 and 3, which torch.save writes, frequent types need no call.
         plain, binary = dialect in (2, 3) and not framed, dialect >= 2
-        patterns = PatternWriter(nodes, memo, codes)
         exceptions = forms.keys() | unmemoized
-        use_patterns = plain and not (exceptions or memoized or style.batches or discarded or self.written_first)
-        self.patterns = patterns if use_patterns else None
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
@@ -128,7 +131,7 @@ class _Writer:
                     code = codes[ref] = emit.get(memo[ref], dialect)
                     out += code
                     continue
-                if memo[ref] != UNSEEN:
+                if memo[ref] != _UNSEEN:
                     self.check_repeated(ref)
                 node = nodes[ref]
                 if type(node) is str and plain and ref not in exceptions:
@@ -138,10 +141,6 @@ class _Writer:
                     codes[ref] = b""
                     out += b"X%b%b" % (_u32(len(raw)), raw)
                     out += _long_binput(0x72, index) if index > 0xFF else bytes((0x71, index))
-                    continue
-                if use_patterns and (pattern := patterns.write(ref, node, self.next_index)):
-                    out += pattern
-                    self.next_index = memo[ref] + 1
                     continue
                 inner: Iterator[Ref] | None
                 if type(node) is tuple and node:
@@ -175,13 +174,13 @@ class _Writer:
                 usual = plain and memo[ref] == _OPEN
                 if type(node) is tuple and usual:
                     size = len(node)
-                    out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else TUPLES[size]
+                    out += b"t" if size > 3 or (forms and forms.get(ref) == 0x74) else _TUPLES[size]
                 elif type(node) is Call and usual and node.op == 0x52 and node.filling is None:
                     out += b"R"
                 elif type(node) is Persistent and usual and node.filling is None:
                     out += b"Q"
                     if not memoized or ref not in memoized:
-                        memo[ref] = UNMEMOIZED
+                        memo[ref] = _UNMEMOIZED
                         continue
                 else:
                     filling = self.construct(ref, node)
@@ -191,7 +190,7 @@ class _Writer:
                         row = filling
                     continue
                 if unmemoized and ref in unmemoized:
-                    memo[ref] = UNMEMOIZED
+                    memo[ref] = _UNMEMOIZED
                     continue
                 memo[ref] = index = self.next_index
                 self.next_index += 1
@@ -312,7 +311,7 @@ class _Writer:
         if self.memo[ref] >= 0:
             self.drop(ref, node)
             return None
-        if self.memo[ref] == UNMEMOIZED and self.first_attempt:
+        if self.memo[ref] == _UNMEMOIZED and self.first_attempt:
             # It was constructed within itself, and not memoized.
             raise _ReusedError
         self.out += b"t" if isinstance(node, tuple) and self.has_mark(ref, node) else self.constructor(node)
@@ -321,7 +320,7 @@ class _Writer:
     def constructor(self, node: Node) -> bytes:
         """Return the opcode that constructs a node, if its style does not matter."""
         if isinstance(node, tuple):
-            return TUPLES[len(node)]
+            return _TUPLES[len(node)]
         if isinstance(node, Call):
             cls = self.nodes[node.func]
             if node.op != op.INST:
@@ -349,9 +348,9 @@ class _Writer:
     def memoize_and_fill(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
         """Memoize a new node, as its type and the style demand; return the references that fill it, or None."""
         if ref not in self.memoized if isinstance(node, _NEVER_MEMOIZED) else ref in self.unmemoized:
-            self.memo[ref] = UNMEMOIZED
+            self.memo[ref] = _UNMEMOIZED
         elif self.style.memoize_late and isinstance(node, Call) and node.op == op.NEWOBJ and node.filling is not None:
-            self.memo[ref] = UNMEMOIZED
+            self.memo[ref] = _UNMEMOIZED
             return self.fill(ref, node, memoize=True)
         else:
             self.memoize(ref)
@@ -376,14 +375,7 @@ class _Writer:
         for code, refs in batched(node, self.style.batches.get(ref), self.dialect):
             if code in _MANY:
                 self.out += b"("
-            if self.patterns is None or code not in _PAIRS:
-                yield from refs
-            else:
-                at = 0
-                while at < len(refs):
-                    at, self.next_index = self.patterns.write_items(refs, at, self.next_index, self.out)
-                    yield from refs[at : at + 2]
-                    at += 2
+            yield from refs
             self.out.append(code)
         if memoize:
             self.memoize(ref)
@@ -422,3 +414,65 @@ def encode(graph: Graph) -> bytes:
         except _CyclicError:
             written_first = cycles(graph)
         keep = shared_refs(graph).union(*(cycle.members for cycle in written_first or ()))
+
+
+# -- shared objects and cycles
+
+
+def shared_refs(graph: Graph) -> frozenset[Ref]:
+    """Return the nodes with identity that have several parents; without a memo index, a pickle would duplicate them."""
+    nodes = graph.nodes
+    seen, shared = bytearray(len(nodes)), set()
+    seen[graph.root] = 1
+    for ref in graph.reachable():
+        for child in children(nodes[ref]):
+            if not seen[child]:
+                seen[child] = 1
+            elif not isinstance(nodes[child], CONSTANTS) and nodes[child] != ():
+                shared.add(child)
+    return frozenset(shared)
+
+
+def cycles(graph: Graph) -> list[Cycle]:
+    """Return the cycles of a graph that contain a dependency, each after the cycles that it leads to.
+
+    They are the strongly connected components (Tarjan, without recursion) in which a member depends on another one.
+    """
+    nodes = graph.nodes
+    result = []
+    order: dict[Ref, int] = {}
+    lowest: dict[Ref, int] = {}
+    waiting: list[Ref] = []
+    settled = bytearray(len(nodes))
+    path: list[tuple[Ref, Iterator[Ref]]] = []
+
+    def enter(ref: Ref) -> None:
+        order[ref] = lowest[ref] = len(order)
+        waiting.append(ref)
+        path.append((ref, iter(children(nodes[ref]))))
+
+    enter(graph.root)
+    while path:
+        ref, rest = path[-1]
+        for child in rest:
+            if child not in order:
+                enter(child)
+                break
+            if not settled[child]:
+                lowest[ref] = min(lowest[ref], order[child])
+        else:
+            path.pop()
+            if path:
+                parent = path[-1][0]
+                lowest[parent] = min(lowest[parent], lowest[ref])
+            if lowest[ref] < order[ref]:
+                continue
+            component: set[Ref] = set()
+            while ref not in component:
+                member = waiting.pop()
+                settled[member] = 1
+                component.add(member)
+            dependent = [member for member in component if not component.isdisjoint(dependencies(nodes[member]))]
+            if dependent:
+                result.append(Cycle(frozenset(component), tuple(sorted(dependent))))
+    return result

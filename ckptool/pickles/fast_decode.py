@@ -10,7 +10,6 @@ A LONG_BINPUT follows everything that can be shared. The loop of ``decode`` woul
 regular expression reads the whole pattern. The pattern has no meaning here. ``read_pattern`` adds the nodes that the
 loop would have added, with the same numbers, or declines and changes nothing, and the loop goes on. So everything
 unusual (the first tensors, small memo indices, scalars, other protocols, hostile files) is left to the loop.
-``fast_encode`` is the other direction.
 
 TorchScript's pickler (``torch/csrc/jit/serialization/pickler.cpp``) writes the same objects differently: it memoizes
 only the strings and the storage, writes every tuple with MARK and TUPLE, and may reuse an earlier string as a key.

@@ -274,8 +274,6 @@ class Graph:
     ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE within the pickle;
     ``fetched``    the references that the pickle took again, from its memo or by DUP; None if unknown; any other node
                    has at most one parent, unless it is a number, a bool, None or ``()``;
-    ``base``       the graph that an edited graph was made from;
-    ``changed``    the references of its nodes that were replaced;
     ``cache``      results of readers about single nodes, by a name and the reference; not part of the graph.
 
     A graph is never changed: ``edited`` returns another one.
@@ -291,8 +289,6 @@ class Graph:
         filled_at: Mapping[Ref, int] | None = None,
         texts: tuple[Sequence[Ref], Sequence[int]] = ((), ()),
         fetched: AbstractSet[Ref] | None = None,
-        base: Graph | None = None,
-        changed: frozenset[Ref] = frozenset(),
     ) -> None:
         self.nodes: Final = nodes
         self.root: Final = root
@@ -302,8 +298,6 @@ class Graph:
         self.filled_at: Final[Mapping[Ref, int]] = filled_at or {}
         self.texts: Final = texts
         self.fetched: Final = fetched
-        self.base: Final = base
-        self.changed: Final = changed
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
         self._index: defaultdict[type, list[Ref]] | None = None
         self._strings: frozenset[str] | None = None
@@ -325,10 +319,7 @@ class Graph:
             nodes[ref] = node
         root = self.root if root is None else root
         style = self.style.extended(like) if like else self.style
-        base = self.base or self
-        count = len(base.nodes)
-        changed = self.changed.union([ref for ref in changes if ref < count])
-        return Graph(nodes, root, style, self.refused, self.oddities, base=base, changed=changed)
+        return Graph(nodes, root, style, self.refused, self.oddities)
 
     def of_type(self, kind: type[_T]) -> Iterator[tuple[Ref, _T]]:
         """Yield the nodes of a type, with their references, in order; not for numbers, ``str`` and ``tuple``."""

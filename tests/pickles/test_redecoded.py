@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.base.errors import PickleError
-from ckptool.pickles import compare
 from ckptool.pickles.compare import difference, redecoded
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import Call, Dict, Graph, Persistent, Ref
+from ckptool.pickles.nodes import Graph
 
 
 def _saved(count: int) -> bytes:
@@ -95,84 +94,6 @@ def test_whatever_else_is_other_it_is_no_other_graph(data: Any) -> None:
         raise AssertionError(f"it does not decode: {error}") from error
     assert run.end == len(changed)
     assert difference(run.graph, made) == ""
-
-
-def _wrapped(count: int) -> bytes:
-    """The state dict of a wrapped model: its ``_metadata`` has the wrapper and the module in it."""
-    model = torch.nn.ModuleDict({"module": torch.nn.Sequential(*(torch.nn.Linear(2, 1) for _ in range(count)))})
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "rate": 0.5, "zero": 0.0, "names": ("a", ["b"])}, file)
-    with zipfile.ZipFile(file) as archive:
-        return archive.read("archive/data.pkl")
-
-
-WRAPPED = _wrapped(60)
-#: Without the names in a tuple: what nothing but containers hold.
-NESTED = pickle.dumps({"a": {"b": [1, 0.5, "c"], "d": {"e": "f", "g": -0.0}}, "h": [{"i": "j"}, {"k": "l"}]}, 2)
-
-
-def _edit(data: Any, graph: Graph) -> Graph:
-    """The graph with other keys, and perhaps with one entry less in a mapping."""
-    texts = [ref for ref, node in enumerate(graph.nodes) if type(node) is str and node.startswith("module")]
-    chosen = data.draw(st.sampled_from([texts, texts[:3], []]))
-    changes: dict[Ref, Any] = {ref: str(graph.nodes[ref]).removeprefix("module.") for ref in chosen}
-    mappings = [ref for ref, node in enumerate(graph.nodes) if isinstance(node, Call | Dict) and len(node.pairs) > 2]
-    for ref in data.draw(st.lists(st.sampled_from(mappings), max_size=2, unique=True)):
-        node = graph.nodes[ref]
-        assert isinstance(node, Call | Dict)
-        at = 2 * data.draw(st.integers(0, len(node.pairs) // 2 - 1))
-        pairs = [*node.pairs[:at], *node.pairs[at + 2 :]]
-        changes[ref] = Dict(pairs) if isinstance(node, Dict) else node.filled(node.items, pairs, node.states)
-    return graph.edited(changes)
-
-
-def _spoilt(data: Any, graph: Graph) -> None:
-    """Change one node: a text, a number, or what it refers to."""
-    ref = data.draw(st.integers(0, len(graph.nodes) - 1))
-    node, other = graph.nodes[ref], data.draw(st.integers(0, len(graph.nodes) - 1))
-    if type(node) is str:
-        graph.nodes[ref] = node + "x"
-    elif type(node) is float:
-        graph.nodes[ref] = -node
-    elif type(node) is int:
-        graph.nodes[ref] = bool(node)
-    elif type(node) is tuple and node:
-        graph.nodes[ref] = (min(other, ref - 1), *node[1:])
-    elif isinstance(node, Persistent):
-        graph.nodes[ref] = Persistent(min(other, ref - 1))
-    elif isinstance(node, Dict) and node.pairs:
-        graph.nodes[ref] = Dict([*node.pairs[:-1], other])
-    elif isinstance(node, Call) and node.filling is None:
-        graph.nodes[ref] = Call(node.op, node.func, min(other, ref - 1))
-
-
-@settings(max_examples=examples(400))
-@given(st.data())
-def test_graphs_compare_the_same_in_columns_and_node_by_node(data: Any) -> None:
-    graph = decode(data.draw(st.sampled_from((WRAPPED, NESTED, PICKLES["many"])))).graph
-    edited = _edit(data, graph)
-    read = decode(encode(edited)).graph
-    assert difference(edited, read) == ""
-    for _ in range(data.draw(st.integers(0, 2))):
-        _spoilt(data, read)
-    nothing = bytes(max(len(edited.nodes), len(read.nodes)))
-    assert bool(difference(edited, read)) == bool(compare._difference(edited, read, nothing, compare.CONSTANTS, None))
-
-
-def test_the_tensors_of_an_edited_state_dict_are_compared_in_columns() -> None:
-    graph = decode(WRAPPED).graph
-    metadata = next(node for node in graph.nodes if isinstance(node, Call) and len(node.pairs) == 2 * 62)
-    ref = graph.nodes.index(metadata)
-    pairs = [metadata.pairs[0], *metadata.pairs[3:]]
-    changes: dict[Ref, Any] = {ref: metadata.filled((), pairs, metadata.states)}
-    edited = graph.edited(changes)
-    read = decode(encode(edited)).graph
-    common = compare._common(edited, read)
-    assert common is not None
-    calls = [
-        ref for ref, node in enumerate(graph.nodes) if type(node) is Call and type(graph.nodes[node.args]) is tuple
-    ]
-    assert sum(common[ref] for ref in calls) >= 120
 
 
 def test_a_text_that_names_a_function_decides_more_than_itself() -> None:

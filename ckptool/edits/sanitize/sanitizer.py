@@ -27,9 +27,8 @@ from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource
 from ...formats.opening import takes_path
 from ...pickles import opcodes as op
-from ...pickles.cycles import cycles
 from ...pickles.decode import decode
-from ...pickles.encode import encode
+from ...pickles.encode import cycles, encode
 from ...pickles.nodes import (
     Buffer,
     ByteArray,
