@@ -354,29 +354,28 @@ _SENTENCE: Final = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 _LONGEST: Final = 130
 
 
-#: What happens in each situation; a test in this folder records it.
-SITUATIONS: Final = ROOT / "tests" / "situations" / "recorded.json"
+#: Each situation, and what happens in it; a test in this folder records it.
+SITUATIONS: Final = ROOT / "tests" / "situations" / "situations.json"
 #: A thread of a project on GitHub; threads after a comma are of the same project if they name none.
 _THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 def situations() -> str:
     """Return how many situations end well, and for each what is typed, answered and typed next."""
-    records = json.loads(SITUATIONS.read_text(encoding="utf-8"))
-    well = sum(not record["wrong"] for record in records.values())
+    groups = json.loads(SITUATIONS.read_text(encoding="utf-8"))
+    records = [record | happened for rows in groups.values() for record, happened in rows.values()]
+    well = sum(not record["wrong"] for record in records)
     lines = [f"{len(records)} situations were rebuilt; {well} end well."]
-    group = ""
-    for record in records.values():
-        if record["group"] != group:
-            group = record["group"]
-            lines += ["", f"## {group}", ""]
-        lines += _situation(record)
+    for group, rows in groups.items():
+        lines += ["", f"## {group}", ""]
+        for record, happened in rows.values():
+            lines += _situation(record | happened)
     return "\n".join(lines)
 
 
 def _situation(record: dict[str, Any]) -> list[str]:
     """Return the item of a situation: what happened, and the commands of one way to ask, or the answer without one."""
-    where = _THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record["where"])
+    where = _THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record.get("where", ""))
     chain = next((each for each in record["commands"] if each[0].startswith("explain")), record["commands"][0])
     commands = chain[1:] if chain[0].startswith("explain") else [f"ckptool {chain[0]}", *chain[1:]]
     lines = [f"- {record['what']}{f' ({where})' if where else ''}"]

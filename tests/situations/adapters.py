@@ -41,15 +41,7 @@ def base_folder(path: str) -> None:
         json.dump({"model_type": "llama"}, file)
 
 
-@situation(
-    "huggingface/peft#1443, huggingface/peft#1710, huggingface/peft#1328",
-    "an adapter was saved under ZeRO-3 without gathering: each tensor has the shape [0]",
-    "inspect adapter",
-    "validate adapter",
-    "explain MESSAGE adapter",
-    cause="ZeRO-3|empty",
-    helps="save (it )?again|save again",
-)
+@situation()
 def empty_adapter() -> str:
     adapter_folder("adapter", {key: torch.empty(0) for key in adapter()})
     return (
@@ -59,41 +51,21 @@ def empty_adapter() -> str:
     )
 
 
-@situation(
-    "huggingface/peft#1337",
-    "a trained PEFT model was wrapped again: `base_model.model.` stands twice in each key",
-    "match adapter expected",
-    cause=r"base_model\.model\.",
-    ends=holds(adapter()),
-)
+@situation(ends=holds(adapter()))
 def wrapped_twice() -> str:
     adapter_folder("adapter", adapter("base_model.model.base_model.model."))
     adapter_folder("expected", adapter())
     return ""
 
 
-@situation(
-    "PEFT",
-    "an adapter saved by torch.save has the names of the live model: `.default.` in each key",
-    "match adapter.pth expected",
-    cause="default",
-    ends=holds(adapter()),
-)
+@situation(ends=holds(adapter()))
 def live_names() -> str:
     torch.save(adapter(name=".default"), "adapter.pth")
     adapter_folder("expected", adapter())
     return ""
 
 
-@situation(
-    "mistral-finetune#74, oobabooga/text-generation-webui#2474, kohya_ss#519, alpaca-lora#27",
-    "a LoRA should be merged into its base model",
-    "merge base adapter -o merged",
-    "match adapter base",
-    "merge-lora base adapter -o merged",
-    cause="LoRA|adapter",
-    ends=holds({f"{LAYER}.weight": torch.full((8, 8), 5.0)}),
-)
+@situation(ends=holds({f"{LAYER}.weight": torch.full((8, 8), 5.0)}))
 def merge_lora() -> str:
     base_folder("base")
     adapter_folder("adapter", adapter())
@@ -103,14 +75,7 @@ def merge_lora() -> str:
 KOHYA = "lora_unet_down_blocks_0_attentions_0_proj_in"
 
 
-@situation(
-    "huggingface/diffusers#14409",
-    "a LoRA in the names of kohya, without an alpha, should be merged into a U-Net of diffusers",
-    "match lora.safetensors unet",
-    "merge-lora unet lora.safetensors -o merged",
-    cause="LoRA|lora",
-    ends=holds({"down_blocks.0.attentions.0.proj_in.weight": torch.full((8, 8), 3.0)}),
-)
+@situation(ends=holds({"down_blocks.0.attentions.0.proj_in.weight": torch.full((8, 8), 3.0)}))
 def merge_kohya() -> str:
     os.mkdir("unet")
     base = {"down_blocks.0.attentions.0.proj_in.weight": torch.ones(8, 8)}
@@ -122,13 +87,7 @@ def merge_kohya() -> str:
     return ""
 
 
-@situation(
-    "huggingface/peft#309, JIA-Lab/LISA#177",
-    "the state dict of a whole PEFT model is loaded into the base model",
-    "match peft.pth base",
-    cause="LoRA|adapter",
-    helps="merge_and_unload|PEFT",
-)
+@situation()
 def peft_model_into_base() -> str:
     base_folder("base")
     torch.save({f"base_model.model.{LAYER}.base_layer.weight": torch.ones(8, 8), **adapter(name=".default")},
@@ -136,13 +95,7 @@ def peft_model_into_base() -> str:
     return ""
 
 
-@situation(
-    "huggingface/peft#309",
-    "the same, with the message of load_state_dict",
-    "explain MESSAGE peft.pth",
-    cause="LoRA|adapter",
-    helps="merge_and_unload|PEFT",
-)
+@situation()
 def peft_model_with_message() -> str:
     torch.save({"fc.base_layer.weight": torch.ones(2, 4), "fc.base_layer.bias": torch.ones(2),
                 "fc.lora_A.default.weight": torch.ones(2, 4), "fc.lora_B.default.weight": torch.ones(2, 2)},

@@ -22,40 +22,19 @@ def save_on(device: str, value: object, path: str) -> None:
         torch.save(value, path)
 
 
-@situation(
-    "",
-    "a file from a machine with GPUs is loaded on one without",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="cuda:1",
-    ends=holds(),
-)
+@situation(ends=holds())
 def cuda_without_gpu() -> str:
     save_on("cuda:1", state(), "model.pth")
     return error_of(torch.load, "model.pth")
 
 
-@situation(
-    "huggingface/transformers#7976",
-    "tensors are tagged `xla:0`, which no torch without torch_xla knows",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="xla:0",
-    ends=holds(),
-)
+@situation(ends=holds())
 def xla_tags() -> str:
     save_on("xla:0", state(), "model.pth")
     return error_of(torch.load, "model.pth")
 
 
-@situation(
-    "pytorch/xla#1026",
-    "an old torch_xla saved each tensor as a NumPy array that `_rebuild_xla_tensor` makes a tensor of",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="xla",
-    ends=holds(),
-)
+@situation(ends=holds())
 def old_xla_tensors() -> str:
     arrays = {
         key: called("torch._utils._rebuild_xla_tensor", value.numpy(), value.dtype, "xla:0", False)
@@ -65,14 +44,7 @@ def old_xla_tensors() -> str:
     return "AttributeError: Can't get attribute '_rebuild_xla_tensor' on <module 'torch._utils' from 'torch/_utils.py'>"
 
 
-@situation(
-    "icip-cas/AutoAlign#61",
-    "Ascend NPU tensors are loaded without torch_npu",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="npu",
-    ends=holds(entry="state_dict"),
-)
+@situation(ends=holds(entry="state_dict"))
 def npu_tensors() -> str:
     tensors = {}
     for key, value in STATE.items():
@@ -83,14 +55,7 @@ def npu_tensors() -> str:
     return error_of(torch.load, "model.pth", weights_only=False)
 
 
-@situation(
-    "pytorch/xla#3074, pytorch/xla#2364, Lightning-AI/pytorch-lightning#7969",
-    "xser.save (TPU, AWS Neuron) wrote model.pt and a folder model.pt.tensors",
-    "inspect model.pt",
-    "explain MESSAGE model.pt",
-    cause=r"model\.pt\.tensors",
-    ends=holds(),
-)
+@situation(ends=holds())
 def xser() -> str:
     os.mkdir("model.pt.tensors")
     references = {}
@@ -101,26 +66,13 @@ def xser() -> str:
     return error_of(torch.load, "model.pt", weights_only=False)
 
 
-@situation(
-    "pytorch/ignite#2076, lanl/hippynn#12",
-    "a run is resumed with map_location='cuda', which moves the state of the random number generator too",
-    "explain MESSAGE checkpoint.pt",
-    cause="map_location",
-    helps='map_location="cpu"',
-)
+@situation()
 def rng_state_moved() -> str:
     torch.save({"model": state(), "rng_states": [torch.get_rng_state()], "epoch": 3}, "checkpoint.pt")
     return "TypeError: RNG state must be a torch.ByteTensor"
 
 
-@situation(
-    "accelerate",
-    "random_states_0.pkl of accelerate holds NumPy arrays, which weights_only refuses when a run is resumed",
-    "inspect random_states_0.pkl",
-    "explain MESSAGE random_states_0.pkl",
-    cause="numpy",
-    ends=lambda output: _resumes(output),
-)
+@situation(ends=lambda output: _resumes(output))
 def accelerate_random_states() -> str:
     states = {
         "step": 7,
@@ -144,13 +96,7 @@ def _resumes(output: str) -> None:
     torch.set_rng_state(before[2])
 
 
-@situation(
-    "Vchitect/Latte#61",
-    "half-precision weights run on a CPU whose torch lacks the kernel",
-    "explain MESSAGE model.half.pth",
-    cause="float16|half",
-    ends=lambda output: _is_float32(output),
-)
+@situation(ends=lambda output: _is_float32(output))
 def half_on_cpu() -> str:
     torch.save({key: value.half() if value.is_floating_point() else value for key, value in state().items()},
                "model.half.pth")  # fmt: skip
@@ -162,14 +108,7 @@ def _is_float32(output: str) -> None:
     assert all(value.dtype in (torch.float32, torch.int64) for value in loaded(output).values())
 
 
-@situation(
-    "",
-    "tensors on the device meta were saved, which have no values",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="meta",
-    helps="save the model again",
-)
+@situation()
 def meta_tensors() -> str:
     torch.save({key: value.to("meta") for key, value in state().items()}, "model.pth")
     with torch.device("meta"):

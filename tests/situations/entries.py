@@ -17,76 +17,38 @@ SITUATIONS: list[Situation] = []
 situation = register(SITUATIONS)
 
 
-@situation(
-    "diffusers#861, diffusers#1675, diffusers#1876, text2image-gui#52",
-    "a merged Stable Diffusion .ckpt is the bare state dict; the script wants an entry `state_dict`",
-    "explain MESSAGE merged.ckpt",
-    cause="is the state dict itself",
-    ends=holds(entry="state_dict"),
-)
+@situation(ends=holds(entry="state_dict"))
 def bare_state_dict() -> str:
     torch.save(state(), "merged.ckpt")
     return error_of(lambda: torch.load("merged.ckpt")["state_dict"])
 
 
-@situation(
-    "Lightning-AI/pytorch-lightning#13288",
-    "RVC keeps the weights in `weight`; the script wants `state_dict`",
-    "explain MESSAGE rvc.pth",
-    cause="its weights are in 'weight'",
-    ends=holds(entry="state_dict"),
-)
+@situation(ends=holds(entry="state_dict"))
 def another_entry() -> str:
     torch.save({"weight": state(), "config": [1025, 32], "sr": "40k", "f0": 1, "version": "v2"}, "rvc.pth")
     return error_of(lambda: torch.load("rvc.pth")["state_dict"])
 
 
-@situation(
-    "ykdai/BasicPBC#1",
-    "a BasicSR file has `params`; the script wants the averaged `params_ema`",
-    "explain MESSAGE net_g_5000.pth",
-    cause="no entry 'params_ema'",
-    ends=holds(entry="params_ema"),
-)
+@situation(ends=holds(entry="params_ema"))
 def params_ema() -> str:
     torch.save({"params": state()}, "net_g_5000.pth")
     return error_of(lambda: torch.load("net_g_5000.pth")["params_ema"])
 
 
-@situation(
-    "BasicSR, Real-ESRGAN",
-    "a Real-ESRGAN file with `params` and `params_ema` is given to load_state_dict as it is",
-    "explain MESSAGE realesrgan.pth",
-    cause="weights are in its entry 'params",
-    ends=holds(),
-)
+@situation(ends=holds())
 def params_and_params_ema() -> str:
     torch.save({"params": state(), "params_ema": state()}, "realesrgan.pth")
     return error_of(Net().load_state_dict, torch.load("realesrgan.pth"))
 
 
-@situation(
-    "diStyApps/Safe-and-Stable-Ckpt2Safetensors#3",
-    "an NAI .ckpt has a second `state_dict` inside its state dict, and safetensors refuses it",
-    "inspect animefull.ckpt",
-    "explain MESSAGE animefull.ckpt",
-    "convert animefull.ckpt -o animefull.safetensors",
-    cause=r"state_dict\.state_dict|another state dict|it is not a tensor",
-    ends=holds(),
-)
+@situation(ends=holds())
 def state_dict_inside_state_dict() -> str:
     inner = state()
     torch.save({"state_dict": {**inner, "state_dict": {**inner}}}, "animefull.ckpt")
     return error_of(save_file, torch.load("animefull.ckpt")["state_dict"], "animefull.safetensors")
 
 
-@situation(
-    "SWivid/F5-TTS#84",
-    "F5-TTS keeps averaged weights in `ema_model_state_dict`, each key after `ema_model.`, beside `initted` and `step`",
-    "explain MESSAGE model_1200000.pt",
-    cause="ema_model",
-    ends=fits(Net, extra=True),
-)
+@situation(ends=fits(Net, extra=True))
 def f5_tts() -> str:
     averaged = {"initted": torch.tensor(True), "step": torch.tensor(9), **state("ema_model.")}
     torch.save(
@@ -111,13 +73,7 @@ def _timm() -> dict[str, object]:
     }
 
 
-@situation(
-    "timm",
-    "a timm training file should become small enough to publish",
-    "slim model_best.pth.tar --for inference -o slim.pth",
-    cause="optimizer",
-    ends=lambda output: _is_slim(output),
-)
+@situation(ends=lambda output: _is_slim(output))
 def timm_slim() -> str:
     torch.save(_timm(), "model_best.pth.tar")
     return ""
@@ -128,14 +84,7 @@ def _is_slim(output: str) -> None:
     assert "optimizer" not in torch.load(output, weights_only=True)
 
 
-@situation(
-    "nomeroff-net#262, facebookresearch/nougat#165, stable-audio-tools#163, RSPrompter#48",
-    "weights that Lightning did not save are given to `load_from_checkpoint`",
-    "explain MESSAGE model.pth",
-    "edit model.pth --for lightning -o model.ckpt",
-    cause="Lightning|pytorch-lightning_version",
-    ends=lambda output: _lightning(output),
-)
+@situation(ends=lambda output: _lightning(output))
 def not_from_lightning() -> str:
     torch.save(state(), "model.pth")
     return error_of(lambda: torch.load("model.pth")["pytorch-lightning_version"])
@@ -149,38 +98,20 @@ def _lightning(output: str) -> None:
     Net().load_state_dict(value["state_dict"])
 
 
-@situation(
-    "ggml-org/whisper.cpp#2730",
-    "a Whisper that transformers saved is given to the loader of OpenAI's Whisper",
-    "explain MESSAGE whisper.pt",
-    cause="transformers",
-    helps="convert-h5-to-ggml|from_pretrained",
-)
+@situation()
 def whisper_of_transformers() -> str:
     layer = "model.decoder.layers.0.encoder_attn.q_proj.weight"
     torch.save({"model.encoder.conv1.weight": torch.ones(4, 8, 3), layer: torch.ones(4, 4)}, "whisper.pt")
     return error_of(lambda: torch.load("whisper.pt")["dims"])
 
 
-@situation(
-    "arcee-ai/mergekit#350",
-    "a program takes `lm_head.weight` out of a model whose head is tied to the embedding",
-    "explain MESSAGE pytorch_model.bin",
-    cause="tied",
-    ends=holds({"lm_head.weight": torch.ones(8, 4), "model.embed_tokens.weight": torch.ones(8, 4)}),
-)
+@situation(ends=holds({"lm_head.weight": torch.ones(8, 4), "model.embed_tokens.weight": torch.ones(8, 4)}))
 def tied_head() -> str:
     torch.save({"model.embed_tokens.weight": torch.ones(8, 4), "model.norm.weight": torch.ones(4)}, "pytorch_model.bin")
     return error_of(lambda: torch.load("pytorch_model.bin")["lm_head.weight"])
 
 
-@situation(
-    "",
-    "only the optimizer was saved, and the file is given to the model",
-    "explain MESSAGE optimizer.pt",
-    cause="optimizer",
-    helps="no (weights|state dict|model)|only .*optimizer",
-)
+@situation()
 def only_the_optimizer() -> str:
     model = trained()
     optimizer = torch.optim.Adam(model.parameters())
@@ -190,13 +121,7 @@ def only_the_optimizer() -> str:
     return error_of(Net().load_state_dict, torch.load("optimizer.pt"))
 
 
-@situation(
-    "",
-    "a backbone was frozen after the save, so the optimizer has other groups",
-    "explain MESSAGE checkpoint.pth",
-    cause="optimizer",
-    ends=holds(entry="model"),
-)
+@situation(ends=holds(entry="model"))
 def other_optimizer_groups() -> str:
     model = trained()
     torch.save({"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), 0.1).state_dict()},
@@ -222,25 +147,13 @@ def _weights_alone(output: str) -> None:
     assert "optimizer" not in torch.load(output, weights_only=True)
 
 
-@situation(
-    "",
-    "the optimizer was changed from SGD to Adam since the save",
-    "explain MESSAGE checkpoint.pth",
-    cause="another optimizer saved 'optimizer'",
-    ends=_weights_alone,
-)
+@situation(ends=_weights_alone)
 def optimizer_of_another_kind() -> str:
     torch.save(_stepped(torch.optim.SGD), "checkpoint.pth")
     return error_of(_stepped, torch.optim.Adam, torch.load("checkpoint.pth")["optimizer"])
 
 
-@situation(
-    "",
-    "a training run was salvaged from a cut file: the model is whole, a part of the optimizer is not",
-    "explain MESSAGE resumed.pth",
-    cause="lacks 'exp_avg_sq' for 1 of 5 parameters",
-    ends=_weights_alone,
-)
+@situation(ends=_weights_alone)
 def half_an_optimizer() -> str:
     run = _stepped(torch.optim.Adam)
     torch.save(run, "cut.pth")
@@ -251,38 +164,20 @@ def half_an_optimizer() -> str:
     return error_of(_stepped, torch.optim.Adam, torch.load("resumed.pth")["optimizer"])
 
 
-@situation(
-    "",
-    "the path, and not what torch.load returns, is given to load_state_dict",
-    "explain MESSAGE model.pth",
-    cause="holds a state dict",
-    helps="load the state dict into it|load_state_dict",
-)
+@situation()
 def path_in_place_of_a_state_dict() -> str:
     torch.save(state(), "model.pth")
     return "Traceback (most recent call last):\n  File \"load.py\", line 3, in <module>\n" \
         "    model.load_state_dict('model.pth')\nAttributeError: 'str' object has no attribute 'copy'"  # fmt: skip
 
 
-@situation(
-    "",
-    "the script wants `state_dict`; the file has `model`, saved by DataParallel",
-    "explain MESSAGE checkpoint.pth",
-    cause="its weights are in 'model'",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def entry_and_prefix() -> str:
     torch.save({"model": state("module."), "epoch": 3}, "checkpoint.pth")
     return error_of(lambda: torch.load("checkpoint.pth")["state_dict"])
 
 
-@situation(
-    "Stable Diffusion",
-    "a .ckpt of 7 GB should become small: it has the averages of LitEma beside the weights",
-    "slim sd.ckpt --for inference -o sd.slim.ckpt",
-    cause="EMA",
-    ends=lambda output: _without_averages(output),
-)
+@situation(ends=lambda output: _without_averages(output))
 def stable_diffusion_slim() -> str:
     averages = {f"model_ema.{key.replace('.', '')}": value for key, value in state().items()}
     model = {f"model.{key}": value for key, value in state().items()}

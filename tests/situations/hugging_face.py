@@ -78,28 +78,14 @@ def write_index(path: str, index: dict[str, Any]) -> None:
     Path(path, "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-@situation(
-    "transformers",
-    "one of the .bin shards is missing",
-    "inspect model",
-    "explain MESSAGE model",
-    cause=r"pytorch_model-00002-of-00003\.bin",
-    helps="get the file|download",
-)
+@situation()
 def missing_shard() -> str:
     names = shards("model", "bin")
     os.remove(f"model/{names[1]}")
     return error_of(type(llama()).from_pretrained, "model")
 
 
-@situation(
-    "transformers",
-    "the index names the wrong shard for `lm_head.weight`, and transformers makes it up at random",
-    "inspect model",
-    "explain MESSAGE model",
-    cause="lm_head",
-    ends=loads_llama,
-)
+@situation(ends=loads_llama)
 def index_names_the_wrong_shard() -> str:
     names = shards("model")
     index = index_of("model")
@@ -111,14 +97,7 @@ def index_names_the_wrong_shard() -> str:
     )
 
 
-@situation(
-    "Neph0s/CoSER#3, Blaizzy/mlx-vlm#1827",
-    "the index of an older save lies beside a complete set of shards",
-    "inspect model",
-    "explain MESSAGE model",
-    cause="index.*(another|other|older)",
-    ends=loads_llama,
-)
+@situation(ends=loads_llama)
 def stale_index() -> str:
     shards("model")
     index = index_of("model")
@@ -127,41 +106,21 @@ def stale_index() -> str:
     return error_of(type(llama()).from_pretrained, "model")
 
 
-@situation(
-    "unslothai/unsloth#2355",
-    "shards without an index",
-    "inspect model",
-    "explain MESSAGE model",
-    cause="index",
-    ends=loads_llama,
-)
+@situation(ends=loads_llama)
 def no_index() -> str:
     shards("model")
     os.remove("model/model.safetensors.index.json")
     return error_of(type(llama()).from_pretrained, "model")
 
 
-@situation(
-    "transformers",
-    "the index has no `metadata`",
-    "inspect model",
-    "explain MESSAGE model",
-    cause="metadata",
-    ends=loads_llama,
-)
+@situation(ends=loads_llama)
 def index_without_metadata() -> str:
     shards("model")
     write_index("model", {"weight_map": index_of("model")["weight_map"]})
     return error_of(type(llama()).from_pretrained, "model")
 
 
-@situation(
-    "transformers",
-    "an old model.safetensors lies beside newer .bin shards, and is loaded",
-    "inspect model",
-    cause=r"model\.safetensors",
-    helps="loaded from .* as transformers chooses; skipped",
-)
+@situation()
 def two_sets_of_weights() -> str:
     shards("model", "bin")
     save_file({key: value.clone() * 0 for key, value in llama().state_dict().items()}, "model/model.safetensors",
@@ -169,15 +128,7 @@ def two_sets_of_weights() -> str:
     return ""
 
 
-@situation(
-    "safetensors/safetensors#98",
-    "GPT-2 shares its embedding with its head, and safetensors refuses it",
-    "explain MESSAGE pytorch_model.bin",
-    "convert pytorch_model.bin -o model.safetensors",
-    cause="share|tied",
-    ends=holds({"transformer.wte.weight": torch.ones(8, 4)}),
-    helps="--tied keep-first",
-)
+@situation(ends=holds({"transformer.wte.weight": torch.ones(8, 4)}))
 def tied_weights() -> str:
     weight = torch.ones(8, 4)
     value = {"transformer.wte.weight": weight, "lm_head.weight": weight, "transformer.ln_f.weight": torch.ones(4)}
@@ -185,14 +136,7 @@ def tied_weights() -> str:
     return error_of(save_file, value, "model.safetensors")
 
 
-@situation(
-    "huggingface/transformers#28293, #34623, safetensors#469, ComfyUI#3923, supermerger#296",
-    "a transposed tensor is not contiguous, and safetensors refuses it",
-    "explain MESSAGE model.pth",
-    "convert model.pth -o model.safetensors",
-    cause="contiguous|in order|strides",
-    ends=holds(),
-)
+@situation(ends=holds())
 def not_contiguous() -> str:
     value = state()
     value["fc.weight"] = value["fc.weight"].t().contiguous().t()
@@ -200,69 +144,34 @@ def not_contiguous() -> str:
     return error_of(save_file, value, "model.safetensors")
 
 
-@situation(
-    "ml-explore/mlx#743",
-    "a safetensors file does not say `format: pt`, and an older transformers fails",
-    "explain MESSAGE model/model.safetensors",
-    cause="format",
-    ends=holds(),
-)
+@situation(ends=holds())
 def no_format() -> str:
     os.mkdir("model")
     save_file(state(), "model/model.safetensors")
     return "AttributeError: 'NoneType' object has no attribute 'get'"
 
 
-@situation(
-    "transformers",
-    "a checkpoint of torch.save was renamed to model.safetensors",
-    "inspect model.safetensors",
-    "explain MESSAGE model.safetensors",
-    cause="not safetensors|torch-zip",
-    ends=holds(),
-)
+@situation(ends=holds())
 def renamed_to_safetensors() -> str:
     torch.save(state(), "model.safetensors")
     return error_of(load_file, "model.safetensors")
 
 
-@situation(
-    "",
-    "a safetensors file was given to torch.load",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="safetensors",
-    ends=holds(),
-    helps="load_file",
-)
+@situation(ends=holds())
 def safetensors_by_torch_load() -> str:
     save_file(state(), "model.safetensors", {"format": "pt"})
     shutil.move("model.safetensors", "model.pth")
     return error_of(torch.load, "model.pth", weights_only=False)
 
 
-@situation(
-    "",
-    "the weights are in a training checkpoint, and transformers looks for a file with a fixed name",
-    "explain MESSAGE model/last.ckpt",
-    cause="looks for",
-    ends=holds(),
-)
+@situation(ends=holds())
 def no_file_with_the_fixed_name() -> str:
     os.mkdir("model")
     torch.save({"state_dict": state(), "epoch": 3}, "model/last.ckpt")
     return "OSError: Error no file named model.safetensors, or pytorch_model.bin, found in directory model."
 
 
-@situation(
-    "transformers",
-    "a run cannot be resumed: rng_state.pth of the Trainer holds NumPy arrays, which weights_only refuses",
-    "inspect checkpoint-500",
-    "sanitize checkpoint-500 -o checkpoint-500.plain",
-    "explain MESSAGE checkpoint-500/rng_state.pth",
-    cause="numpy",
-    ends=lambda output: _is_resumable(output),
-)
+@situation(ends=lambda output: _is_resumable(output))
 def trainer_random_states() -> str:
     llama().save_pretrained("checkpoint-500")
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
@@ -278,13 +187,7 @@ def _is_resumable(output: str) -> None:
     np.random.set_state(before)
 
 
-@situation(
-    "tokenizers",
-    "tokenizer.json is newer than the tokenizers library, and the weights are suspected",
-    "explain MESSAGE model",
-    cause="tokenizer",
-    helps="pip install -U",
-)
+@situation()
 def newer_tokenizer() -> str:
     shards("model")
     return "Exception: data did not match any variant of untagged enum ModelWrapper at line 250373 column 3"

@@ -24,39 +24,19 @@ def not_loading(model: nn.Module, path: str, entry: str = "") -> str:
     return error_of(model.load_state_dict, value[entry] if entry else value)
 
 
-@situation(
-    "",
-    "DataParallel was not taken off before the save",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause=r"module\.",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def data_parallel() -> str:
     torch.save(state("module."), "model.pth")
     return not_loading(Net(), "model.pth")
 
 
-@situation(
-    "rasbt/LLMs-from-scratch#580",
-    "torch.compile was not taken off before the save",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause=r"_orig_mod\.",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def compiled() -> str:
     torch.save(torch.compile(trained()).state_dict(), "model.pth")
     return not_loading(Net(), "model.pth")
 
 
-@situation(
-    "RVC-Boss/GPT-SoVITS#2651",
-    "load_state_dict with strict=False prints `_IncompatibleKeys`, and nothing was loaded",
-    "explain MESSAGE model.pth",
-    cause=r"module\.",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def incompatible_keys() -> str:
     torch.save(state("module."), "model.pth")
     return str(Net().load_state_dict(torch.load("model.pth"), strict=False))
@@ -72,13 +52,7 @@ class Counted(Net):
             module.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
 
 
-@situation(
-    "Lyken17/pytorch-OpCounter#82, ultralytics/yolov3#1528",
-    "thop.profile left its counters in the saved model",
-    "explain MESSAGE model.pth",
-    cause="total_ops",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def thop() -> str:
     torch.save(Counted().state_dict(), "model.pth")
     return not_loading(Net(), "model.pth")
@@ -99,25 +73,13 @@ class _CountedLinear(nn.Linear):
         self.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
 
 
-@situation(
-    "Lyken17/pytorch-OpCounter#82",
-    "the same, with 360 counters",
-    "explain MESSAGE model.pth",
-    cause="total_ops",
-    ends=fits(Large),
-)
+@situation(ends=fits(Large))
 def thop_many() -> str:
     torch.save(Large(_CountedLinear).state_dict(), "model.pth")
     return not_loading(Large(), "model.pth")
 
 
-@situation(
-    "MoCo v2",
-    "a MoCo v2 pretraining is loaded into a ResNet: `module.encoder_q.` before each key, and another head",
-    "explain MESSAGE moco_v2_800ep.pth.tar",
-    cause=r"module\.encoder_q\.",
-    ends=fits(Net, missing=("fc.weight", "fc.bias"), extra=True),
-)
+@situation(ends=fits(Net, missing=("fc.weight", "fc.bias"), extra=True))
 def moco() -> str:
     heads = {f"module.encoder_{which}.fc.{layer}.{name}": torch.ones(2) for which in "qk" for layer in (0, 2)
              for name in ("weight", "bias")}  # fmt: skip
@@ -140,13 +102,7 @@ class Vit(nn.Module):
         self.norm = nn.LayerNorm(8)
 
 
-@situation(
-    "DINO",
-    "a DINO training is loaded into a ViT: teacher and student, `backbone.` and a head",
-    "explain MESSAGE dino_checkpoint.pth",
-    cause=r"backbone\.",
-    ends=fits(Vit, extra=True),
-)
+@situation(ends=fits(Vit, extra=True))
 def dino() -> str:
     backbone = {f"backbone.{key}": value for key, value in Vit().state_dict().items()}
     head = {"head.mlp.0.weight": torch.ones(4, 8), "head.last_layer.weight_v": torch.ones(4, 4)}
@@ -155,14 +111,7 @@ def dino() -> str:
     return not_loading(Vit(), "dino_checkpoint.pth", "teacher")
 
 
-@situation(
-    "facebookresearch/dinov2#316, facebookresearch/dinov2#218",
-    "the position table is that of another image size",
-    "explain MESSAGE vits14.pth",
-    cause="image size|img_size",
-    ends=fits(lambda: Vit(17)),
-    helps="img_size|interpolat",
-)
+@situation(ends=fits(lambda: Vit(17)))
 def image_size() -> str:
     torch.save(Vit(5).state_dict(), "vits14.pth")
     return not_loading(Vit(17), "vits14.pth")
@@ -188,27 +137,13 @@ class NewNorm(nn.Module):
         self.dec = parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
 
 
-@situation(
-    "DiscreteSpeechMetrics#3",
-    "a file with the new names of weight_norm is loaded into a module with the old ones",
-    "explain MESSAGE model.pth",
-    "match model.pth --error error.txt --apply -o model.fits.pth",
-    cause="weight_norm",
-    ends=fits(OldNorm),
-    helps="save the message as error.txt, then 'ckptool match",
-)
+@situation(ends=fits(OldNorm))
 def weight_norm_new_to_old() -> str:
     torch.save(NewNorm().state_dict(), "model.pth")
     return in_a_file(not_loading(OldNorm(), "model.pth"))
 
 
-@situation(
-    "RVC-Boss/GPT-SoVITS#2651",
-    "a file with the old names of weight_norm and a model with the new ones: torch loads it",
-    "match model.pth new.pth",
-    cause="fits|torch .*renames|weight_norm",
-    helps="fits|loads",
-)
+@situation()
 def weight_norm_old_to_new() -> str:
     torch.save(OldNorm().state_dict(), "model.pth")
     torch.save(NewNorm().state_dict(), "new.pth")
@@ -228,15 +163,7 @@ class Dense(nn.Module):
             self.features.add_module(f"denselayer{block}", layer)
 
 
-@situation(
-    "torchvision",
-    "a DenseNet of an old torchvision: `norm.1` in place of `norm1`",
-    "explain MESSAGE densenet121-a639ec97.pth",
-    "edit densenet121-a639ec97.pth --rename-like names.pth --by-order -o densenet121-a639ec97.fits.pth",
-    cause="other names",
-    ends=fits(Dense),
-    helps="names.pth --by-order",
-)
+@situation(ends=fits(Dense))
 def densenet() -> str:
     old = OrderedDict((key.replace("norm1", "norm.1").replace("conv1", "conv.1"), value)
                       for key, value in Dense().state_dict().items())  # fmt: skip
@@ -256,15 +183,7 @@ class Bert(nn.Module):
             self.bert.add_module(name, layer)
 
 
-@situation(
-    "BERT of TensorFlow",
-    "a BERT converted from TensorFlow: `LayerNorm.gamma` and `LayerNorm.beta`",
-    "explain MESSAGE pytorch_model.bin",
-    "match pytorch_model.bin --error error.txt --apply -o pytorch_model.fits.bin",
-    cause="gamma|other names",
-    ends=fits(Bert),
-    helps="save the message as error.txt, then 'ckptool match",
-)
+@situation(ends=fits(Bert))
 def gamma_and_beta() -> str:
     old = OrderedDict((key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"), value)
                       for key, value in Bert().state_dict().items())  # fmt: skip
@@ -272,13 +191,7 @@ def gamma_and_beta() -> str:
     return in_a_file(not_loading(Bert(), "pytorch_model.bin"))
 
 
-@situation(
-    "torch 0.3",
-    "the counters of batch norm are missing, which torch 0.3 did not have",
-    "explain MESSAGE model.pth",
-    cause="num_batches_tracked",
-    ends=fits(Net, missing=("bn1.num_batches_tracked",)),
-)
+@situation(ends=fits(Net, missing=("bn1.num_batches_tracked",)))
 def no_counters() -> str:
     old = trained().state_dict()
     del old["bn1.num_batches_tracked"]
@@ -295,27 +208,13 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(4, rows, bias=False)
 
 
-@situation(
-    "lm-sys/FastChat#153, unslothai/unsloth#237, OpenNMT/CTranslate2#1618",
-    "the vocabulary has one row more than the model: a pad token was added",
-    "explain MESSAGE pytorch_model.bin",
-    cause="vocabulary",
-    ends=fits(Llama),
-    helps="resize_token_embeddings",
-)
+@situation(ends=fits(Llama))
 def vocabulary() -> str:
     torch.save(Llama(33).state_dict(), "pytorch_model.bin")
     return not_loading(Llama(32), "pytorch_model.bin")
 
 
-@situation(
-    "",
-    "__main__.Net of a script, saved as a whole DataParallel model",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="__main__.Net|module",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def whole_data_parallel_model() -> str:
     made = trained()
     made.__class__ = place("__main__.Net", type("Net", (Net,), {}))
@@ -339,14 +238,7 @@ class Split(nn.Module):
             self.attn.add_module(name, nn.Linear(4, 4))
 
 
-@situation(
-    "huggingface/transformers#33928, foundation-model-stack#243",
-    "a model with separate q, k and v gets a file with one qkv projection",
-    "explain MESSAGE sam_vit_b.pth",
-    cause="what the model has in several",
-    ends=fits(Split),
-    helps=r"state\[key\]\.chunk\(3\)",
-)
+@situation(ends=fits(Split))
 def fused_qkv() -> str:
     torch.save(Fused().state_dict(), "sam_vit_b.pth")
     return not_loading(Split(), "sam_vit_b.pth")
@@ -362,14 +254,7 @@ class Conv1D(nn.Module):
         self.c_attn.bias = nn.Parameter(torch.zeros(outside))
 
 
-@situation(
-    "GPT-2",
-    "GPT-2 of transformers stores Conv1D, and the model has Linear layers",
-    "explain MESSAGE gpt2.bin",
-    cause="transpos",
-    ends=fits(lambda: Conv1D(12, 4)),
-    helps=r"transpos.*(\.t\(\)|Linear|Conv1D)",
-)
+@situation(ends=fits(lambda: Conv1D(12, 4)))
 def conv1d() -> str:
     torch.save({"c_attn.weight": torch.ones(4, 12), "c_attn.bias": torch.ones(12)}, "gpt2.bin")
     model = nn.Module()
@@ -377,13 +262,7 @@ def conv1d() -> str:
     return not_loading(model, "gpt2.bin")
 
 
-@situation(
-    "AnyGPT#19, DiscreteSpeechMetrics#3",
-    "transformers says that weights were newly initialized: the names of weight_norm differ",
-    "explain MESSAGE model.bin",
-    cause="weight_norm|parametrizations",
-    helps="torch renames",
-)
+@situation()
 def newly_initialized() -> str:
     torch.save({"conv.weight_g": torch.ones(1, 1, 3), "conv.weight_v": torch.ones(4, 2, 3),
                 "conv.bias": torch.zeros(4)}, "model.bin")  # fmt: skip
@@ -395,13 +274,7 @@ def newly_initialized() -> str:
     )
 
 
-@situation(
-    "",
-    "weights of a base model are loaded into a task model, whose keys begin with `bert.`",
-    "explain MESSAGE bert.pth",
-    cause=r"bert\.",
-    ends=fits(lambda: Task(), missing=("classifier.weight", "classifier.bias")),
-)
+@situation(ends=fits(lambda: Task(), missing=("classifier.weight", "classifier.bias")))
 def base_to_task_model() -> str:
     torch.save(Net().state_dict(), "bert.pth")
     return not_loading(Task(), "bert.pth")
@@ -423,40 +296,20 @@ class Other(nn.Module):
             self.add_module(name, layer)
 
 
-@situation(
-    "",
-    "all layers were renamed in the code: only the shapes tell which is which",
-    "explain MESSAGE model.pth",
-    "edit model.pth --rename-like names.pth --by-order -o model.fits.pth",
-    cause="other names",
-    ends=fits(Other),
-    helps="names.pth --by-order",
-)
+@situation(ends=fits(Other))
 def renamed_one_by_one() -> str:
     torch.save(Other(("first", "second", "last")).state_dict(), "model.pth")
     torch.save(Other().state_dict(), "names.pth")  # as the answer asks
     return not_loading(Other(), "model.pth")
 
 
-@situation(
-    "",
-    "a classifier of 1,000 classes is loaded into a model for 10",
-    "explain MESSAGE resnet.pth",
-    cause="classes",
-    ends=fits(lambda: Net(10), missing=("fc.weight", "fc.bias")),
-)
+@situation(ends=fits(lambda: Net(10), missing=("fc.weight", "fc.bias")))
 def other_classes() -> str:
     torch.save(Net(1000).state_dict(), "resnet.pth")
     return not_loading(Net(10), "resnet.pth")
 
 
-@situation(
-    "Stable Diffusion",
-    "LitEma of Stable Diffusion names its averages without dots",
-    "match model.ckpt target.pth",
-    cause="without dots|LitEma|EMA",
-    ends=fits(Net),
-)
+@situation(ends=fits(Net))
 def names_without_dots() -> str:
     averaged = {f"model_ema.{key.replace('.', '')}": value for key, value in STATE.items()}
     counters = {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(5)}
@@ -465,13 +318,7 @@ def names_without_dots() -> str:
     return ""
 
 
-@situation(
-    "",
-    "the source of match is a TorchScript archive",
-    "match model.torchscript target.pth",
-    cause="TorchScript|program",
-    ends=fits(lambda: Plain()),
-)
+@situation(ends=fits(lambda: Plain()))
 def match_of_torchscript() -> str:
     torch.jit.script(Plain()).save("model.torchscript")
     torch.save(Plain().state_dict(), "target.pth")

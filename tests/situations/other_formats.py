@@ -26,53 +26,25 @@ def in_bytes(value: object) -> bytes:
     return buffer.getvalue()
 
 
-@situation(
-    "Artrajz/vits-simple-api#229",
-    "GPT-SoVITS v2Pro writes its version over the first two bytes",
-    "inspect s2Gv2Pro.pth",
-    "explain MESSAGE s2Gv2Pro.pth",
-    cause="first two bytes",
-    ends=holds(entry="weight"),
-)
+@situation(ends=holds(entry="weight"))
 def gpt_sovits() -> str:
     Path("s2Gv2Pro.pth").write_bytes(b"05" + in_bytes({"weight": state(), "config": {"lr": 1}, "info": "v2Pro"})[2:])
     return error_of(torch.load, "s2Gv2Pro.pth")
 
 
-@situation(
-    "NVlabs/CALM#7",
-    "the repository was cloned without Git LFS",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="Git LFS",
-    helps="git lfs pull",
-)
+@situation()
 def lfs_pointer() -> str:
     shutil.copy(FIXTURES / "lfs_pointer.pth", "model.pth")
     return error_of(torch.load, "model.pth", weights_only=False)
 
 
-@situation(
-    "pytorch/pytorch#16203",
-    "the download is a web page",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="web page|HTML",
-    helps="download|direct link|get the file",
-)
+@situation()
 def web_page() -> str:
     Path("model.pth").write_text("<!DOCTYPE html>\n<html><body>Sign in</body></html>\n", encoding="utf-8")
     return error_of(torch.load, "model.pth", weights_only=False)
 
 
-@situation(
-    "",
-    "the download broke off",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="end|cut|missing|whole",
-    ends=lambda output: _has_some(output),
-)
+@situation(ends=lambda output: _has_some(output))
 def broken_download() -> str:
     whole = in_bytes({f"layers.{number}.weight": torch.ones(64, 64) for number in range(4)})
     Path("model.pth").write_bytes(whole[: len(whole) * 2 // 3])
@@ -84,14 +56,7 @@ def _has_some(output: str) -> None:
     assert value and all(torch.equal(each, torch.ones(64, 64)) for each in value.values())
 
 
-@situation(
-    "RosettaCommons/DeepAb#32",
-    "a file in the old format is cut, and torch reads sizes from the wrong place",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="end|cut|missing|bytes",
-    ends=lambda output: _has_some(output),
-)
+@situation(ends=lambda output: _has_some(output))
 def wrong_size() -> str:
     value = {f"layers.{number}.weight": torch.ones(64, 64) for number in range(4)}
     torch.save(value, "whole.pth", _use_new_zipfile_serialization=False)
@@ -101,54 +66,25 @@ def wrong_size() -> str:
     return error_of(torch.load, "model.pth")
 
 
-@situation(
-    "voxelmorph/voxelmorph#543",
-    "a Keras .h5 is given to torch.load",
-    "inspect brain.h5",
-    "explain MESSAGE brain.h5",
-    cause="Keras|HDF5",
-    helps="Keras|h5py",
-)
+@situation()
 def keras() -> str:
     shutil.copy(FIXTURES / "real" / "net.h5", "brain.h5")
     return error_of(torch.load, "brain.h5", weights_only=False)
 
 
-@situation(
-    "",
-    "an ONNX model is given to torch.load",
-    "inspect model.onnx",
-    "explain MESSAGE model.onnx",
-    cause="ONNX",
-    helps="onnx",
-)
+@situation()
 def onnx() -> str:
     shutil.copy(FIXTURES / "real" / "net.onnx", "model.onnx")
     return error_of(torch.load, "model.onnx", weights_only=False)
 
 
-@situation(
-    "",
-    "a GGUF file is given to torch.load",
-    "inspect model.bin",
-    "explain MESSAGE model.bin",
-    cause="GGUF",
-    helps="llama.cpp|gguf",
-)
+@situation()
 def gguf() -> str:
     shutil.copy(FIXTURES / "real" / "tiny.gguf", "model.bin")
     return error_of(torch.load, "model.bin", weights_only=False)
 
 
-@situation(
-    "",
-    "a .zip of a folder with the checkpoint in it is given to torch.load",
-    "inspect model.zip",
-    "explain MESSAGE model.zip",
-    cause=r"model\.pth|archive",
-    ends=holds(),
-    helps=r"model\.zip!|unzip|unpack",
-)
+@situation(ends=holds())
 def zip_of_a_folder() -> str:
     with zipfile.ZipFile("model.zip", "w") as archive:
         archive.writestr("release/README.md", "# Weights\n")
@@ -156,14 +92,7 @@ def zip_of_a_folder() -> str:
     return error_of(torch.load, "model.zip")
 
 
-@situation(
-    "Reagan1311/LOCATE#6",
-    "the checkpoint was unpacked on the way, and is a folder",
-    "inspect best_seen.pth",
-    "explain MESSAGE best_seen.pth",
-    cause="unpacked|folder",
-    ends=holds(),
-)
+@situation(ends=holds())
 def unpacked() -> str:
     torch.save(state(), "archive.pth")
     with zipfile.ZipFile("archive.pth") as archive:
@@ -173,14 +102,7 @@ def unpacked() -> str:
     return error_of(torch.load, "best_seen.pth")
 
 
-@situation(
-    "",
-    "the file is compressed with gzip",
-    "inspect model.pth.tar.gz",
-    "explain MESSAGE model.pth.tar.gz",
-    cause="gzip",
-    ends=holds(),
-)
+@situation(ends=holds())
 def gzipped() -> str:
     with tarfile.open("model.pth.tar.gz", "w:gz") as archive:
         data = in_bytes(state())
@@ -210,38 +132,19 @@ def save_program(path: str) -> None:
     torch.jit.script(model).save(path)
 
 
-@situation(
-    "",
-    "a TorchScript archive is given to torch.load",
-    "inspect model.pt",
-    "explain MESSAGE model.pt",
-    cause="TorchScript|program",
-    ends=holds(WEIGHTS),
-)
+@situation(ends=holds(WEIGHTS))
 def torchscript() -> str:
     save_program("model.pt")
     return error_of(torch.load, "model.pt")
 
 
-@situation(
-    "PeterL1n/BackgroundMattingV2#93",
-    "what torch.jit.load returns is given to load_state_dict",
-    "explain MESSAGE model.pt",
-    cause="TorchScript|program",
-    ends=holds(WEIGHTS),
-)
+@situation(ends=holds(WEIGHTS))
 def script_module_as_state_dict() -> str:
     save_program("model.pt")
     return "AttributeError: 'RecursiveScriptModule' object has no attribute 'copy'"
 
 
-@situation(
-    "NVIDIA NeMo",
-    "the weights are in a .nemo, a tar archive",
-    "inspect model.nemo",
-    cause="model_weights.ckpt",
-    ends=holds(),
-)
+@situation(ends=holds())
 def nemo() -> str:
     with tarfile.open("model.nemo", "w") as archive:
         for name, data in (
@@ -254,13 +157,7 @@ def nemo() -> str:
     return ""
 
 
-@situation(
-    "Stable-Baselines3",
-    "the policy is in a .zip of Stable-Baselines3",
-    "inspect ppo.zip",
-    cause=r"policy\.pth",
-    ends=lambda output: _is_policy(output),
-)
+@situation(ends=lambda output: _is_policy(output))
 def stable_baselines() -> str:
     shutil.copy(FIXTURES / "real" / "ppo.zip", "ppo.zip")
     return ""
@@ -271,13 +168,7 @@ def _is_policy(output: str) -> None:
     assert any("policy_net" in key for key in value)
 
 
-@situation(
-    "",
-    "torch 1.5 loads a file of torch 1.6",
-    "explain MESSAGE model.pth",
-    cause="torch 1.6",
-    ends=lambda output: _is_legacy(output),
-)
+@situation(ends=lambda output: _is_legacy(output))
 def old_torch() -> str:
     torch.save(state(), "model.pth")
     return "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)"
@@ -288,13 +179,7 @@ def _is_legacy(output: str) -> None:
     holds()(output)
 
 
-@situation(
-    "",
-    "torch.load with mmap=True refuses a file of torch 1.5",
-    "explain MESSAGE model.pth",
-    cause="torch 1.5",
-    ends=lambda output: _is_mapped(output),
-)
+@situation(ends=lambda output: _is_mapped(output))
 def mapped_legacy_file() -> str:
     torch.save(state(), "model.pth", _use_new_zipfile_serialization=False)
     return error_of(torch.load, "model.pth", mmap=True)
@@ -304,14 +189,7 @@ def _is_mapped(output: str) -> None:
     Net().load_state_dict(torch.load(output, mmap=True))
 
 
-@situation(
-    "",
-    "the disk was full, and the file is empty",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="empty|0 bytes",
-    helps="write or download it again",
-)
+@situation()
 def empty_file() -> str:
     Path("model.pth").touch()
     return error_of(torch.load, "model.pth")

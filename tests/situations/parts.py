@@ -31,14 +31,7 @@ def _same_as(name: str, output: str) -> None:
     assert len(value) > 1
 
 
-@situation(
-    "huggingface/accelerate#2848",
-    "accelerate's merge-weights does not work with pytorch_model_fsdp_0",
-    "inspect checkpoint/pytorch_model_fsdp_0",
-    "convert checkpoint/pytorch_model_fsdp_0 -o model.safetensors",
-    cause="dcp|distributed checkpoint",
-    ends=lambda output: _same_as("ranks/accelerate_fsdp.safetensors", output),
-)
+@situation(ends=lambda output: _same_as("ranks/accelerate_fsdp.safetensors", output))
 def accelerate_fsdp() -> str:
     copied("ranks/accelerate_fsdp", "checkpoint")
     return ""
@@ -49,52 +42,26 @@ def _has_tensors(output: str) -> None:
     assert value and all(isinstance(each, torch.Tensor) and each.numel() for each in value.values())
 
 
-@situation(
-    "zz1358m/SofT-GRPO#2",
-    "a folder of torch.distributed.checkpoint has no .metadata",
-    "inspect checkpoint",
-    "explain MESSAGE checkpoint",
-    cause=r"\.metadata",
-    helps="rank 0|not finished|copy|get",
-)
+@situation()
 def no_metadata() -> str:
     copied("dcp4", "checkpoint")
     os.remove("checkpoint/.metadata")
     return "FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint/.metadata'"
 
 
-@situation(
-    "facebookresearch/dinov2#487",
-    "LOCAL_STATE_DICT of FSDP: flat parameters in model_final.rank_N.pth",
-    "inspect checkpoint",
-    cause="FSDP",
-    helps="--unflatten|--like",
-)
+@situation()
 def local_state_dicts() -> str:
     copied("ranks/local_2", "checkpoint")
     return ""
 
 
-@situation(
-    "pytorch/pytorch#102667",
-    "keys named `_flat_param` do not fit the model",
-    "inspect model.pth",
-    "explain MESSAGE model.pth",
-    cause="FSDP",
-    helps="FULL_STATE_DICT|--unflatten|get_model_state_dict",
-)
+@situation()
 def flat_parameters() -> str:
     torch.save({"_flat_param": torch.ones(30), "fc._flat_param": torch.ones(10)}, "model.pth")
     return error_of(Net().load_state_dict, torch.load("model.pth"))
 
 
-@situation(
-    "huggingface/accelerate#3971",
-    "the optimizer in the folder is nested by the names of the parameters, not by numbers",
-    "explain MESSAGE checkpoint",
-    cause="by name|names of the parameters|by the names",
-    helps="get_optimizer_state_dict|set_optimizer_state_dict|load the model alone",
-)
+@situation()
 def optimizer_by_name() -> str:
     value = {
         "model": state(),
@@ -106,27 +73,13 @@ def optimizer_by_name() -> str:
     return "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step."
 
 
-@situation(
-    "huggingface/accelerate#3210, deepspeedai/DeepSpeed#6699",
-    "zero_to_fp32.py refuses a folder of ZeRO stage 0",
-    "inspect checkpoint",
-    "explain MESSAGE checkpoint",
-    cause="complete|per-rank",
-    ends=lambda output: _has_tensors(output),
-)
+@situation(ends=lambda output: _has_tensors(output))
 def zero_stage_0() -> str:
     copied("real/zero0", "checkpoint")
     return "ValueError: unknown zero stage 0"
 
 
-@situation(
-    "deepspeedai/DeepSpeed#1793",
-    "files of more ranks, left from an older save, are in the folder",
-    "inspect checkpoint",
-    "explain MESSAGE checkpoint",
-    cause="left from another save|complete",
-    ends=lambda output: _same_as("ranks/zero2_bf16.safetensors", output),
-)
+@situation(ends=lambda output: _same_as("ranks/zero2_bf16.safetensors", output))
 def ranks_of_an_older_save() -> str:
     copied("ranks/zero2_bf16", "checkpoint")
     [other] = (FIXTURES / "ranks" / "zero2_bf16_3").rglob("*rank_2*optim_states.pt")
@@ -137,14 +90,7 @@ def ranks_of_an_older_save() -> str:
     )
 
 
-@situation(
-    "Lightning-AI/pytorch-lightning#17425",
-    "Lightning with DeepSpeed made a folder of the checkpoint",
-    "inspect epoch.ckpt",
-    "explain MESSAGE epoch.ckpt",
-    cause="folder|per-rank",
-    ends=lambda output: _same_as("ranks/lightning_zero2.ckpt.safetensors", output),
-)
+@situation(ends=lambda output: _same_as("ranks/lightning_zero2.ckpt.safetensors", output))
 def lightning_deepspeed() -> str:
     copied("ranks/lightning_zero2.ckpt", "epoch.ckpt")
     return "IsADirectoryError: [Errno 21] Is a directory: 'epoch.ckpt'"
@@ -165,28 +111,13 @@ def _is_whole_llama(output: str) -> None:
     assert len(value) == 12
 
 
-@situation(
-    "meta-llama/llama#623, fastLLaMa#57, pytorch/torchtune#804",
-    "consolidated.00.pth is one half of a model of two",
-    "inspect Llama-2-13b/consolidated.00.pth",
-    "convert Llama-2-13b -o model.safetensors",
-    "convert Llama-2-13b -o hf.safetensors --to-names hf:llama",
-    cause="part|1 of 2|2 files",
-    ends=lambda output: _is_whole_llama(output),
-)
+@situation(ends=lambda output: _is_whole_llama(output))
 def meta_shards() -> str:
     copied("llama_parts", "Llama-2-13b")
     return ""
 
 
-@situation(
-    "pytorch/torchtune#2118, #1068, #575",
-    "shards of torchtune, hf_model_0001_0.pt, should become safetensors",
-    "inspect finetuned",
-    "convert finetuned -o model.safetensors",
-    cause="shards|files",
-    ends=holds(),
-)
+@situation(ends=holds())
 def torchtune_shards() -> str:
     os.mkdir("finetuned")
     items = list(STATE.items())
@@ -195,14 +126,7 @@ def torchtune_shards() -> str:
     return ""
 
 
-@situation(
-    "SpeechBrain",
-    "a folder CKPT+... of SpeechBrain: which file is the model?",
-    "inspect CKPT+2024-03-01+12-00-00+00",
-    "validate -v CKPT+2024-03-01+12-00-00+00",
-    cause=r"model\.ckpt",
-    helps="model.ckpt",
-)
+@situation()
 def speechbrain() -> str:
     folder = Path("CKPT+2024-03-01+12-00-00+00")
     folder.mkdir()

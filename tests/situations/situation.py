@@ -7,6 +7,7 @@ must say in a sentence what helps.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ import ckptool
 from ckptool.base.text import BREVITY, Brevity
 from ckptool.cli.main import COMMANDS
 
-__all__ = ["Fits", "Outcome", "Situation", "error_of", "fits", "holds", "register", "try_out"]
+__all__ = ["DATA", "Fits", "Outcome", "Situation", "error_of", "fits", "holds", "register", "try_out"]
 
 #: The most commands that a person types after the first one.
 MOST = 4
@@ -40,7 +41,7 @@ Check = Callable[[str], None]
 class Situation(NamedTuple):
     """A situation.
 
-    ``where`` has the public threads, ``what`` describes it in a sentence. ``build`` writes the files into the current
+    ``build`` writes the files into the current
     folder and returns the message that the person saw, "" if there was none. ``typed`` are the commands that the
     person begins with, with MESSAGE for the message. ``cause`` is a pattern that each answer has, ``ends`` checks the
     file that the last command wrote, and ``helps`` is a pattern for the sentence that says what helps if no command
@@ -48,8 +49,6 @@ class Situation(NamedTuple):
     """
 
     name: str
-    where: str
-    what: str
     build: Callable[[], str]
     typed: tuple[str, ...]
     cause: str
@@ -67,15 +66,21 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def register(situations: list[Situation]) -> Callable[..., Callable[[Callable[[], str]], Callable[[], str]]]:
-    """Return the decorator that adds situations to a list."""
+#: What is known of each situation, by the title of its group and its name: what the person does, and what happened.
+DATA = Path(__file__).with_name("situations.json")
+_KNOWN = {name: row for rows in json.loads(DATA.read_text(encoding="utf-8")).values() for name, row in rows.items()}
 
-    def situation(
-        where: str, what: str, *typed: str, cause: str, ends: Check | None = None, helps: str = ""
-    ) -> Callable[[Callable[[], str]], Callable[[], str]]:
+
+def register(situations: list[Situation]) -> Callable[..., Callable[[Callable[[], str]], Callable[[], str]]]:
+    """Return the decorator that adds situations to a list; ``situations.json`` has all but the code of each."""
+
+    def situation(ends: Check | None = None) -> Callable[[Callable[[], str]], Callable[[], str]]:
         def add(build: Callable[[], str]) -> Callable[[], str]:
             name = build.__name__.strip("_").replace("_", "-")
-            situations.append(Situation(name, where, what, build, typed, cause, ends, helps))
+            known = _KNOWN[name][0]
+            situations.append(
+                Situation(name, build, tuple(known["typed"]), known["cause"], ends, known.get("helps", ""))
+            )
             return build
 
         return add
