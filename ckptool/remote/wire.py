@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
+from io import BufferedReader, RawIOBase
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -19,9 +21,10 @@ from ..base.records import NamedTuple
 from .store import ARRIVED, Failed, Spend
 
 T = TypeVar("T")
-#: Bytes of the headers of an answer, and of an error page, that are read at most.
+#: Bytes of an error page that are read at most.
 _HEAD: Final = 64 << 10
 _CHUNK: Final = 1 << 18
+_BUFFER: Final = 16 << 10
 _REDIRECTS: Final = 10
 _REDIRECTED: Final = (301, 302, 303, 307, 308)
 #: Seconds before a request is sent again, at most; each further pause is twice as long.
@@ -156,12 +159,33 @@ def _answer(
 _PRINTED: Final = "".join(map(chr, range(33, 127)))
 
 
+class _Reader(BufferedReader):
+    """The bytes that arrive on a connection. The end of an answer does not close it."""
+
+    def close(self) -> None:
+        pass
+
+
+class _Bytes(RawIOBase):
+    """Bytes that a function puts into a buffer."""
+
+    def __init__(self, receive: Callable[[Any], int]) -> None:
+        self._receive = receive
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._receive(buffer)
+
+
 class _Connection:
     """A connection to a server, through a proxy or not. ``began`` tells whether the last answer began to arrive."""
 
     def __init__(self, scheme: str, host: str, port: int, proxy: str, until: float) -> None:
         self.until, self.patience = until, LIMITS.read_seconds
-        self.began, self.reusable, self._data = False, False, b""
+        self.began, self.reusable = False, False
+        self._reader = _Reader(_Bytes(self._receive), _BUFFER)
         way = urlsplit(proxy)
         try:
             there = (way.hostname or "", way.port or 80) if proxy else (host, port)
@@ -186,8 +210,7 @@ class _Connection:
 
     def _tunnel(self, place: str, proxy: str) -> None:
         lines = [f"CONNECT {place} HTTP/1.1", f"host: {place}", *(f"{k}: {v}" for k, v in _authorized(proxy).items())]
-        reply = self.ask("CONNECT", "\r\n".join([*lines, "", ""]).encode(), b"", 0, None)
-        if reply.status != 200:
+        if self.ask("CONNECT", "\r\n".join([*lines, "", ""]).encode(), b"", 0, None).status != 200:
             raise Failed("proxy")
 
     def close(self) -> None:
@@ -198,100 +221,56 @@ class _Connection:
         self.began = self.reusable = False
         self._send(head)
         self._send(body)
-        status, headers = self._head()
-        while status // 100 == 1:
-            status, headers = self._head()
-        if status == 200 and b"\r\nrange:" in head:
+        try:
+            return self._answer(method, b"\r\nrange:" in head, most, spend)
+        except RemoteDisconnected:
+            raise Failed("reset") from None
+        except IncompleteRead:
+            raise Failed("body") from None
+        except (HTTPException, ValueError):
+            raise Failed("answer") from None
+
+    def _answer(self, method: str, ranged: bool, most: int, spend: Spend | None) -> Reply:
+        while True:
+            response = HTTPResponse(self, method="HEAD" if method == "CONNECT" else method)  # type: ignore[arg-type]
+            response.begin()
+            if response.status // 100 != 1:
+                break
+        status, headers = response.status, {name.lower(): text for name, text in response.getheaders()}
+        if status == 200 and ranged:
             raise Failed("whole")
-        room = most if status // 100 == 2 else _HEAD
-        keep = headers.get("connection", "").lower() != "close"
-        if method in ("HEAD", "CONNECT") or status in (204, 304):
-            self.reusable = keep
-            return Reply(status, headers, b"")
-        found = bytearray()
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            ended = self._chunks(found, room, spend)
-        else:
-            length = headers.get("content-length", "")
-            if length and not (length.isascii() and length.isdecimal() and len(length) < 20):
-                raise Failed("answer")
-            wanted = min(int(length or room + 1), room + 1)
-            self._body(found, wanted, spend, ends=bool(length))
-            ended, keep = len(found) <= room, keep and bool(length)
-        if not ended and status // 100 == 2:
-            raise Failed("length" if b"\r\nrange:" in head else "large")
-        self.reusable = keep and ended
-        return Reply(status, headers, bytes(found))
-
-    def _head(self) -> tuple[int, dict[str, str]]:
-        while (end := self._data.find(b"\r\n\r\n")) < 0:
-            if len(self._data) > _HEAD:
-                raise Failed("answer")
-            data = self._receive()
-            if not data:
-                raise Failed("answer" if self._data else "reset")
-            self._data += data
-            self.began = True
-            if len(self._data) >= 5 and self._data[:5] != b"HTTP/":
-                raise Failed("answer")
-        lines, self._data = self._data[:end].decode("latin-1").split("\r\n"), self._data[end + 4 :]
-        words = lines[0].split(None, 2)
-        if len(words) < 2 or not words[1].isdecimal() or len(words[1]) != 3:
+        length = headers.get("content-length", "")
+        if length and not (length.isascii() and length.isdecimal() and len(length) < 20):
             raise Failed("answer")
-        pairs = (line.partition(":") for line in lines[1:])
-        return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
-
-    def _body(self, found: bytearray, size: int, spend: Spend | None, *, ends: bool) -> None:
-        """Read up to ``size`` bytes; with ``ends``, fewer are an error."""
-        end = len(found) + size
-        while len(found) < end:
-            data, self._data = self._data or self._receive(), b""
-            if not data:
-                if ends:
-                    raise Failed("body")
-                return
-            room = end - len(found)
-            data, self._data = data[:room], data[room:]
+        room = most if status // 100 == 2 else _HEAD
+        found = bytearray()
+        while len(found) <= room and (data := response.read1(min(_CHUNK, room + 1 - len(found)))):
             found += data
             ARRIVED.add(len(data))
             if spend:
                 spend(len(data))
+        ended = len(found) <= room
+        if ended and response.length:
+            raise Failed("body")
+        if not ended and status // 100 == 2:
+            raise Failed("length" if ranged else "large")
+        self.reusable = ended and not response.will_close
+        return Reply(status, headers, bytes(found))
 
-    def _chunks(self, found: bytearray, room: int, spend: Spend | None) -> bool:
-        """Read a body in chunks; return False if it has more than ``room`` bytes."""
-        while size := self._size_of_chunk():
-            self._body(found, min(size, room + 1 - len(found)), spend, ends=True)
-            if len(found) > room:
-                return False
-            self._line()
-        while self._line():  # trailers
-            pass
-        return True
+    def makefile(self, _mode: str) -> BufferedReader:
+        """Return what ``HTTPResponse`` reads: each wait ends with the time of the request."""
+        return self._reader
 
-    def _size_of_chunk(self) -> int:
-        try:
-            return int(self._line().split(b";")[0].strip(), 16)
-        except ValueError:
-            raise Failed("body") from None
-
-    def _line(self) -> bytes:
-        while b"\n" not in self._data:
-            data = self._receive()
-            if not data or len(self._data) > _HEAD:
-                raise Failed("body")
-            self._data += data
-        line, _, self._data = self._data.partition(b"\n")
-        return line.rstrip(b"\r")
-
-    def _receive(self) -> bytes:
+    def _receive(self, buffer: Any) -> int:
         self._wait()
         try:
-            data: bytes = self._socket.recv(_CHUNK)
+            size: int = self._socket.recv_into(buffer)
         except TimeoutError:
             raise Failed("timeout") from None
         except OSError:
             raise Failed("body" if self.began else "reset") from None
-        return data
+        self.began = self.began or size > 0
+        return size
 
     def _send(self, data: bytes | bytearray) -> None:
         view = memoryview(data)
