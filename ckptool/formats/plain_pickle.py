@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..base.errors import PickleError
 from ..files.compressed import compression_of
 from ..files.sources import BytesSource, Source
-from ..pickles.plain import plain_strings
+from ..pickles.decode import decode
+from ..pickles.nodes import Dict, Graph, List
 from ..safety.held_configuration import may_be_configuration
 from . import BARE_PICKLE, FORMATS
 from .foreign.frameworks import foreign_pickle
@@ -20,6 +22,7 @@ _MOST: Final = 1 << 16
 _PARTS: Final = (".distcp", ".metadata")
 #: The bytes that begin the end record of a zip archive, which may be in any string.
 _ZIP_END: Final = b"PK\x05\x06"
+_PLAIN: Final = frozenset((type(None), bool, int, float, str, bytes, tuple, List, Dict))
 
 
 def is_plain_pickle(source: Source) -> bool:
@@ -31,10 +34,10 @@ def is_plain_pickle(source: Source) -> bool:
     if source.size > _MOST or source.name.endswith(_PARTS):
         return False
     data = source.read(0, source.size)
-    strings = plain_strings(data)
-    if strings is None or _ZIP_END in data or may_be_configuration(strings.texts):
+    graph = _plain_graph(data)
+    if graph is None or _ZIP_END in data or may_be_configuration(graph.strings):
         return False
-    if any(True for _ in suspects(strings.texts, strings.binary)):
+    if any(True for _ in suspects(graph.strings, [value for _, value in graph.of_type(bytes)])):
         return False
     name = source.name
     whole, head = BytesSource(data, name), data[:1024]
@@ -44,3 +47,17 @@ def is_plain_pickle(source: Source) -> bool:
         return False
     # Without a class, it has no tensors or arrays, so it is not the format BARE_PICKLE either.
     return explain_before_pickle(head, whole) is None and foreign_pickle((), whole) is None
+
+
+def _plain_graph(data: bytes) -> Graph | None:
+    """Return the graph of a pickle of constants, strings, bytes, tuples, lists and dicts alone that is all of ``data``;
+    None for other bytes.
+    """
+    if data[:1] != b"\x80":
+        return None  # other programs write texts that protocols 0 and 1 take for a pickle
+    try:
+        graph, end, memo = decode(data)
+    except PickleError:
+        return None
+    usual = end == len(data) and memo <= len(data) and not graph.oddities
+    return graph if usual and _PLAIN.issuperset(map(type, graph.nodes)) else None
