@@ -7,20 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from ...base.dtypes import Dtype
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import PROGRAM, Finding
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
-from ...checkpoint.graph_builder import Builder
+from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.programs import AttributeDevice, CodeDevice, NamedDevice, Program, ProgramDevices, ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
-from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
-from ...pickles.opcodes import REDUCE
+from ...pickles.nodes import Graph, Node, Ref, relocated
+from ..folders import with_storage_keys
 from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, read_whole, stored_in, stored_records
 from .script_modules import devices_in
@@ -29,6 +30,8 @@ from .script_modules import devices_in
 _MAX_JSON: Final = 256 << 20
 #: The most bytes of source code that are searched for devices.
 _MAX_SOURCES: Final = 32 << 20
+#: Sizes and strides as a reader of JSON gives them.
+Parse = Callable[[Any], int | None]
 
 
 class ProgramArchive(Program):
@@ -60,16 +63,42 @@ class ProgramArchive(Program):
         """Return the record names without the archive's folder."""
         return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
 
-    def describe(self, what: str, facts: ProgramFacts) -> None:
-        """Add the problems and the facts of the program."""
+    def describe(self, what: str, facts: ProgramFacts, consequence: str) -> None:
+        """Add the problems and the facts of the program; ``consequence`` says what the devices in its code mean."""
         describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
-
-    def warn_of_devices(self, consequence: str) -> None:
-        """Warn if the code names devices other than the CPU; ``consequence`` ends the message."""
         away = [item for item in self.named_devices if item.device != "cpu"]
         if away:
             what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
             self.problems.append(Finding.of("code-devices", "warning", what))
+
+    def damaged(self, name: str, flaw: str) -> MalformedError:
+        """Return the error for a damaged record; ``flaw`` follows its name."""
+        return MalformedError(f"{quoted(name)}{flaw}", path=self.archive.source.name, where=name)
+
+    def json(self, name: str) -> Any:
+        """Return the value of a JSON record; raise MalformedError if it is invalid or too deeply nested."""
+        record = self.archive.find(name)
+        try:
+            return None if record is None else json.loads(self.archive.read(record, _MAX_JSON))
+        except (ValueError, RecursionError) as error:
+            what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
+            raise self.damaged(name, f": {what}") from error
+
+    def plain_tensor(
+        self, where: str, dtype: Dtype | None, numbers: Sequence[Any], parse: Parse, key: str, record: Record | None
+    ) -> PlainTensor:
+        """Return the tensor in a record. ``numbers`` are its sizes, strides and offset in JSON, read by ``parse``.
+
+        ``where`` names the description in errors. Raises MalformedError for an invalid one.
+        """
+        if record is None:
+            raise self.damaged(where, ": its bytes are not in the archive")
+        shape, strides = (_integers(values, parse) for values in numbers[:2])
+        offset = parse(numbers[2])
+        if dtype is None or shape is None or strides is None or offset is None or len(shape) != len(strides):
+            raise self.damaged(where, ": its dtype, layout or sizes are invalid")
+        self.records_of[key] = record
+        return PlainTensor(dtype, shape, strides, key, record.size, offset)
 
     def stored_size(self, key: str) -> int | None:
         if record := self.records_of.get(key):
@@ -93,6 +122,49 @@ class ProgramArchive(Program):
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         audited = audit(self.archive)
         return zip_pickles(self.archive, None, audited.hidden, audited.former)
+
+    def append_graph(self, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:
+        """Add another graph to the arena; return its new root. ``rename`` returns new storage keys."""
+        graph = with_storage_keys(TensorReader(graph), rename) if rename else graph
+        places: dict[Ref, Ref] = {}
+
+        def copied(ref: Ref) -> Node:
+            node = graph.nodes[ref]
+            if type(node) is not bytes:
+                return relocated(node, places)
+            # The arena has protocol 2, which has no bytes: pickle writes a call instead.
+            text = self.builder.add(node.decode("latin-1")), self.builder.constant("latin1")
+            return self.builder.new_call("_codecs", "encode", text)
+
+        return self.builder.graft(graph, graph.root, places, copied)
+
+    def nested_file(self, record: Record) -> TorchZip:
+        """Read a record that is a complete torch.save file; raise MalformedError for anything else."""
+        span = self.archive.payload(record)
+        content: Source = SliceSource(self.archive.source, span.offset, span.size, record.name)
+        if record.method or content.read(0, 4) != b"PK\x03\x04":
+            raise self.damaged(record.name, " is not an uncompressed file of torch.save")
+        inner = read_whole(content)
+        pickle = inner.find("data.pkl")
+        if pickle is None:
+            raise self.damaged(record.name, " has no data.pkl")
+        return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
+
+    def devices_in_sources(self, names: Iterable[str]) -> list[NamedDevice]:
+        """Return the devices that source files name, searching up to ``_MAX_SOURCES`` bytes of code."""
+        devices: list[NamedDevice] = []
+        left = _MAX_SOURCES
+        for name in names:
+            record = self.archive.find(name)
+            if record is None or record.size > left:
+                continue
+            left -= record.size
+            try:
+                text = self.archive.read(record, record.size).decode("utf-8", "replace")
+            except MalformedError:
+                continue  # the checksum check reports it
+            devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
+        return devices
 
 
 def describe(
@@ -124,11 +196,6 @@ def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
     return f"{join_limited(names, most=most)} in {join_limited(files, most=3)}"
 
 
-def damaged(archive: Archive, name: str, flaw: str) -> MalformedError:
-    """Return the error for a damaged record; ``flaw`` follows its name."""
-    return MalformedError(f"{quoted(name)}{flaw}", path=archive.source.name, where=name)
-
-
 def graph_of(archive: Archive, name: str) -> Graph | None:
     """Return the graph of a pickle; None if it is missing or damaged (which is reported with the other pickles)."""
     record = archive.find(name)
@@ -143,81 +210,9 @@ def name_parts(noun: str, names: Sequence[str], *, rest: str = "") -> list[str]:
     return [f"{pluralize(len(names), noun)}{rest} ({join_limited(names, most=3)})"] if names else []
 
 
-def read_json(archive: Archive, record: Record) -> Any:
-    """Return the value of a JSON record; raise MalformedError if it is invalid or too deeply nested."""
-    try:
-        return json.loads(archive.read(record, _MAX_JSON))
-    except (ValueError, RecursionError) as error:
-        what = "it is not JSON" if isinstance(error, ValueError) else "it nests too deeply"
-        raise damaged(archive, record.name, f": {what}") from error
-
-
-def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
+def _integers(values: Any, parse: Parse) -> tuple[int, ...] | None:
     """Return the sizes or strides in a JSON list, or None if it is invalid."""
     if not isinstance(values, list) or len(values) > LIMITS.dimensions:
         return None
     numbers = tuple(number for value in values if (number := parse(value)) is not None)
     return numbers if len(numbers) == len(values) else None
-
-
-def devices_in_sources(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
-    """Return the devices that source files name, searching up to ``_MAX_SOURCES`` bytes of code."""
-    devices: list[NamedDevice] = []
-    left = _MAX_SOURCES
-    for name in names:
-        record = archive.find(name)
-        if record is None or record.size > left:
-            continue
-        left -= record.size
-        try:
-            text = archive.read(record, record.size).decode("utf-8", "replace")
-        except MalformedError:
-            continue  # the checksum check reports it
-        devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
-    return devices
-
-
-def without_numbers(reader: TensorReader) -> set[str]:
-    """Return the keys of the nonempty storages, without the numbers of the code.
-
-    A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
-    """
-    return {
-        storage.key
-        for storage in reader.storages.values()
-        if storage.numel > 1 or (storage.numel and storage.dtype.name not in ("float64", "int64", "bool"))
-    }
-
-
-def nested_file(archive: Archive, record: Record) -> TorchZip:
-    """Read a record that is a complete torch.save file; raise MalformedError for anything else."""
-    span = archive.payload(record)
-    content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
-    if record.method or content.read(0, 4) != b"PK\x03\x04":
-        raise damaged(archive, record.name, " is not an uncompressed file of torch.save")
-    inner = read_whole(content)
-    pickle = inner.find("data.pkl")
-    if pickle is None:
-        raise damaged(archive, record.name, " has no data.pkl")
-    return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
-
-
-def append_graph(builder: Builder, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:
-    """Append another graph to an arena; return its new root. ``rename`` returns new storage keys."""
-    base = len(builder.nodes)
-    places = range(base, base + len(graph.nodes))
-    builder.nodes += [relocated(node, places) for node in graph.nodes]
-    for ref in places:
-        node = builder.nodes[ref]
-        if type(node) is bytes:
-            # The graph has protocol 2, which has no bytes: pickle writes a call instead.
-            text = builder.group([builder.add(node.decode("latin-1")), builder.constant("latin1")])
-            builder.nodes[ref] = Call(REDUCE, builder.named("_codecs", "encode"), text)
-    if rename is None:
-        return base + graph.root
-    pids = dict.fromkeys(node.pid for node in graph.nodes if type(node) is Persistent)
-    for ref in pids:
-        pid, copy = graph.nodes[ref], builder.nodes[base + ref]
-        if type(pid) is tuple and len(pid) >= 3 and type(copy) is tuple:
-            builder.nodes[base + ref] = (*copy[:2], builder.add(rename(str(graph.nodes[pid[2]]))), *copy[3:])
-    return base + graph.root

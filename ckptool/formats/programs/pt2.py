@@ -8,7 +8,7 @@ file within the archive.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
@@ -16,12 +16,11 @@ from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice, ProgramFacts
 from ...checkpoint.tensors import TensorReader
-from ...files.zips.reader import Archive, Record
+from ...files.zips.reader import Archive
 from ...pickles.nodes import Ref
-from .archive import ProgramArchive, append_graph, damaged, integers, name_parts, nested_file, read_json
+from .archive import ProgramArchive, name_parts
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 SCALAR_TYPES: Final = {
@@ -74,18 +73,19 @@ class Pt2(ProgramArchive):
         extra = [name.removeprefix("extra/") for name in names if name.startswith("extra/")]
         if compiled and not models and not programs:
             self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
+        inside = name_parts("constant", constants)
+        pickled = name_parts("pickled object", objects)
+        old = [name for name in names if _OTHER_OLD.fullmatch(name) and self._has_tensors(name)]
+        self.unnamed = [*inside, *name_parts("file", old, rest=" of constants"), *pickled]
         self.beside = [
             *([f"the program ({join_limited(programs, most=3)})"] if programs else []),
-            *name_parts("constant", constants),
+            *inside,
             *([f"{pluralize(len(compiled), 'file')} of compiled code"] if compiled else []),
             *(["sample inputs"] if inputs else []),
-            *name_parts("pickled object", objects),
+            *pickled,
             *name_parts("extra file", extra),
         ]
-        self.unnamed = self._parts_unnamed(names, constants, objects)
         self._search_programs(programs)
-        self._add_fixed_devices(names, inputs)
-        self.warn_of_devices("nothing moves them when it is loaded")
         what = f"it is {self.kind}, which holds code: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
@@ -94,20 +94,12 @@ class Pt2(ProgramArchive):
             # without that option.
             what += ", and pickles within it run when it is loaded"
         facts: ProgramFacts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers}
-        self.describe(what, {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra})
+        facts = {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra}
+        self.describe(what, facts, "nothing moves them when it is loaded")
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
         # Nested torch.save files are normal here.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
-
-    def _parts_unnamed(self, names: Sequence[str], constants: Sequence[str], objects: Sequence[str]) -> list[str]:
-        """Describe the contents with tensors, or with objects that may hold some, outside of the state dicts."""
-        old = [name for name in names if _OTHER_OLD.fullmatch(name) and self._has_tensors(name)]
-        return [
-            *name_parts("constant", constants),
-            *name_parts("file", old, rest=" of constants"),
-            *name_parts("pickled object", objects),
-        ]
 
     def _has_tensors(self, name: str) -> bool:
         """Return whether a nested torch.save file has nonempty tensors, also for one that cannot be read."""
@@ -115,97 +107,46 @@ class Pt2(ProgramArchive):
         if record is None or not record.size:
             return False
         try:
-            return any(
-                storage.numel for storage in TensorReader(nested_file(self.archive, record).graph).storages.values()
-            )
+            storages = TensorReader(self.nested_file(record).graph).storages
+            return any(storage.numel for storage in storages.values())
         except (MalformedError, PickleError):
             return True
 
     def _weights(self, name: str) -> Ref:
         """Build the state dict that one configuration describes."""
         items = []
-        for key, meta in self._entries(name).items():
-            path = meta.get("path_name")
+        for key, entry in self._entries(name).items():
+            path, meta = str(entry.get("path_name")), entry.get("tensor_meta")
+            meta = meta if isinstance(meta, dict) else {}
             record = self.archive.find(f"data/weights/{path}")
-            if type(path) is not str or record is None:
-                raise self._damaged(name, key, "its bytes are not in the archive")
-            self.parameters += meta.get("is_param") is True
-            self.buffers += meta.get("is_param") is not True
-            if meta.get("use_pickle") is True:
+            self.parameters += entry.get("is_param") is True
+            self.buffers += entry.get("is_param") is not True
+            if entry.get("use_pickle") is True and record is not None:
                 if path not in self.inner:
-                    self.inner[path] = nested_file(self.archive, record)
-                ref = append_graph(self.builder, self.inner[path].graph, f"{path}:{{}}".format)
-            else:
-                self.records_of[path] = record
-                ref = self.builder.tensor(self._tensor(name, key, meta.get("tensor_meta"), path, record))
-            items.append((key, ref))
+                    self.inner[path] = self.nested_file(record)
+                items.append((key, self.append_graph(self.inner[path].graph, f"{path}:{{}}".format)))
+                continue
+            number = meta.get("dtype") if meta.get("layout", _STRIDED) == _STRIDED else None
+            dtype = BY_NAME.get(SCALAR_TYPES.get(number, "")) if type(number) is int else None
+            numbers = meta.get("sizes"), meta.get("strides"), meta.get("storage_offset")
+            tensor = self.plain_tensor(f"{name}, {quoted(key)}", dtype, numbers, _int, path, record)
+            items.append((key, self.builder.tensor(tensor._replace(location=_location(meta.get("device"))))))
         return self.builder.mapping(items)
 
-    def _json(self, name: str) -> Any:
-        record = self.archive.find(name)
-        return None if record is None else read_json(self.archive, record)
-
     def _entries(self, name: str) -> dict[str, dict[str, Any]]:
-        config = self._json(name)
+        config = self.json(name)
         entries = config.get("config") if isinstance(config, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(meta, dict) for meta in entries.values()):
-            raise damaged(self.archive, name, " describes no weights")
+            raise self.damaged(name, " describes no weights")
         return entries
-
-    def _tensor(self, name: str, key: str, meta: Any, path: str, record: Record) -> PlainTensor:
-        if not isinstance(meta, dict):
-            raise self._damaged(name, key, "nothing describes it")
-        number = meta.get("dtype")
-        dtype = BY_NAME.get(SCALAR_TYPES.get(number, "")) if type(number) is int else None
-        if dtype is None or meta.get("layout", _STRIDED) != _STRIDED:
-            raise self._damaged(name, key, "its dtype or layout is unknown")
-        shape, strides = integers(meta.get("sizes"), _int), integers(meta.get("strides"), _int)
-        offset = _int(meta.get("storage_offset"))
-        if shape is None or strides is None or offset is None or len(shape) != len(strides):
-            raise self._damaged(name, key, "its sizes are not numbers")
-        device = meta.get("device")
-        location = _location(device) if isinstance(device, dict) else "cpu"
-        return PlainTensor(dtype, shape, strides, path, record.size, offset, location)
-
-    def _damaged(self, name: str, key: str, why: str) -> MalformedError:
-        return damaged(self.archive, name, f" is damaged at {quoted(key)}: {why}")
 
     def _old_weights(self, name: str) -> Ref:
         """Build the state dict of an archive before torch 2.8: a nested torch.save file."""
         record = self.archive.find(name)
         assert record is not None
-        self.inner[name] = file = nested_file(self.archive, record)
+        self.inner[name] = file = self.nested_file(record)
         self.byteorder = file.byteorder
-        return append_graph(self.builder, file.graph, f"{name}:{{}}".format)
-
-    def _add_fixed_devices(self, names: list[str], inputs: list[str]) -> None:
-        """Add the devices of constants, sample inputs and compiled code, which no edit changes."""
-        for name in names:
-            if _CONSTANTS.fullmatch(name):
-                metas = [meta.get("tensor_meta") for meta in self._entries(name).values()]
-                devices = [meta.get("device") for meta in metas if isinstance(meta, dict)]
-                locations = Counter(_location(device) for device in devices if isinstance(device, dict))
-                self._add_devices(name, locations, "the list of constants")
-            elif name in inputs or _OTHER_OLD.fullmatch(name):
-                record = self.archive.find(name)
-                if record is not None and record.size:
-                    self._add_devices(name, self._locations(record), "what is saved there")
-            elif name.startswith("data/aotinductor/") and name.endswith("_metadata.json"):
-                metadata = self._json(name)
-                key = metadata.get("AOTI_DEVICE_KEY") if isinstance(metadata, dict) else None
-                self._add_devices(name, Counter([key] if type(key) is str else []), "the compiled code")
-
-    def _locations(self, record: Record) -> Counter[str]:
-        try:
-            storages = TensorReader(nested_file(self.archive, record).graph).storages
-            return Counter(storage.location for storage in storages.values())
-        except (MalformedError, PickleError) as error:
-            what = f"{quoted(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
-            self.problems.append(Finding.of("broken-part", "warning", what, record.name))
-            return Counter()
-
-    def _add_devices(self, where: str, devices: Counter[str], what: str) -> None:
-        self.named_devices += [NamedDevice(where, device, number, what) for device, number in sorted(devices.items())]
+        return self.append_graph(file.graph, f"{name}:{{}}".format)
 
     def _search_programs(self, programs: list[str]) -> None:
         """Find the torch version that wrote the program, and the devices that it names."""
@@ -225,8 +166,8 @@ class Pt2(ProgramArchive):
         self.writer += f" (archive version {version.decode('ascii', 'replace')})" if version else ""
 
 
-def _location(device: dict[str, Any]) -> str:
-    kind, index = device.get("type"), device.get("index")
+def _location(device: Any) -> str:
+    kind, index = (device.get("type"), device.get("index")) if isinstance(device, dict) else ("cpu", None)
     if type(kind) is not str:
         return "cpu"
     return f"{kind}:{index}" if type(index) is int and kind != "cpu" else kind

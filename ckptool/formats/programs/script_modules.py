@@ -37,10 +37,7 @@ _MAX_NAMES: Final = 16 << 20
 
 #: The relevant lines: a class begins a line, and its declarations are indented by two spaces.
 _LINE: Final = regex(
-    r"^(?:class (?P<head>.*)|  (?P<kind>__parameters__|__buffers__) = \[(?P<names>.*)\]"
-    r'|  (?:(?P<plain>[A-Za-z_]\w*) : |__annotations__\["(?P<odd>.*)"\] = )(?:Optional\[)?Tensor\]?'
-    r"|  def (?P<restores>__setstate__)\(.*)$",
-    re.MULTILINE,
+    r"^(?:class (?P<head>.*)|  (?P<kind>__parameters__|__buffers__) = \[(?P<names>.*)\])$", re.MULTILINE
 )
 _CLASS: Final = regex(r"([^\s(]+)\((\w+)\):")
 #: Names are not escaped: python_print.cpp writes them unchanged.
@@ -52,8 +49,6 @@ _DEVICE: Final = regex(
     rf'torch\.device\("((?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"|"((?!cpu)(?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"'
 )
 
-#: Prefixes of a program's class names and of its unpickler's list types; Python never resolves these.
-SCRIPT_NAMES: Final = ("__torch__.", "torch.jit._pickle.")
 #: The most characters of all names together: 200,000 tensors with names of 100 characters take 20 million.
 _MAX_CHARACTERS: Final = 64_000_000
 #: C++ objects, such as packed parameters of quantized layers.
@@ -63,25 +58,16 @@ _MAX_MODULES: Final = 1_000_000
 
 
 class ScriptClass(NamedTuple):
-    """A class of the program.
-
-    ``buffers`` is None if the code does not declare buffers (before torch 1.6). ``tensors`` are all attributes declared
-    as tensors. ``restores``: the class has code that restores its state.
-    """
+    """A class of the program. ``buffers`` is None if the code does not declare buffers (before torch 1.6)."""
 
     is_module: bool
     parameters: frozenset[str]
     buffers: frozenset[str] | None
-    tensors: frozenset[str]
-    restores: bool
 
 
 class ScriptCode(NamedTuple):
-    """The code of a program. ``classes`` are keyed by qualified name; ``devices`` counts device names by (file,
-    device).
-
-    ``unread`` lists the files that are damaged or too large to be read completely.
-    """
+    """The code of a program: its classes by qualified name, how often each (file, device) is named, and the files that
+    are damaged or too large to be read completely."""
 
     files: list[str]
     classes: dict[str, ScriptClass]
@@ -94,10 +80,10 @@ def devices_in(text: str) -> Counter[str]:
     return Counter(match[1] or match[2] for match in _DEVICE.finditer(text))
 
 
-def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
+def read_code(archive: Archive) -> ScriptCode:
     """Read the records ``code/**.py`` of an archive, bounded in number and size."""
     code = ScriptCode([], {}, Counter(), [])
-    start = archive.prefix + folder
+    start = f"{archive.prefix}code/"
     left, names = _MAX_CODE, _MAX_NAMES
     for record in archive.records:
         if not (record.name.startswith(start) and record.name.endswith(".py")):
@@ -115,8 +101,7 @@ def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
         code.devices.update({(file, device): number for device, number in devices_in(text).items()})
         module = file.removesuffix(".py").replace("/", ".")
         for name, script_class in _classes(text):
-            attributes = (*script_class.parameters, *(script_class.buffers or ()), *script_class.tensors)
-            names -= sum(map(len, attributes))
+            names -= sum(map(len, (*script_class.parameters, *(script_class.buffers or ()))))
             if names < 0 or len(code.classes) >= _MAX_CLASSES:
                 code.unread.append(file)
                 break
@@ -126,52 +111,40 @@ def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
 
 def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
     """Yield the classes of a file in order."""
-    name = ""
-    declared: dict[str, frozenset[str]] = {}
-    tensors: set[str] = set()
-    is_module = restores = False
-
-    def script_class() -> ScriptClass:
-        parameters = declared.get("__parameters__", frozenset())
-        return ScriptClass(is_module, parameters, declared.get("__buffers__"), frozenset(tensors), restores)
-
+    name, found = "", ScriptClass(False, frozenset(), None)
     for line in _LINE.finditer(text):
-        head = line["head"]
-        if head is not None:
+        if line["head"] is not None:
             if name:
-                yield name, script_class()
-            match = _CLASS.match(head)
-            name, is_module = (match[1], match[2] == "Module") if match else ("", False)
-            declared, tensors, restores = {}, set(), False
-        elif line["kind"]:
-            declared[line["kind"]] = frozenset(match[1] for match in _QUOTED.finditer(line["names"]))
-        elif line["restores"]:
-            restores = True
+                yield name, found
+            match = _CLASS.match(line["head"])
+            name = match[1] if match else ""
+            found = ScriptClass(match is not None and match[2] == "Module", frozenset(), None)
         else:
-            tensors.add(line["plain"] or line["odd"])
+            names = frozenset(match[1] for match in _QUOTED.finditer(line["names"]))
+            is_parameters = line["kind"] == "__parameters__"
+            found = found._replace(parameters=names) if is_parameters else found._replace(buffers=names)
     if name:
-        yield name, script_class()
+        yield name, found
 
 
 class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
     - ``state``: the state dict, in the order of ``state_dict()``; ``parameters`` tells whether each is a parameter.
-    - ``plain``: other tensor attributes; ``unclear``: the ones in modules whose code does not declare buffers.
+    - ``plain``: other tensor attributes.
     - ``hidden``: modules whose state only their code restores; ``guessed``: modules whose code is missing.
     """
 
     state: list[tuple[str, Ref]]
     parameters: list[bool]
     plain: list[tuple[str, Ref]]
-    unclear: list[str]
     hidden: list[str]
     guessed: list[str]
 
 
 def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> ModuleTensors:
     """Walk the modules from the root, parents before children; raise MalformedError for endless nesting."""
-    tensors = ModuleTensors([], [], [], [], [], [])
+    tensors = ModuleTensors([], [], [], [], [])
     work = [(graph.root, "")]
     characters = visited = 0
     while work:
@@ -206,8 +179,6 @@ def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Modu
                     buffers.append((full, value))
                 else:
                     tensors.plain.append((full, value))
-                    if script_class.buffers is None and name in script_class.tensors:
-                        tensors.unclear.append(full)
                 continue
             class_name = callable_name(graph, node.func)
             declared = code.classes.get(class_name)
@@ -222,18 +193,14 @@ def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Modu
     return tensors
 
 
-def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]], base: int = 0) -> Ref:
-    """Append a dict of the parameters and buffers to an arena, detached as in ``state_dict()``.
-
-    ``base`` is where the graph of ``reader`` begins in the arena.
-    """
+def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]]) -> Ref:
+    """Append a dict of the parameters and buffers to an arena, detached as in ``state_dict()``."""
     pairs: list[Ref] = []
     detached: dict[Ref, Ref] = {}
     false = -1
-    for name, own in state:
-        ref = base + own
+    for name, ref in state:
         if ref not in detached:
-            tensor = reader.tensor(own)
+            tensor = reader.tensor(ref)
             detached[ref] = ref
             node = nodes[ref]
             args = nodes[node.args] if type(node) is Call else ()

@@ -7,7 +7,6 @@ pickles. Source: ``torch/csrc/jit/serialization/export_module.cpp``, ``unpickler
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -19,15 +18,15 @@ from ...base.steps import in_shell
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, StoredRecord, Traits
 from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
-from ...checkpoint.survey import DeviceName, survey
+from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
-from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
+from ...pickles.nodes import Graph, Node, Persistent, Ref, Style, relocated
 from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
-from .archive import describe, describe_devices, graph_of, name_parts, without_numbers
-from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
+from .archive import describe, describe_devices, name_parts
+from .script_modules import add_state_dict, module_tensors, read_code
 
 #: The folder of the storages of constants.pkl.
 _CONSTANTS: Final = "constants/"
@@ -57,7 +56,7 @@ class TorchScript(TorchZip, Program):
     traits = Traits(writes_as="program", flat_names=True)
     deflates = True
     loader = "torch.jit.load"
-    own_names = SCRIPT_NAMES
+    own_names = ("__torch__.", "torch.jit._pickle.")
     edits = frozenset(("remap",))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
@@ -87,11 +86,10 @@ class TorchScript(TorchZip, Program):
         self.attribute_devices = [
             name._replace(ref=part.base + name.ref, path=_path(part, name.path, number))
             for number, part in enumerate(self.parts)
-            for name in _devices(part.graph)
+            for name in survey(part.graph).devices
         ]
         literals = sorted(self.code.devices.items())
         self.named_devices = [NamedDevice(f"code/{file}", device, number) for (file, device), number in literals]
-        self.named_devices += self._traced_devices()
         start = f"{archive.prefix}extra/"
         self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         named = {ref for _, ref in self.modules.state}
@@ -134,14 +132,6 @@ class TorchScript(TorchZip, Program):
             nodes.append(name)
         self.parts.append(ScriptPickle(record, graph, base, keys))
 
-    def _traced_devices(self) -> list[NamedDevice]:
-        """Return the location tags of the traced example inputs."""
-        graph = graph_of(self.archive, _TRACED)
-        if graph is None:
-            return []
-        tags = Counter(storage.location for _, storage in TensorReader(graph).uses())
-        return [NamedDevice(_TRACED, tag, number, "an example input") for tag, number in sorted(tags.items())]
-
     def _parts_unnamed(self, reader: TensorReader, end: Ref) -> list[str]:
         """Describe the tensors that share no storage with the state dict; data.pkl ends at ``end`` in the arena."""
 
@@ -153,17 +143,16 @@ class TorchScript(TorchZip, Program):
         stored = {storage.key for ref, storage in reader.uses() if ref < end and storage.nbytes} - named
         plain = [name for name, ref in self.modules.plain if name in self.plain and keys([ref]) & stored]
         rest = stored - keys(ref for _, ref in self.modules.plain)
-        constants = sum(key.startswith(_CONSTANTS) for key in without_numbers(reader))
+        # A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
+        in_code = [storage for storage in reader.storages.values() if storage.key.startswith(_CONSTANTS)]
+        numbers = sum(storage.numel == 1 and storage.dtype.name in ("float64", "int64", "bool") for storage in in_code)
+        constants = sum(storage.numel > 0 for storage in in_code) - numbers
         parts = name_parts("tensor", plain, rest=" in plain attributes")
         if constants:
             parts.append(f"{pluralize(constants, 'constant')} of the code")
-        return parts + (
-            self._parts_hidden() or [f"{pluralize(len(rest), 'storage')} of lists and objects"] if rest else []
-        )
-
-    def _parts_hidden(self) -> list[str]:
-        hidden = self.modules.hidden
-        return [f"what only code restores ({join_limited(hidden, most=3)})"] if hidden else []
+        objects = f"{pluralize(len(rest), 'storage')} of lists and objects"
+        hidden = join_limited(self.modules.hidden, most=3)
+        return parts + ([f"what only code restores ({hidden})" if hidden else objects] if rest else [])
 
     def _parts_beside(self) -> list[str]:
         parts = [f"the program ({pluralize(len(self.code.files), 'file')} of code)"]
@@ -171,21 +160,11 @@ class TorchScript(TorchZip, Program):
         if self.constants:
             frozen = "" if self.modules.state else ", its weights among them: it is frozen"
             parts.append(f"{pluralize(self.constants, 'constant')} of the code{frozen}")
-        parts += self._parts_hidden() or [part for part in self.unnamed if part.endswith("of lists and objects")]
+        if self.modules.hidden:
+            parts.append(f"what only code restores ({join_limited(self.modules.hidden, most=3)})")
+        else:
+            parts += [part for part in self.unnamed if part.endswith("of lists and objects")]
         return parts + name_parts("extra file", self.extra)
-
-    def _facts(self) -> ProgramFacts:
-        return {
-            "code_files": len(self.code.files),
-            "parameters": sum(self.modules.parameters),
-            "buffers": len(self.modules.state) - sum(self.modules.parameters),
-            "attributes": self.plain,
-            "constants": self.constants,
-            "traced": self.archive.find(_TRACED) is not None,
-            "mobile": self.mobile,
-            "restored_by_code": self.modules.hidden,
-            "extra_files": self.extra,
-        }
 
     def _add_problems(self) -> None:
         """Report what a user should know."""
@@ -196,11 +175,18 @@ class TorchScript(TorchZip, Program):
         attributes: list[AttributeDevice] = [
             {"path": name.path, "device": name.device} for name in self.attribute_devices
         ]
-        describe(self, what, self._facts(), beside, attributes=attributes)
-        if modules.unclear:
-            names = join_limited(modules.unclear, most=3)
-            what = "its code, of torch before 1.6, does not say which tensors are buffers: in later versions"
-            self._note("untold-buffers", "warning", f"{what} state_dict() lacks {names}")
+        facts: ProgramFacts = {
+            "code_files": len(self.code.files),
+            "parameters": sum(self.modules.parameters),
+            "buffers": len(self.modules.state) - sum(self.modules.parameters),
+            "attributes": self.plain,
+            "constants": self.constants,
+            "traced": self.archive.find(_TRACED) is not None,
+            "mobile": self.mobile,
+            "restored_by_code": self.modules.hidden,
+            "extra_files": self.extra,
+        }
+        describe(self, what, facts, beside, attributes=attributes)
         if self.code.unread:
             names = join_limited([f"code/{name}" for name in self.code.unread], most=3)
             what = "too large or damaged, not searched to the end for devices and names of parameters"
@@ -212,10 +198,10 @@ class TorchScript(TorchZip, Program):
         if modules.hidden:
             what = "only code restores this state, and ckptool runs no code: its tensors have no names"
             self._note("hidden-state", "warning", f"{join_limited(modules.hidden, most=3)}: {what}")
-        in_code = [item for item in self.named_devices if item.where != _TRACED]
-        if in_code:
-            what = f"its code names devices: {describe_devices(in_code)}; neither remap nor map_location changes code"
-            level = "note" if all(item.device == "cpu" for item in in_code) else "warning"
+        if self.named_devices:
+            what = f"its code names devices: {describe_devices(self.named_devices)}"
+            what += "; neither remap nor map_location changes code"
+            level = "note" if all(item.device == "cpu" for item in self.named_devices) else "warning"
             self._note("code-devices", level, what)
         if self.attribute_devices:
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
@@ -272,21 +258,6 @@ def _path(part: ScriptPickle, path: str, number: int) -> str:
     path = path.replace("(0)", "")
     name = part.record.name.rpartition("/")[2]
     return path if not number else name + path if path[:1] in ("[", "(") else f"{name}.{path}"
-
-
-_DEVICE_TYPES: Final = frozenset(("cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla", "ipu", "musa", "vulkan", "meta"))
-_FIRST: Final = frozenset(name[0] for name in _DEVICE_TYPES)
-
-
-def _devices(graph: Graph) -> list[DeviceName]:
-    """Return the ``torch.device`` objects and the strings that name a device, with their paths."""
-    for node in graph.nodes:
-        if type(node) is str:
-            if node[:1] in _FIRST and node.partition(":")[0] in _DEVICE_TYPES:
-                return survey(graph).devices
-        elif type(node) is Global and (node.module, node.name) == ("torch", "device"):
-            return survey(graph).devices
-    return []
 
 
 def read(archive: Archive) -> TorchScript:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
-from ...base.errors import MalformedError
 from ...base.text import pluralize, quoted
-from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.objects import callable_name, list_items, scalar
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
-from .archive import ProgramArchive, damaged, devices_in_sources, graph_of, integers, read_json
+from .archive import ProgramArchive, graph_of
 
+_MODEL: Final = "model.json"
 #: ``TensorProto.DataType`` of caffe2, where the lower-case name is not torch's.
 _DTYPES: Final = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
-_SAME_DTYPES: Final = ("FLOAT16", "BFLOAT16", "INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL")
 #: The most modules that are visited. In JSON they form a tree, so there cannot be more than bytes.
 _MAX_MODULES: Final = 1_000_000
 _MAX_CHARACTERS: Final = 64_000_000
@@ -35,25 +33,26 @@ class JsonScript(ProgramArchive):
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive)
-        record = archive.find("model.json")
-        assert record is not None
-        model = read_json(archive, record)
+        model = self.json(_MODEL)
         tensors = model.get("tensors", []) if isinstance(model, dict) else None
         module = model.get("mainModule") if isinstance(model, dict) else None
         if not isinstance(tensors, list) or not isinstance(module, dict):
-            raise damaged(archive, record.name, " describes no module")
+            raise self.damaged(_MODEL, " describes no module")
         self._tensors = tensors
         self._refs: dict[int, Ref] = {}
         self.parameters = 0
         self.graph = self.builder.graph(self.builder.mapping(self._items(module)))
         files = [name for name in self.names() if name.startswith("code/")]
-        self.named_devices = devices_in_sources(archive, files)
+        self.named_devices = self.devices_in_sources(files)
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
         self.beside = [f"the program ({pluralize(len(files), 'file')} of code)"]
         what = "it is a TorchScript archive of torch 1.0 to 1.3, which holds code: no later torch loads it"
-        self.describe(what, {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)})
-        self.warn_of_devices("nothing moves them when it is loaded")
+        self.describe(
+            what,
+            {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)},
+            "nothing moves them when it is loaded",
+        )
 
     def _items(self, main: dict[str, Any]) -> list[tuple[str, Ref]]:
         items: list[tuple[str, Ref]] = []
@@ -65,7 +64,7 @@ class JsonScript(ProgramArchive):
             visited += 1
             characters += len(prefix)
             if visited > _MAX_MODULES or characters > _MAX_CHARACTERS:
-                raise damaged(self.archive, "model.json", " has modules that nest endlessly")
+                raise self.damaged(_MODEL, " has modules that nest endlessly")
             for parameter in _dicts(module.get("parameters")):
                 number = _int(parameter.get("tensorId", 0))
                 if number is not None:
@@ -96,31 +95,18 @@ class JsonScript(ProgramArchive):
 
     def _tensor(self, number: int) -> Ref:
         if number not in self._refs:
-            self._refs[number] = self.builder.tensor(self._plain_tensor(number))
+            meta = self._tensors[number] if 0 <= number < len(self._tensors) else None
+            meta = meta if isinstance(meta, dict) else {}
+            data, name = meta.get("data"), str(meta.get("dataType", ""))
+            key = data.get("key") if isinstance(data, dict) else None
+            record = self.archive.find(key) if type(key) is str else None
+            numbers = meta.get("dims", []), meta.get("strides", []), meta.get("offset", 0)
+            dtype, where = BY_NAME.get(_DTYPES.get(name, name.lower())), f"{_MODEL}: tensor {quoted(str(number))}"
+            tensor = self.plain_tensor(where, dtype, numbers, _int, str(key), record)
+            device = meta.get("device")
+            tensor = tensor._replace(location=device) if type(device) is str else tensor
+            self._refs[number] = self.builder.tensor(tensor)
         return self._refs[number]
-
-    def _plain_tensor(self, number: int) -> PlainTensor:
-        meta = self._tensors[number] if 0 <= number < len(self._tensors) else None
-        if not isinstance(meta, dict):
-            raise self._damaged(number, "it is not described")
-        data = meta.get("data")
-        key = data.get("key") if isinstance(data, dict) else None
-        record = self.archive.find(key) if type(key) is str else None
-        if type(key) is not str or record is None:
-            raise self._damaged(number, "its bytes are not in the archive")
-        name = str(meta.get("dataType", ""))
-        dtype = BY_NAME.get(name.lower() if name in _SAME_DTYPES else _DTYPES.get(name, ""))
-        shape, strides = integers(meta.get("dims", []), _int), integers(meta.get("strides", []), _int)
-        offset = _int(meta.get("offset", 0))
-        if dtype is None or shape is None or strides is None or offset is None or len(shape) != len(strides):
-            raise self._damaged(number, "its dtype or its sizes are invalid")
-        device = meta.get("device")
-        self.records_of[key] = record
-        location = device if type(device) is str else "cpu"
-        return PlainTensor(dtype, shape, strides, key, record.size, offset, location)
-
-    def _damaged(self, number: int, why: str) -> MalformedError:
-        return damaged(self.archive, "model.json", f" is damaged at tensor {quoted(str(number))}: {why}")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
