@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
-from contextlib import closing
 from typing import Final, TypeAlias
 
-from ...base.errors import CkptoolError, NotACheckpointError
+from ...base.errors import NotACheckpointError
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.steps import NextStep, command, suggested_output
+from ...base.steps import AnyStep, command, suggested_output
 from ...base.text import join_limited, pluralize
-from ...checkpoint.objects import callable_name, list_items, values_of
+from ...checkpoint.objects import callable_name, list_items
 from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
-from .. import read_container
 from ..folders import read_tag
 from .ranks import MAX_RANKS, StepFolder, by_number, numbered
 
@@ -37,11 +35,6 @@ EXPERT_OPTIMIZER: Final = regex(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt
 #: Every such name has this. Most folders are no DeepSpeed folder, and have thousands of other names.
 _STATES: Final = "_states"
 _TAG: Final = regex(r"global_step\d+\Z")
-_FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
-#: A model file has this entry if its optimizer is partitioned.
-_PARTITIONED: Final = "param_shapes"
-#: Numbers in a DeepSpeed file, at the root or in the optimizer's state.
-_FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_size", "global_steps")
 
 #: File names by the numbers in them: data-parallel and model-parallel rank.
 _Ranks: TypeAlias = dict[tuple[int, ...], str]
@@ -116,55 +109,38 @@ def whole_file(names: Collection[str]) -> str:
 
 
 def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | None:
-    """Return the error that describes a DeepSpeed folder and its missing files; None for any other folder.
-
-    Reads one file of each kind.
-    """
+    """Return the error that describes a DeepSpeed folder and its missing files by their names; None for any other
+    folder."""
     if not _are_files(names):
         return None
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    layers = [name for name in names if LAYER.match(name)]
+    layers = list(filter(None, map(LAYER.match, names)))
     experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
-    run = _run_facts(folder, (*optimizer.values(), *zero3.values(), *models.values()))
-    stage = 3 if zero3 else run.get("zero_stage", 0)
-    partitioned = bool(optimizer or zero3 or run.get(_PARTITIONED))
-    whole = whole_file(names) and (experts or not partitioned)
     parts = (*optimizer, *zero3)
-    data = max([1, run.get("dp_world_size", 0), run.get("partition_count", 0), *(rank[0] + 1 for rank in parts)])
-    model_ranks = (*(rank[1] + 1 for rank in parts), *(rank[0] + 1 for rank in models))
-    model = max([1, run.get("mp_world_size", 0), *model_ranks])
+    data = max((rank[0] + 1 for rank in parts), default=1)
+    ranks = (*(rank[1] for rank in parts), *(rank[0] for rank in models), *(int(layer[2] or 0) for layer in layers))
+    model = max(ranks, default=0) + 1
     missing = _missing_parts(optimizer, zero3, models, data, model)
-    if partitioned and not optimizer:
-        lost = "the weights are in them" if stage == 3 else "the weights in 32 bits are in them"
-        missing.append(f"the optimizer's files ([bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt): {lost}")
-    elif optimizer and not (zero3 or models):
-        name = "zero_pp_rank_N_mp_rank_00_model_states.pt" if stage == 3 else _FIRST_MODEL
-        missing.append(f"the model's files ({name}): the names and shapes of the weights are in them")
-    zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if partitioned else "without ZeRO"
-    what = f"it is a DeepSpeed checkpoint, {zero}, of {pluralize(data, 'data-parallel rank')}"
-    if model > 1:
-        what += f" x {pluralize(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
-    what += f", step {run['global_steps']:,}" if "global_steps" in run else ""
+    if not (optimizer or layers or experts):
+        missing.append("the optimizer's files ([bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt)")
+    elif not (zero3 or models):
+        missing.append("the model's files: the names and shapes of the weights are in them")
+    what = f"it is a DeepSpeed checkpoint of {pluralize(data, 'data-parallel rank')}"
+    what += f" x {pluralize(model, 'model-parallel rank')}" * (model > 1)
     counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
     files = [*counts, (experts, "expert file")]
     what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
-    what += f"; missing: {join_limited(missing)}" if missing else ", all there"
-    if (layers or experts or model > 1) and not whole:
-        why = (
-            "each layer of a pipeline has a file" if layers else "its tensors are cut in ways that only the model knows"
-        )
-        what += f"; {'experts have files of their own' if experts else why}: they are not joined"
-    step = NextStep()
-    if zero_files(names) is not None or whole:
-        step += "it is read as one: " + command("inspect", folder.path)
-    elif len(models) == 1 and model == 1 and not zero3 and not layers:
+    what += f"; missing: {join_limited(missing)}" if missing else ", all there; its tensors are cut in ways that only"
+    what += "" if missing else " the model knows: they are not joined"
+    step: AnyStep = "its files: " + command("inspect", folder.join("*.pt"))
+    if zero_files(names) is not None:
+        step = "it is read as one: " + command("inspect", folder.path)
+    elif len(models) == model == 1 and not zero3 and not layers:
         # Up to stage 2, the model file has all weights in the training dtype: mostly bfloat16 or float16.
         file, output = folder.join(*models.values()), suggested_output(folder.path, "module", ".pth")
-        step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
-    elif partitioned and not (optimizer and (zero3 or models)):
-        step += "no part of it is of use without the other: get the folder again"
-    else:
-        step += "its files: " + command("inspect", folder.join("*.pt"))
+        step = "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
+    elif not (optimizer or layers or experts) or not (zero3 or models):
+        step = "no part of it is of use without the other: get the folder again"
     return NotACheckpointError(what, kind="deepspeed", path=folder.path, next=step)
 
 
@@ -194,29 +170,6 @@ def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str
 
 def _is_torch(name: str) -> bool:
     return name.endswith(".pt")
-
-
-def _run_facts(folder: Folder, files: Iterable[str]) -> dict[str, int]:
-    """Return facts about the run, from the first readable file of each kind."""
-    facts: dict[str, int] = {}
-    for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
-        try:
-            with closing(folder.open(file)) as source:
-                graph = read_container(source).graph
-        except CkptoolError:
-            continue
-        root = values_of(graph, graph.root)
-        config = values_of(graph, root["ds_config"]) if "ds_config" in root else {}
-        zero = values_of(graph, config["zero_optimization"]) if "zero_optimization" in config else {}
-        if _PARTITIONED in root and graph.nodes[root[_PARTITIONED]] is not None:
-            facts[_PARTITIONED] = 1
-            if "stage" in zero:
-                facts["zero_stage"] = max(facts.get("zero_stage", 0), whole_number(graph, zero["stage"]))
-        for values in (root, values_of(graph, root.get("optimizer_state_dict", graph.root))):
-            for name in _FACTS:
-                if name in values and 0 < (number := whole_number(graph, values[name])) < 1 << 20:
-                    facts[name] = max(facts.get(name, 0), number)
-    return facts
 
 
 def whole_number(graph: Graph, ref: Ref) -> int:

@@ -94,17 +94,11 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     sizes = [max(rank[place] + 1 for rank in ranks if len(rank) > place) for place in range(length)]
     total = prod(sizes)
     grid = product(*map(range, sizes)) if total <= MAX_RANKS else ()
-    missing = [
-        "mp_rank_" + "_".join(f"{number:0{3 if place else 2}d}" for place, number in enumerate(rank))
-        for rank in grid
-        if rank not in ranks
-    ]
     empty = [name for name in sorted(ranks.values()) if not folder.inner(name).names() & {*_WEIGHTS}]
-    words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS)]
-    what = f"it is a Megatron-LM checkpoint of {join_limited(words)} ranks: {len(ranks):,} of {total:,} folders"
-    what += f"; missing: {join_limited(missing)}" if missing else ""
-    what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
-    what += "" if missing or empty else ", all there"
+    lost = [rank for rank in grid if rank not in ranks]
+    missing = ["mp_rank_" + "_".join(f"{number:0{3 if at else 2}d}" for at, number in enumerate(rank)) for rank in lost]
+    what = f"it is a Megatron-LM checkpoint of {len(ranks):,} of {total:,} ranks"
+    what += f"; missing: {join_limited(missing + empty)}" if missing or empty else ", all there"
     what += "; the ranks of experts are not joined" if length > 2 else ""
     if files_of_ranks(folder, names) is not None:
         step = "it is read as one: " + command("inspect", folder.path)
