@@ -18,18 +18,12 @@ from ..base.text import pluralize, quoted, shape_text
 from ..checkpoint.tensors import Tensor
 from ..values.torch.adapters import AdapterStep
 from .adapter_names import PROJECTIONS
-from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, has_values_of, is_saved, scale
+from .adapter_settings import BY_PEFT, CONFIG, Adapter, by_pattern, check_rank, is_saved, scale
 
 #: The keys of the tensors of one kind, by their parts without ".weight".
 Keys: TypeAlias = Mapping[str, str]
 Shape: TypeAlias = "tuple[int, ...]"
 
-#: The order in which the steps of an adapter apply, and those that replace or multiply.
-ORDER: Final = (
-    *("copy", "product", "adalora", "vera", "hadamard", "kronecker", "butterfly", "rotation", "scale"),
-    *("sum", "rows"),
-)
-NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 #: The shapes of the tensors of each kind: a letter for the size of each dimension, and a letter with "*" for the sizes
 #: of all that are left. A letter means the same size wherever it stands.
 _LORA: Final = {"lora_B": "o r 1*", "lora_A": "r i k*"}
@@ -79,9 +73,9 @@ class Module(NamedTuple):
         return f"{self.name}.weight"
 
     @property
-    def wanted(self) -> Tensor | None:
-        """Its weight in the base, or None if that lacks it: the caller refuses that."""
-        return self.base.get(self.key)
+    def own(self) -> Shape:
+        """The shape of its weight in the base."""
+        return self.base[self.key].shape
 
     def shape(self, key: str) -> Shape:
         """Return the shape of a tensor of the adapter."""
@@ -114,21 +108,23 @@ class Module(NamedTuple):
         """Return the error about a tensor whose meaning is not known."""
         return self.adapter.refusal(f"its tensor {quoted(key)} is not known, and would not be used", BY_PEFT)
 
+    def unfit(self, key: str, reason: str) -> RefusedError:
+        """Return the error about a tensor that contradicts the settings, or that cannot be merged."""
+        return self.adapter.refusal(f"{quoted(key)} is {shape_text(self.shape(key))}: {reason}", BY_PEFT)
+
     def fit(self, key: str, shape: Shape, target: str = "") -> None:
         """Raise RefusedError if a change has another shape than the weight of the base, or than ``target`` there."""
         target = target or self.key
-        wanted = self.base.get(target)
-        if wanted is None or shape == wanted.shape:
+        if target not in self.base or shape == self.base[target].shape:
             return
-        adapter, path = self.adapter, self.path
-        rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
-        if rows and re.search(r"embed|wte|lm_head|token", target):
-            message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
-            resized = command("resize", path, vocab=str(shape[0]), output=suggested_output(path, "resized"))
-            raise adapter.refusal(message, "resize the base first: " + resized)
-        here, there = shape_text(shape), shape_text(wanted.shape)
-        message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
-        raise adapter.refusal(message)
+        wanted = self.base[target].shape
+        if len(shape) == 2 == len(wanted) and shape[1] == wanted[1] and re.search(r"embed|wte|lm_head|token", target):
+            message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted[0]:,}"
+            output = suggested_output(self.path, "resized")
+            resized = command("resize", self.path, vocab=str(shape[0]), output=output)
+            raise self.adapter.refusal(message, "resize the base first: " + resized)
+        there = f"{quoted(target)} of {self.path} is {shape_text(wanted)}: another base"
+        raise self.adapter.refusal(f"{quoted(key)} changes a weight of {shape_text(shape)}, and {there}")
 
     def change(self, kind: str, keys: Iterable[str], factor: float = 1.0, **how: Any) -> WeightChange:
         """Return a change of the weight by these tensors."""
@@ -139,11 +135,10 @@ class Module(NamedTuple):
         return scale(self.adapter, self.name, rank, name) * self.weight
 
 
-def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange]:
-    """Yield the changes of one module, given the key of each part, such as "lora_A.weight".
+def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange] | None:
+    """Return the changes of one module, given the key of each part, such as "lora_A.weight".
 
-    Their keys may be missing in the base, which the caller refuses. Raise RefusedError unless every tensor is used and
-    fits.
+    Return None if the base lacks the module. Raise RefusedError unless every tensor is used and fits.
     """
     kinds: dict[str, dict[str, str]] = {}
     for part, key in parts.items():
@@ -151,8 +146,9 @@ def module_changes(module: Module, parts: Keys) -> Iterator[WeightChange]:
         if not kind:
             raise module.unknown(key)
         kinds.setdefault(kind, {})[part.removesuffix(".weight")] = key
-    for kind, keys in kinds.items():
-        yield from _KINDS[kind](module, keys)
+    if module.key not in module.base and kinds.keys() != {"copy"}:
+        return None
+    return (change for kind, keys in kinds.items() for change in _KINDS[kind](module, keys))
 
 
 def _copies(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -172,7 +168,7 @@ def _is_tied_bias(module: Module, key: str) -> bool:
     """Return whether a bias that the base lacks has the values of one that it holds, to which the model ties it."""
     adapter = module.adapter
     others = (name for name in adapter.tensors if name.endswith(".bias") and name != key and name in module.base)
-    return any(has_values_of(adapter.stored(key), adapter.stored(name)) for name in others)
+    return any(adapter.stored(key).equals(adapter.stored(name)) for name in others)
 
 
 def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
@@ -195,21 +191,20 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
             check_rank(adapter, first, rank)
         module.fit(first, shape[::-1] if transposed else shape)
         if prod(size.get("m", (size["o"],))) != size["o"]:
-            raise adapter.refusal(f"{quoted(more[0])} has {prod(size['m']):,} elements where {size['o']:,} are needed")
+            raise module.unfit(more[0], f"{size['o']:,} elements are needed")
         if adapter.is_set("use_dora") and not more:
             raise adapter.refusal(f"use_dora is set, and {quoted(module.name)} has no lora_magnitude_vector")
+        tensors = second, first, *more
         if adaptive:
             initial = adapter.number(adapter.config.get("init_r", 12), "init_r")
             alpha = adapter.number(adapter.config.get("lora_alpha", 8), "lora_alpha")
             factor = (alpha if alpha > 0 else initial) * module.weight
-            how: dict[str, Any] = {"transposed": transposed, "rank": int(initial)}
-            yield module.change("adalora", (second, first, *more), factor, **how)
+            yield module.change("adalora", tensors, factor, transposed=transposed, rank=int(initial))
         else:
-            how = {"transposed": transposed, "round_first": embedding}
-            yield module.change("product", (second, first, *more), module.scale(rank), **how)
+            yield module.change("product", tensors, module.scale(rank), transposed=transposed, round_first=embedding)
     if bias := keys.get("lora_B.bias"):
         target = f"{module.name}.bias"
-        if module.wanted is not None and target not in module.base:
+        if target not in module.base:
             raise adapter.refusal(f"it changes the bias of {quoted(module.name)}, which has none in the base")
         module.fit(bias, module.shape(bias), target)
         yield module.change("sum", (bias,), module.scale(rank))._replace(key=target)
@@ -222,20 +217,18 @@ def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """
     with_core = "hada_t1" in keys or "hada_t2" in keys
     forms = _LOHA_WITH_CORE if with_core else _LOHA
-    size = module.sizes(keys, forms)
+    size, own = module.sizes(keys, forms), module.own
     check_rank(module.adapter, keys["hada_w1_b"], size["r"])
     shape: Shape = (size["o"], size["i"], *size.get("k", ()))
-    if (wanted := module.wanted) is not None and wanted.shape:
-        # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
-        own = wanted.shape
-        shape = own if shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own) else shape
-    module.fit(keys["hada_w1_a"], shape)
+    # One row for each output, as a matrix; a Conv1d has a kernel with a second side of 1.
+    matrix = own and shape in ((own[0], prod(own[1:])), (*own, 1) if with_core else own)
+    module.fit(keys["hada_w1_a"], own if matrix else shape)
     yield module.change("hadamard", (keys[part] for part in forms), module.scale(size["r"], "alpha"))
 
 
 def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of LoKr: the Kronecker product of two matrices, which may be products themselves."""
-    adapter = module.adapter
+    adapter, own = module.adapter, module.own
     first, second = (
         next((forms for forms in choices if forms.keys() <= keys.keys()), {}) for choices in (_LOKR_FIRST, _LOKR_SECOND)
     )
@@ -243,17 +236,16 @@ def _lokr(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(next(iter(keys.values())))} and its partners are not the two factors of LoKr")
     size = module.sizes(keys, {**first, **second})
     rank = by_pattern(adapter, module.name, "rank_pattern", adapter.config.get("r", 8))
+    key = keys[next(iter(second))]
     if type(rank) is not int or size.get("r", rank) != rank:
-        key = keys[next(iter(second))]
         raise adapter.refusal(f"{quoted(key)} has the rank {size.get('r')}, and {CONFIG} says {str(rank)[:80]}")
     rows, columns, inner = size["a"] * size["c"], size["b"] * size["d"], size.get("k", ())
-    shape = (rows, columns, *inner)
-    if (wanted := module.wanted) is not None and len(wanted.shape) > 1:
-        own, kernel = wanted.shape, wanted.shape[2:]
-        fits = own[0] == rows and prod(own[1:]) == columns * prod(inner) and own[1] % max(size["b"], 1) == 0
-        shape = own if fits and size.get("k", kernel) in (kernel, (*kernel, 1)) else shape
-        if len(kernel) == 1 and "lokr_w2" in keys:
-            raise adapter.refusal(f"{quoted(keys['lokr_w2'])} changes a Conv1d, which is not supported", BY_PEFT)
+    shape, kernel = (rows, columns, *inner), own[2:]
+    fits = len(own) > 1 and own[0] == rows and prod(own[1:]) == columns * prod(inner)
+    if fits and own[1] % max(size["b"], 1) == 0 and size.get("k", kernel) in (kernel, (*kernel, 1)):
+        shape = own
+    if len(kernel) == 1 and "lokr_w2" in keys:
+        raise adapter.refusal(f"{quoted(key)} changes a Conv1d, which is not supported", BY_PEFT)
     module.fit(keys[next(iter(first))], shape)
     tensors = (keys[part] for part in (*first, *second))
     yield module.change("kronecker", tensors, module.scale(rank, "alpha"), rank=len(first))
@@ -272,8 +264,8 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
         raise adapter.refusal(f"{quoted(keys['vera_lambda_b'])} does not fit the shared matrices")
     check_rank(adapter, PROJECTIONS[0], rank)
     transposed = adapter.is_set("fan_in_fan_out")
-    if (wanted := module.wanted) is not None and len(wanted.shape) == 2:
-        inner = min(inner, wanted.shape[0 if transposed else 1])
+    if len(module.own) == 2:
+        inner = min(inner, module.own[0 if transposed else 1])
     module.fit(keys["vera_lambda_b"], (inner, out) if transposed else (out, inner))
     b, a, *vectors = (adapter.stored(every[part]) for part in _VERA)
     a, b = a._replace(view=a.view._replace(shape=(rank, inner))), b._replace(view=b.view._replace(shape=(out, rank)))
@@ -285,22 +277,19 @@ def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
 
     PEFT merges a product of several rotations only on a GPU, with bits of its own.
     """
-    adapter, config = module.adapter, module.adapter.config
+    config, own = module.adapter.config, module.own
     size = module.sizes(keys, _BOFT)
     rotations, scales = (keys[part] for part in _BOFT)
-    factors, blocks, side = size["f"], size["n"], size["s"]
+    blocks, side = size["n"], size["s"]
     says = config.get("boft_block_size", 4), config.get("boft_block_num", 0)
     if config.get("peft_type") != "BOFT" or says not in ((side, 0), (0, blocks)):
-        message = f"{quoted(rotations)} has {pluralize(blocks, 'block')} of size {side:,}"
-        raise adapter.refusal(f"{message}, and {CONFIG} gives boft_block_size {says[0]} and boft_block_num {says[1]}")
-    if factors != 1:
-        raise adapter.refusal(f"{quoted(rotations)} has {factors:,} butterfly factors: only 1 is supported", BY_PEFT)
-    if (weight := module.wanted) is not None:
-        _fit_columns(module, rotations, blocks * side, weight)
-        rows = (weight.shape[0], 1) if len(weight.shape) == 2 else (1, weight.shape[0])
-        if module.shape(scales) != rows:
-            found = shape_text(module.shape(scales))
-            raise adapter.refusal(f"{quoted(scales)} is {found}, and the weight needs {shape_text(rows)}")
+        raise module.unfit(rotations, f"{CONFIG} gives boft_block_size {says[0]} and boft_block_num {says[1]}")
+    if size["f"] != 1:
+        raise module.unfit(rotations, "only 1 butterfly factor is supported")
+    _fit_columns(module, rotations, blocks * side)
+    rows = (own[0], 1) if len(own) == 2 else (1, own[0])
+    if module.shape(scales) != rows:
+        raise module.unfit(scales, f"the weight needs {shape_text(rows)}")
     yield module.change("butterfly", (rotations, scales))
 
 
@@ -311,45 +300,42 @@ def _oft(module: Module, keys: Keys) -> Iterator[WeightChange]:
     (key,), blocks, shared = keys.values(), size["n"], adapter.is_set("block_share")
     side = (1 + isqrt(1 + 8 * size["t"])) // 2
     if config.get("peft_type") != "OFT" or side * (side - 1) != 2 * size["t"] or (blocks > 1 and shared):
-        message = f"{quoted(key)} is {shape_text(module.shape(key))}, which is not the shape of OFT rotations"
-        raise adapter.refusal(message)
+        raise module.unfit(key, "not the shape of OFT rotations")
     series, terms = config.get("use_cayley_neumann"), config.get("num_cayley_neumann_terms", 5)
-    if type(series) is not bool or type(terms) is not int or not 1 <= terms <= _MOST_TERMS:
-        raise adapter.refusal(f"{CONFIG} does not say how the rotation is computed (use_cayley_neumann)", BY_PEFT)
     version = re.match(r"0\.(\d{1,4})\.|[1-9]", str(config.get("peft_version")))
-    if series and (version is None or int(version[1] or _SERIES_CHANGED) < _SERIES_CHANGED):
-        message = f"it was trained with another Cayley-Neumann series than that of PEFT 0.{_SERIES_CHANGED} and later"
-        raise adapter.refusal(message, "merge it with the PEFT that trained it")
-    if config.get("coft"):
-        raise adapter.refusal("a constrained OFT (coft) is not supported", BY_PEFT)
-    if (weight := module.wanted) is not None:
-        columns = prod(weight.shape[1:]) // max(side, 1) * side if shared else blocks * side
-        _fit_columns(module, key, columns, weight)
+    is_new = version is not None and int(version[1] or _SERIES_CHANGED) >= _SERIES_CHANGED
+    known = type(series) is bool and type(terms) is int and 1 <= terms <= _MOST_TERMS
+    if not known or (series and not is_new) or config.get("coft"):
+        message = (
+            f"{CONFIG} has a rotation of OFT that is not supported: another than PEFT 0.{_SERIES_CHANGED} and later"
+        )
+        raise adapter.refusal(f"{message} have, or coft", "merge it with the PEFT that trained it")
+    columns = prod(module.own[1:]) // max(side, 1) * side if shared else blocks * side
+    _fit_columns(module, key, columns)
     yield module.change("rotation", (key,), rank=terms if series else 0)
 
 
-def _fit_columns(module: Module, key: str, columns: int, weight: Tensor) -> None:
+def _fit_columns(module: Module, key: str, columns: int) -> None:
     """Raise RefusedError if a weight has another number of columns, or is of a layer that PEFT does not rotate."""
-    shape = weight.shape
-    if len(shape) not in (2, 4) or shape[2:3] != shape[3:]:
-        message = f"{quoted(module.key)} of {module.path} is {shape_text(shape)}: PEFT rotates only "
+    own = module.own
+    if len(own) not in (2, 4) or own[2:3] != own[3:]:
+        message = f"{quoted(module.key)} of {module.path} is {shape_text(own)}: PEFT rotates only "
         raise module.adapter.refusal(message + "linear layers and convolutions with square kernels")
-    if prod(shape[1:]) != columns:
-        module.fit(key, (shape[0], columns))
+    if prod(own[1:]) != columns:
+        module.fit(key, (own[0], columns))
 
 
 def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the changes by a factor of IA3: of the weight, and of the bias unless the factor is for the input."""
     module.sizes(keys, {"ia3_l": "x y"})
-    ((key,), adapter) = keys.values(), module.adapter
-    shape, bias = module.shape(key), f"{module.name}.bias"
+    (key,), bias = keys.values(), f"{module.name}.bias"
+    shape = module.shape(key)
     if 1 not in shape:
-        raise adapter.refusal(f"{quoted(key)} is {shape_text(shape)}: only IA3 of linear layers can be merged", BY_PEFT)
-    forward, transposed = shape[0] == 1, adapter.is_set("fan_in_fan_out")
-    if (wanted := module.wanted) is not None:
-        sizes = wanted.shape[::-1] if transposed else wanted.shape
-        if len(sizes) != 2 or sizes[forward] != shape[forward]:
-            module.fit(key, shape[::-1] if transposed else shape)
+        raise module.unfit(key, "only IA3 of linear layers can be merged")
+    forward, transposed = shape[0] == 1, module.adapter.is_set("fan_in_fan_out")
+    sizes = module.own[::-1] if transposed else module.own
+    if len(sizes) != 2 or sizes[forward] != shape[forward]:
+        module.fit(key, shape[::-1] if transposed else shape)
     change = module.change("scale", (key,), transposed=transposed)
     yield change
     if not forward and bias in module.base:
@@ -360,19 +346,17 @@ def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
 def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
     """Yield the change of an embedding by trained rows."""
     size = module.sizes(keys, {"trainable_tokens_delta": "n d"})
-    (key,), adapter, wanted = keys.values(), module.adapter, module.wanted
+    (key,), adapter, own = keys.values(), module.adapter, module.own
     given = adapter.config.get("trainable_token_indices") or adapter.config.get("token_indices")
     if isinstance(given, dict):
         given = next((rows for name, rows in given.items() if f".{module.name}".endswith(f".{name}")), None)
     rows = given if isinstance(given, list) and all(type(row) is int for row in given) else []
     if len(rows) != size["n"]:
-        listed = f"{CONFIG} lists {pluralize(len(rows), 'token')} for it"
-        raise adapter.refusal(f"{quoted(key)} is {shape_text(module.shape(key))}, and {listed}")
-    if wanted is not None:
-        module.fit(key, (*wanted.shape[:1], size["d"]))
-        if outside := [row for row in rows if not 0 <= row < wanted.shape[0]]:
-            message = f"it was trained for token {max(outside):,}, and the base has {wanted.shape[0]:,}"
-            raise adapter.refusal(message, "resize the vocabulary of the base first")
+        raise module.unfit(key, f"{CONFIG} lists {pluralize(len(rows), 'token')} for it")
+    module.fit(key, (*own[:1], size["d"]))
+    if outside := [row for row in rows if not 0 <= row < own[0]]:
+        message = f"it was trained for token {max(outside):,}, and the base has {own[0]:,}"
+        raise adapter.refusal(message, "resize the vocabulary of the base first")
     yield module.change("rows", (key,), rows=tuple(rows))
 
 

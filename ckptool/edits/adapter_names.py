@@ -129,11 +129,6 @@ class Modules(NamedTuple):
         return name.removeprefix(prefix) if self.model != "unet" else name
 
 
-def folders(label: str) -> list[str]:
-    """Return the names that the folder of a model may have in a pipeline."""
-    return [*dict.fromkeys((label, MODELS[label], *(("transformer",) if MODELS[label] == "unet" else ())))]
-
-
 def is_of_pipeline(keys: Collection[str]) -> bool:
     """Return whether keys are those that kohya or diffusers give to an adapter: all have a model, some a matrix."""
     return all(map(_MODEL.match, keys)) and any(

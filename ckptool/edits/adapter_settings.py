@@ -12,16 +12,17 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from math import inf, sqrt
+from math import sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
+from ..base.lazy import table
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, is_folder, option
-from ..base.text import cut, join_limited, quoted, words
+from ..base.text import cut, join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object, read_object
@@ -29,7 +30,7 @@ from ..files.folders import open_folder
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..values.elements import elements, storage_reader
+from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules
 from .storages import refuse_bits
@@ -42,28 +43,6 @@ _HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank"
 _HEADER_SETTINGS: Final = "lora_adapter_metadata"
 _HEADER_BASES: Final = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
-
-#: Types that are merged here, that PEFT can merge, and that add inputs or layers instead of changing weights.
-_TAKEN: Final = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "BOFT", "OFT", "VERA", "TRAINABLE_TOKENS")
-_MERGEABLE: Final = frozenset(words("BONE C3A FOURIERFT HRA LN_TUNING RANDLORA SHIRA VBLORA"))
-_NO_WEIGHTS: Final = frozenset(
-    words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
-)
-#: Settings that do not change the result, or that are read here.
-_KNOWN: Final = frozenset(
-    words(
-        "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules"
-        " exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights"
-        " layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices"
-        " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
-        " ensure_weight_tying target_parameters feedforward_modules init_ia3_weights token_indices init_weights"
-        " alpha rank_dropout module_dropout init_r target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step"
-        " boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout"
-        " oft_block_size block_share eps coft use_cayley_neumann num_cayley_neumann_terms"
-        " vera_dropout d_initial projection_prng_key save_projection"
-        " use_effective_conv2d decompose_both decompose_factor rank_dropout_scale"
-    )
-)
 #: Settings with which PEFT does not merge, or computes something else.
 _REFUSED: Final = {
     "layer_replication": "it repeats layers of the base, which share their weights, and PEFT cannot save the merge",
@@ -77,6 +56,7 @@ _INITIAL: Final = ("gaussian", "orthogonal", "eva")
 _LONGEST_PATTERN: Final = 300
 _MOST_PATTERNS: Final = 5000
 _MOST_STEPS: Final = 2e10
+_compiled: Final = lru_cache(maxsize=_MOST_PATTERNS)(re.compile)
 #: A scale that no adapter has.
 _LARGEST: Final = 1e30
 
@@ -135,9 +115,7 @@ class Adapter(NamedTuple):
         peft_type = None if self.of_pipeline else self.config.get("peft_type", "")
         try:
             return modules(
-                self.tensors.keys(),
-                peft_type,
-                lambda one, other: has_values_of(self.stored(one), self.stored(other)),
+                self.tensors.keys(), peft_type, lambda one, other: self.stored(one).equals(self.stored(other))
             )
         except RefusedError as error:
             raise self.refusal(error.what, error.step or ("" if self.of_pipeline else BY_PEFT)) from error
@@ -146,14 +124,6 @@ class Adapter(NamedTuple):
 def vector(tensor: Tensor) -> Tensor:
     """Return a tensor without dimensions as one with a single element, and others unchanged."""
     return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
-
-
-def has_values_of(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two tensors have the same shape and bytes."""
-    if one.view.shape != other.view.shape or one.view.dtype != other.view.dtype:
-        return False
-    first, second = (b"".join(elements(part.storage, part.view)) for part in (one, other))
-    return first == second
 
 
 # -- opening
@@ -176,7 +146,12 @@ def open_adapter(source: CheckpointOrPath, alpha: float | None = None) -> Adapte
     adapter = Adapter(checkpoint, given or {}, tensors)
     if given is None:
         raise _without_config(adapter)
-    _check_type(adapter)
+    kind = given.get("peft_type")
+    if kind not in table("edits/adapters")["merged"]:
+        if kind in table("edits/adapters")["without weights"]:
+            message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
+            raise adapter.refusal(message, "load it with PEFT")
+        raise adapter.refusal(f"adapters of the type {json.dumps(kind)[:80]} are not supported", BY_PEFT)
     _check_tensors(adapter)
     check_settings(adapter)
     return adapter
@@ -219,18 +194,6 @@ def _without_config(adapter: Adapter) -> RefusedError:
     return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
 
 
-def _check_type(adapter: Adapter) -> None:
-    kind = adapter.config.get("peft_type")
-    if kind in _TAKEN:
-        return
-    if isinstance(kind, str) and kind in _NO_WEIGHTS:
-        message = f"an adapter of the type {kind} adds inputs or layers, and has no merge"
-        raise adapter.refusal(message, "load it with PEFT")
-    if isinstance(kind, str) and kind in _MERGEABLE:
-        raise adapter.refusal(f"adapters of the type {kind} are not supported", BY_PEFT)
-    raise adapter.refusal(f"its peft_type {json.dumps(kind)[:80]} is not known")
-
-
 def _check_tensors(adapter: Adapter) -> None:
     """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
     checkpoint = adapter.checkpoint
@@ -251,9 +214,8 @@ def _check_tensors(adapter: Adapter) -> None:
 def check_settings(adapter: Adapter) -> None:
     """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
     config = adapter.config
-    for name, reason in _REFUSED.items():
-        if config.get(name):
-            raise adapter.refusal(reason)
+    if reason := next((reason for name, reason in _REFUSED.items() if config.get(name)), ""):
+        raise adapter.refusal(reason)
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
@@ -261,7 +223,8 @@ def check_settings(adapter: Adapter) -> None:
         raise adapter.refusal(message, step)
     if isinstance(start, str) and start.lower() not in _INITIAL:
         raise adapter.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
-    unknown = sorted(name for name, value in config.items() if value and name not in _KNOWN)
+    known = " ".join(table("edits/adapters")["settings"]).split()
+    unknown = sorted(name for name, value in config.items() if value and name not in known)
     if unknown:
         raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
 
@@ -271,10 +234,9 @@ def check_settings(adapter: Adapter) -> None:
 
 def _header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
     """Return the number that the header has under the first of these names, or None."""
-    metadata = checkpoint.container.metadata
     for name in names:
         with suppress(ValueError, KeyError):
-            return float(metadata[name])
+            return float(checkpoint.container.metadata[name])
     return None
 
 
@@ -298,7 +260,7 @@ def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, A
     start = f"{model.label}."
     own = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
     bare = {name: value for name, value in found.items() if "." not in name}
-    return own or (bare if model.layout == "bare" else own)
+    return own or (bare if model.layout == "bare" else {})
 
 
 def scale_without_alpha(adapter: Adapter, rank: int) -> float:
@@ -344,16 +306,12 @@ def by_pattern(adapter: Adapter, module: str, name: str, default: Any) -> Any:
     patterns = adapter.config.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
         raise adapter.refusal(f"its {name} is too large", BY_PEFT)
-    comparisons = len(patterns) * len(adapter.tensors)
     for pattern, value in patterns.items():
-        if len(pattern) > _LONGEST_PATTERN or _steps(pattern, len(module)) * comparisons > _MOST_STEPS:
-            raise adapter.refusal(f"the {name} {quoted(pattern)} is too complex", BY_PEFT)
         try:
-            matches = _compiled(pattern).match(module)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise adapter.refusal(f"the {name} {quoted(pattern)} is not valid: {error}") from error
-        if matches:
-            return value
+            if _matches(pattern, module, len(patterns) * len(adapter.tensors), anywhere=True):
+                return value
+        except ValueError as error:
+            raise adapter.refusal(f"the {name} {quoted(pattern)} {error}", BY_PEFT) from error
     return default
 
 
@@ -366,9 +324,8 @@ def targets(adapter: Adapter, module: str) -> bool:
         wanted = indices if isinstance(indices, list) else [indices]
         if inside or not numbers or int(numbers[-1]) not in wanted:
             return False
-    saved = is_saved(adapter, module)
     named = _names(config.get("target_modules"), module) and not _names(config.get("exclude_modules"), module)
-    return named and not saved
+    return named and not is_saved(adapter, module)
 
 
 def is_saved(adapter: Adapter, module: str) -> bool:
@@ -382,24 +339,22 @@ def _names(given: object, module: str) -> bool:
     """Return whether a list of endings, or a regular expression, names a module."""
     if isinstance(given, list):
         return any(isinstance(name, str) and f".{module}".endswith(f".{name}") for name in given)
-    if not isinstance(given, str) or len(given) > _LONGEST_PATTERN or _steps(given, len(module)) > _MOST_STEPS:
-        return False
+    with suppress(ValueError):
+        return isinstance(given, str) and _matches(given, module)
+    return False
+
+
+def _matches(pattern: str, module: str, times: int = 1, *, anywhere: bool = False) -> bool:
+    """Return whether a regular expression matches a module: its whole name or, ``anywhere``, the last parts of it.
+
+    Raise ValueError for an expression that is not valid, or that may take too many steps for so many comparisons.
+    """
+    repeated, choices = sum(map(pattern.count, "*+?{")), pattern.count("|") + 1
+    if len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+?{]", pattern):
+        raise ValueError("is too complex")
+    if (len(module) + 1) ** (repeated + 1) * choices ** pattern.count("(") * times > _MOST_STEPS:
+        raise ValueError("is too complex")
     try:
-        return re.fullmatch(given, module) is not None
-    except (re.error, OverflowError, RecursionError):
-        return False
-
-
-def _steps(pattern: str, length: int) -> float:
-    """Return how many steps ``re`` takes at most to compare a pattern with a name; infinity for repeated groups."""
-    if re.search(r"\)[*+?{]", pattern):
-        return inf
-    repeated = sum(map(pattern.count, "*+?{"))
-    steps: int = (length + 1) ** (repeated + 1) * (pattern.count("|") + 1) ** pattern.count("(")
-    return steps
-
-
-@lru_cache(maxsize=_MOST_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the expression by which PEFT compares a pattern with the names of modules."""
-    return re.compile(rf"(.*\.)?({pattern})$")
+        return _compiled(rf"(.*\.)?({pattern})$" if anywhere else pattern).fullmatch(module) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"is not valid: {error}") from error

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Final
 
 from ..base.errors import RefusedError
 from ..base.nearest import nearest
-from ..base.steps import NextStep, command, suggested_output
+from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..values.elements import elements
 from ..values.numeric import to_numbers
-from .adapter_changes import NOT_ADDED, ORDER, Module, WeightChange, module_changes
+from ..values.torch.adapters import NOT_ADDED, ORDER
+from .adapter_bases import Match, matches, product_shape, without_ones
+from .adapter_changes import Module, WeightChange, module_changes
 from .adapter_names import WITH_DIFFUSERS, Modules, is_of_pipeline, modules
 from .adapter_settings import (
     CONFIG,
@@ -28,8 +30,6 @@ from .adapter_settings import (
     targets,
 )
 from .expert_adapters import parameter_changes
-from .pipeline_bases import Match, matches, product_shape, without_ones
-from .weight_places import at_places
 
 #: Parts whose first dimension is the rank.
 _WITH_RANK: Final = ("lora_A.weight", "lora_embedding_A.weight", "hada_w1_b.weight")
@@ -43,12 +43,12 @@ def description(checkpoint: Checkpoint) -> str:
         config = {} if of_pipeline else adapter_config(checkpoint)
         if config is None:
             return ""
-        adapter = Adapter(checkpoint, config, tensors, of_pipeline)
         models = modules(tensors.keys(), None if of_pipeline else config.get("peft_type", ""))
     except RefusedError as error:
         return f"an adapter of an image pipeline, not a model: {error.what}" if of_pipeline else ""
-    parts = [each for model in models for each in model.parts.values()]
-    firsts = [tensors[key].shape for each in parts for part, key in each.items() if part in _WITH_RANK]
+    adapter = Adapter(checkpoint, config, tensors, of_pipeline)
+    parts = [(module, each) for model in models for module, each in model.parts.items()]
+    firsts = [tensors[key].shape for _, each in parts for part, key in each.items() if part in _WITH_RANK]
     ranks = {shape[0] for shape in firsts if len(shape) > 1}
     if adapter.has_parameters:  # their matrices have the ranks of all experts
         ranks &= {config.get("r")}
@@ -59,15 +59,10 @@ def description(checkpoint: Checkpoint) -> str:
         named = [f"{pluralize(len(model.parts), 'module')} of {model.label}" for model in models]
         on, name = " and ".join(named), base_in_header(checkpoint)
     else:
-        trained = [module for model in models for module, each in model.parts.items() if not _is_copy(each)]
-        on, name = join_limited(list(dict.fromkeys(module.rpartition(".")[2] for module in trained))), adapter.base_name
+        changed = [module for module, each in parts if not all(part.startswith("copy.") for part in each)]
+        on, name = join_limited(list(dict.fromkeys(each.rpartition(".")[2] for each in changed))), adapter.base_name
     what = f"an adapter ({kind}{rank}{f' on {on}' if on else ''}), not a model"
     return f"{what}; its base is {quoted(name)}" if name else what
-
-
-def _is_copy(parts: Iterable[str]) -> bool:
-    """Return whether a module was trained as a whole."""
-    return all(part.startswith("copy.") for part in parts)
 
 
 def weight_changes(
@@ -105,13 +100,13 @@ def _changes_of(
     """Return the changes by modules of an adapter, given the key of each tensor by module and part."""
     changes: list[WeightChange] = []
     missing: list[str] = []
-    matched = False
     for name, keys in parts.items():
-        found = list(module_changes(Module(adapter, name, base, path, weight), keys))
-        missing += [name] if any(change.key not in base and not change.added for change in found) else []
-        matched = matched or any(change.key in base for change in found)
+        made = module_changes(Module(adapter, name, base, path, weight), keys)
+        found = list(made or ())
+        if made is None or any(change.key not in base and not change.added for change in found):
+            missing.append(name)
         changes += found
-    if missing or not matched:
+    if missing or not any(change.key in base for change in changes):
         raise _wrong_base(adapter, missing or list(parts), len(parts), base, path)
     if weight != 1 and (other := next((item for item in changes if item.step.kind in NOT_ADDED), None)):
         message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
@@ -122,23 +117,13 @@ def _changes_of(
 def _wrong_base(
     adapter: Adapter, missing: Sequence[str], number: int, base: Mapping[str, Tensor], path: str
 ) -> RefusedError:
-    """Return the error about modules that the base lacks, with the nearest name or the prefix that would help."""
-    there = {name.rpartition(".")[0] for name in base}
-    first, step = missing[0], NextStep()
-    steps = first.split(".")
-    shorter = [".".join(steps[:count]) + "." for count in range(1, len(steps))]
-    longer = [name.removesuffix(first) for name in sorted(there) if name.endswith(f".{first}")]
-    if added := next((p for p in shorter if all(m.startswith(p) and m[len(p) :] in there for m in missing)), ""):
-        step = command("add-module", path, add_prefix=added, output=suggested_output(path, "renamed"))
-    elif gone := next((p for p in longer if all(p + m in there for m in missing)), ""):
-        step = command("strip-module", path, strip_prefix=gone, output=suggested_output(path, "renamed"))
-    matched = number - len(missing)
+    """Return the error about modules that the base lacks, with a name that it has."""
+    matched, absent = number - len(missing), join_limited([quoted(module) for module in missing], most=3)
     wrong = "" if matched else " (wrong base?)"
-    message = f"{matched:,} of {pluralize(number, 'module')} matched{wrong}; not in {path}: "
-    message += join_limited([quoted(module) for module in missing], most=3)
-    near = nearest(first, there, 1)
-    message += f"; the nearest name there is {quoted(near[0])}" if near else ""
-    return adapter.refusal(message, "give the base the names of the adapter: " + step if step else "")
+    message = f"{matched:,} of {pluralize(number, 'module')} matched{wrong}; not in {path}: {absent}"
+    there = list(dict.fromkeys(name.rpartition(".")[0] for name in base))
+    near = [*nearest(missing[0], there, 1), *there[:1]]
+    return adapter.refusal(f"{message}; names there are like {quoted(near[0])}" if near else message)
 
 
 # -- adapters for a pipeline
@@ -181,11 +166,10 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
             shapes[f"{name}.weight"] = change
         norms = adapter.tensors[magnitude].shape if magnitude else ()
         if change and len(norms) > 1 and norms[0] != change[0]:
-            message = f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported"
-            raise adapter.refusal(message)
+            raise adapter.refusal(f"{quoted(magnitude)} has the norms of columns, and only those of rows are supported")
     wanted = {name: Tensor("dense", "float32", shape, (), 0, "", "cpu", False) for name, shape in shapes.items()}
     found = _changes_of(own._replace(scales=scales), parts, wanted, path, weight)
-    return [item for change in found for item in at_places(change, match.weights[change.key])]
+    return [item for change in found for item in match.weights[change.key].changes(change)]
 
 
 def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) -> float:
@@ -195,9 +179,9 @@ def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) 
     if not alpha:
         return scale(adapter, module, rank) if adapter.config else scale_without_alpha(adapter, rank)
     tensor = adapter.tensors[alpha]
-    if tensor.numel != 1 or rank < 1:
-        raise adapter.refusal(f"{quoted(alpha)} is not a number")
-    (value,) = to_numbers(b"".join(elements(adapter.stored(alpha).storage, tensor)), tensor.dtype)
+    value: object = None
+    if tensor.numel == 1 and rank > 0:
+        (value,) = to_numbers(b"".join(elements(adapter.stored(alpha).storage, tensor)), tensor.dtype)
     if not isinstance(value, int | float) or not isfinite(value):
         raise adapter.refusal(f"{quoted(alpha)} is not a finite number")
     return float(value) / rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from math import frexp, inf, isfinite, ldexp
+from contextlib import suppress
+from math import frexp, isfinite, ldexp
 from typing import Any
 
 from ..base.dtypes import DTYPES, Dtype
@@ -57,7 +58,12 @@ def average(
         raise TypeError("a list of paths or Checkpoints is expected, not one of them")
     opened, only = [as_checkpoint(item) for item in checkpoints], Globs(include, exclude)
     need_torch("averaging values", opened[0].path if opened else "")
-    factors = _factors(opened, weights) if base is None else _signed(opened, weights)
+    if base is not None:
+        factors = one_for_each(len(opened) - 1, "difference", weights)
+    elif len(opened) > 1:
+        factors = _scaled(one_for_each(len(opened), "checkpoint", weights))
+    else:
+        raise TargetError("an average needs two checkpoints or more")
     counts = [_counts(checkpoint) for checkpoint in opened]
     latest = max(range(len(opened)), key=lambda index: [counts[index].get(name, -1) for name in _COUNTS])
     if base is None and latest:
@@ -157,44 +163,29 @@ def parse_weights(text: str) -> list[float]:
         raise TargetError(f"{text!r} is not a list of weights", next="write 0.7,0.3") from None
 
 
-def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
-    """Return one finite factor per checkpoint, scaled to a magnitude of 1 or less."""
-    if len(checkpoints) < 2:
-        raise TargetError("an average needs two checkpoints or more")
-    given = [1.0] * len(checkpoints) if weights is None else list(weights)
-    if len(given) != len(checkpoints):
-        message = f"{pluralize(len(given), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
-        raise TargetError(message, next="give one for each: `--weights 0.7,0.3`")
-    factors = _floats(given)
-    if all(map(isfinite, factors)):
-        # Only the ratio of the weights matters. Scaling by a power of two is exact, and then neither the sum of the
-        # weights nor a product overflows.
-        exponent = max(frexp(factor)[1] for factor in factors)
-        factors = [ldexp(factor, -exponent) for factor in factors]
-    if not all(map(isfinite, factors)) or not sum(factors):
+def one_for_each(number: int, noun: str, weights: Sequence[float] | None) -> list[float]:
+    """Return one finite weight for each of ``number`` items, 1 by default; raise TargetError for other weights."""
+    given = [1.0] * number if weights is None else list(weights)
+    example = "give one for each: `--weights 0.7,0.3`"
+    if not number or len(given) != number:
+        raise TargetError(f"{pluralize(len(given), 'weight')} for {pluralize(number, noun)}", next=example)
+    with suppress(OverflowError):
+        factors = [float(weight) for weight in given]
+        if all(map(isfinite, factors)):
+            return factors
+    raise TargetError("the weights must be finite numbers", next=example)
+
+
+def _scaled(factors: list[float]) -> list[float]:
+    """Return the weights of a mean, scaled to a magnitude of 1 or less; raise TargetError if their sum is zero.
+
+    Only their ratio matters. Scaling by a power of two is exact, and then neither the sum nor a product overflows.
+    """
+    exponent = max(frexp(factor)[1] for factor in factors)
+    factors = [ldexp(factor, -exponent) for factor in factors]
+    if not sum(factors):
         raise TargetError("the weights must be numbers whose sum is not zero", next="`--weights 0.7,0.3`")
     return factors
-
-
-def _signed(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
-    """Return one finite weight for each checkpoint after the first, by which its difference is multiplied."""
-    number = len(checkpoints) - 1
-    given = [1.0] * number if weights is None else list(weights)
-    if not number or len(given) != number:
-        what = f"{pluralize(len(given), 'weight')} for {pluralize(number, 'checkpoint')} after the first"
-        raise TargetError(what, next="give one for each: `--weights 0.5`")
-    factors = _floats(given)
-    if not all(map(isfinite, factors)):
-        raise TargetError("the weights must be finite numbers", next="`--weights 0.5`")
-    return factors
-
-
-def _floats(given: Sequence[float]) -> list[float]:
-    """Return the weights as floats; [inf] if one is too large."""
-    try:
-        return [float(weight) for weight in given]
-    except OverflowError:
-        return [inf]
 
 
 def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -> StateDict:

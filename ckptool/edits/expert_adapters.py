@@ -15,9 +15,9 @@ from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, shape_text
 from ..checkpoint.tensors import Tensor
 from ..values.torch.adapters import AdapterStep, StoredTensor
+from .adapter_bases import Weight, own_weights, renamed_weights
 from .adapter_changes import WeightChange
 from .adapter_settings import BY_PEFT, Adapter, check_rank, scale
-from .weight_places import Weight, own_weights, renamed_weights, rows_of
 
 #: A key: the module, how deep the wrapper of the parameter lies in others, and which of the matrices it is.
 _KEY: Final = regex(
@@ -127,12 +127,12 @@ def _expert_changes(
     factor *= scale(adapter, name, rank)
     rows = prod(weight.shape[:-1]) // experts
     for expert in range(experts):
-        own = [rows_of(a, expert * rank, rank), _columns(b, expert, experts)]
+        own = [a.rows(expert * rank, rank), _columns(b, expert, experts)]
         first, second = (_turned(own[0]), _turned(own[1])) if order == "in, out" else (own[1], own[0])
         for place in weight.places:
             begin, end = max(place.begin, expert * rows), min(place.begin + place.rows, (expert + 1) * rows)
             if begin < end:
-                part = rows_of(first, begin - expert * rows, end - begin)
+                part = first.rows(begin - expert * rows, end - begin)
                 at = place.first + begin - place.begin
                 step = AdapterStep("product", (part, second), factor, round_first=True, first_row=at, row=weight.row)
                 yield WeightChange(place.key, step)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from math import isfinite, nan, prod
+from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -17,9 +17,7 @@ from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
 from ..checkpoint.selection import only_one, selected
-from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
-from ..files.folders import folder_at
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, opened, takes_path
 from ..formats.planning import blaming_damage
@@ -28,9 +26,10 @@ from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements
 from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
-from .adapter_names import folders, is_of_pipeline
-from .adapter_settings import BY_PEFT, Adapter, has_values_of, open_adapter, vector
+from .adapter_names import is_of_pipeline
+from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapters import description, weight_changes
+from .average import one_for_each
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
 from .storages import refuse_bits
@@ -64,10 +63,29 @@ def merge_lora(
     >>> ckptool.merge_lora("model.pth", "adapter").changes[0].words
     'adapter: merged 1, replaced 0, unused 0'
     """
-    factors = _factors(adapters, weights)
+    if not adapters:
+        raise TargetError("an adapter to merge is needed", next="name its folder after the base")
+    factors = one_for_each(len(adapters), "adapter", weights)
+    if not all(factors):
+        raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
     found = [open_adapter(adapter, alpha) for adapter in adapters]
     need_torch("merging an adapter", base.path)
     return _merged(base, found, factors, key)
+
+
+def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
+    """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
+    found = [open_adapter(path, how.get("alpha")).checkpoint for path in adapters]
+    with blaming_damage(*found):
+        return merge_lora(checkpoint, *found, **how)
+
+
+def parse_alpha(text: str) -> float:
+    """Parse a number; raise TargetError for another text."""
+    with suppress(ValueError):
+        if isfinite(value := float(text)):
+            return value
+    raise TargetError(f"{text!r} is not a number", next="`--alpha 16`")
 
 
 def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
@@ -80,18 +98,17 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
 
     Also say what the adapter is and what it changes. Return "" for an adapter of PEFT that does not fit.
     """
-    of_pipeline = is_of_pipeline([entry.key for entry in adapter.survey.tensors])
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:
-            merged = _merged(checkpoint, [open_adapter(adapter)], [1.0], None)
+            (change, *_) = _merged(checkpoint, [open_adapter(adapter)], [1.0], None).changes
             output = suggested_output(checkpoint.path, "merged")
             step = command("merge-lora", checkpoint.path, adapter.path, output=output)
     except CkptoolError as error:
+        of_pipeline = is_of_pipeline([entry.key for entry in adapter.survey.tensors])
         return NextStep(), f"{what}; it does not fit the target: {error.what}" if of_pipeline else ""
-    number = pluralize(merged.changes[0].number, "weight")
-    fits = f"merge-lora makes one model of both, and changes {number} of the target"
-    return step, "; ".join((what, fits, *map(str, merged.changes[0].notes)))
+    fits = f"merge-lora makes one model of both, and changes {pluralize(change.number, 'weight')} of the target"
+    return step, "; ".join((what, fits, *map(str, change.notes)))
 
 
 def step_with_base(adapter: Checkpoint) -> NextStep:
@@ -108,77 +125,60 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
 
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
     """Return the base with the changes of all adapters; nothing is read but metadata."""
-    work = Recomputation(base)
-    state_dict = _state_dict(work.checkpoint, key)
-    nodes = work.checkpoint.graph.nodes
-    refs = {str(nodes[name]): (name, ref) for name, ref in state_dict.items}
-    tensors = {name: tensor for name, (_, ref) in refs.items() if (tensor := work.reader.tensor(ref)) is not None}
-    config = config_fields(base)
-    _refuse_quantized(work, config)
-    merge = _Merge(work, state_dict, tensors, config)
+    merge = _Merge(base, key)
     changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
-    merge.untie()
-    merge.compute(refs)
-    edited = work.done(changes, others=[adapter.checkpoint for adapter in adapters])
-    return _with_own_head(edited, config) if merge.untied else edited
-
-
-def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
-    """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
-    try:
-        found = [open_adapter(path, how.get("alpha")).checkpoint for path in adapters]
-    except RefusedError as error:
-        step = merge_step(adapters[0], checkpoint) if len(adapters) == 1 else NextStep()
-        if not step:
-            raise
-        raise RefusedError("it is an adapter, and the base comes first", path=checkpoint.path, next=step) from error
-    with blaming_damage(*found):
-        return merge_lora(checkpoint, *found, **how)
+    return merge.done(changes, [adapter.checkpoint for adapter in adapters])
 
 
 class _Merge:
     """The weights of one state dict with the changes that adapters make to them."""
 
-    def __init__(
-        self, work: Recomputation, state_dict: StateDict, tensors: dict[str, Tensor], config: Mapping[str, Any]
-    ) -> None:
-        self.work, self.state_dict, self.tensors = work, state_dict, tensors
-        self.path = work.original.path
+    def __init__(self, base: Checkpoint, key: str | None) -> None:
+        self.work = work = Recomputation(base)
+        self.path = base.path
+        self.config = config_fields(base)
+        self.state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
+        nodes = work.checkpoint.graph.nodes
+        #: The tensors, and the references of their values, by key.
+        self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
+        self.tensors = {name: item for name, ref in self.refs.items() if (item := work.reader.tensor(ref)) is not None}
+        if work.quantized or self.config.get("quantization_config"):
+            sign = work.quantized.words if work.quantized else f"{CONFIG} has a quantization_config"
+            message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
+            raise RefusedError(message, path=self.path, next=_BEFORE)
         #: The steps of each weight, by its key.
         self.steps: dict[str, list[AdapterStep]] = {}
         #: Weights that the file does not hold: for each, the key of the tensor that it starts from, or "".
         self.sources: dict[str, str] = {}
-        names = [name for name, tensor in tensors.items() if EMBEDDING.search(name) and len(tensor.shape) == 2]
+        names = [name for name, tensor in self.tensors.items() if EMBEDDING.search(name) and len(tensor.shape) == 2]
         self._embedding = names[0] if len(names) == 1 else ""
-        architectures = config.get("architectures")
+        architectures = self.config.get("architectures")
         self._architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        inner = self.config.get("text_config")
+        said = [part.get(_TIED) for part in (self.config, inner) if isinstance(part, dict)]
+        tied = next((each for each in said if isinstance(each, bool)), True)
         #: Whether the embedding may also be the head, which the file then lacks.
-        headless = not any(map(HEAD.search, tensors)) and _says_tied(config) is not False
-        self._headless = headless and self._embedding != ""
+        self._headless = tied and not any(map(HEAD.search, self.tensors)) and self._embedding != ""
         #: Whether an adapter changes the embedding alone, to which the model ties its head.
         self._alone = False
-
-    @property
-    def untied(self) -> bool:
-        """Whether the result has a head of its own, and the base has none."""
-        return any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
 
     def add(self, adapter: Adapter, factor: float) -> Change:
         """Add the changes of one adapter; return what to report about it."""
         base = {**self.tensors, **{key: self.tensors[source] for key, source in self.sources.items() if source}}
-        heads = {} if any(map(HEAD.search, base)) else self._heads(adapter)
-        for head in heads:
-            base[head] = self.tensors[self._embedding]
+        heads: set[str] = set()
+        if self._headless and not adapter.of_pipeline and not any(map(HEAD.search, base)):
+            modules = {name for model in adapter.modules() for name in model.parts}
+            heads = {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
+        base |= dict.fromkeys(heads, self.tensors[self._embedding]) if heads else {}
         changes, unused = weight_changes(adapter, base, self.path, factor)
         changes = self._without_equal_head(changes, heads)
         self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
         for change in changes:
-            if change.added and change.key not in self.tensors:
-                self.tensors[change.key] = change.step.tensors[0].view
-                self.sources[change.key] = ""
-            elif change.key not in self.tensors:
-                self.sources[change.key] = self._embedding
             old = base.get(change.key, change.step.tensors[0].view)
+            if change.key not in self.tensors:
+                self.sources[change.key] = "" if change.added else self._embedding
+                if change.added:
+                    self.tensors[change.key] = old
             dtype = old.dtype
             if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
                 message = f"{quoted(change.key)} has no plain values ({old.kind}, {old.location})"
@@ -187,20 +187,16 @@ class _Merge:
                 message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
                 raise RefusedError(message, path=self.path, next=_BEFORE)
             self.steps.setdefault(change.key, []).append(change.step)
-        return _report(adapter, changes, unused, factor, self.work.original)
-
-    def _heads(self, adapter: Adapter) -> set[str]:
-        """Return the key of the head that an adapter changes and the base has only as its embedding."""
-        if adapter.of_pipeline or not self._headless:
-            return set()
-        modules = {name for model in adapter.modules() for name in model.parts}
-        return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)}
+        return _report(adapter, changes, unused, factor, self.path)
 
     def _without_equal_head(self, changes: list[WeightChange], heads: Collection[str]) -> list[WeightChange]:
         """Leave out changes of a tied head that gets the same rows as the embedding: it stays tied."""
         own = [change.step for change in changes if change.key == self._embedding]
-        same = [change for change in changes if change.key in heads]
-        equal = len(own) == len(same) and all(map(_are_same_rows, own, (change.step for change in same)))
+        same = [change.step for change in changes if change.key in heads]
+        equal = len(own) == len(same) and all(
+            one.kind == other.kind == "rows" and one.rows == other.rows and one.tensors[0].equals(other.tensors[0])
+            for one, other in zip(own, same)
+        )
         return [change for change in changes if change.key not in heads] if equal else changes
 
     def _check_tied(self, adapter: Adapter, changed: set[str]) -> None:
@@ -213,36 +209,38 @@ class _Merge:
         tied = self._headless and bool(_GENERATES.search(self._architecture))
         self._alone |= tied and self._embedding in changed and not head and not together
 
-    def untie(self) -> None:
-        """Give the model a head of its own if an adapter changes the embedding and not the head that is tied to it."""
+    def done(self, changes: Sequence[Change], adapters: Sequence[Checkpoint]) -> Checkpoint:
+        """Plan the bytes of each changed weight, and return the merged checkpoint.
+
+        A weight that shares its storage gets one of its own. So does a head if an adapter changes the embedding and not
+        the head that is tied to it.
+        """
         if self._alone and not self.sources:
             if not _CAUSAL.search(self._architecture):
                 message = f"an adapter changes {quoted(self._embedding)}, to which {CONFIG} ties other weights"
                 raise RefusedError(message, path=self.path, next="untie them first, with transformers")
             self.sources[_NEW_HEAD] = self._embedding
             self.steps[_NEW_HEAD] = [step for step in self.steps[self._embedding] if step.kind == "rows"]
-
-    def compute(self, refs: Mapping[str, tuple[Ref, Ref]]) -> None:
-        """Plan the bytes of each changed weight. A weight that shares its storage gets one of its own."""
-        work = self.work
+        work, graph = self.work, self.work.checkpoint.graph
         new: dict[str, Ref] = {}
         for key, steps in self.steps.items():
             source = self.sources.get(key, key) or key
             tensor = vector(self.tensors[source])
-            if source in refs:
-                refuse_bits(work.checkpoint, refs[source][1], source)
-            piece, dtype = self._piece(source, tensor, steps)
-            only_rows = {step.kind for step in steps} == {"rows"}
-            if key in refs and self._owns(tensor, only_rows):
+            if source in self.refs:
+                refuse_bits(work.checkpoint, self.refs[source], source)
+            piece = self._piece(source, tensor, steps)
+            if key in self.refs and self._owns(tensor, {step.kind for step in steps} == {"rows"}):
                 work.replace(work.storage(tensor.storage, key), piece)
             else:
-                new[key] = work.tensor(key, dtype, self.tensors[source].shape, piece, tensor.location)
+                new[key] = work.tensor(key, BY_NAME[tensor.dtype], self.tensors[source].shape, piece, tensor.location)
         if new:
-            graph = work.checkpoint.graph
             held = mapping(graph, self.state_dict.ref) or ()
             items = [(name, new.pop(str(graph.nodes[name]), ref)) for name, ref in held]
             items += [(work.editor.add(name), ref) for name, ref in new.items()]
             work.editor.refill(self.state_dict.ref, items)
+        untied = any(self.sources.values()) or (self._headless and any(map(HEAD.search, self.sources)))
+        edited = work.done(changes, others=adapters)
+        return _with_own_head(edited, self.config) if untied else edited
 
     def _owns(self, tensor: Tensor, together: bool) -> bool:
         """Return whether a tensor is all of its storage, and no other tensor reads it; or may change ``together``."""
@@ -253,7 +251,8 @@ class _Merge:
         entries = [entry for entry in self.work.checkpoint.survey.tensors if entry.tensor.storage == tensor.storage]
         return whole and full and not self.work.is_pinned(tensor.storage) and (together or len(entries) == 1)
 
-    def _piece(self, source: str, tensor: Tensor, steps: Sequence[AdapterStep]) -> tuple[Computed, Any]:
+    def _piece(self, source: str, tensor: Tensor, steps: Sequence[AdapterStep]) -> Computed:
+        """Return the bytes of a weight that starts from the tensor ``source``, with all steps applied."""
         work, dtype = self.work, BY_NAME[tensor.dtype]
         added = source in self.sources
         storage = steps[0].tensors[0].storage if added else storage_reader(work.checkpoint, tensor.storage)
@@ -263,51 +262,7 @@ class _Merge:
             raise RefusedError(f"{quoted(source)} is not contiguous, and rows of it change", path=self.path)
         view = tensor._replace(shape=(tensor.numel // row, row), stride=(row, 1)) if row else tensor
         weight = StoredTensor(source, storage, view)
-        parameters = weight, dtype, tuple(steps), work.width(dtype), 0, size
-        return Computed(size, merged_elements, parameters), dtype
-
-
-def _are_same_rows(one: AdapterStep, other: AdapterStep) -> bool:
-    """Return whether two steps replace the same rows by the same values."""
-    rows = one.kind == other.kind == "rows" and one.rows == other.rows
-    return rows and has_values_of(one.tensors[0], other.tensors[0])
-
-
-def parse_alpha(text: str) -> float:
-    """Parse a number; raise TargetError for another text."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = nan
-    if not isfinite(value):
-        raise TargetError(f"{text!r} is not a number", next="`--alpha 16`")
-    return value
-
-
-def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> list[float]:
-    """Return one finite factor for each adapter; raise TargetError for others."""
-    if not adapters:
-        raise TargetError("an adapter to merge is needed", next="name its folder after the base")
-    factors = [1.0] * len(adapters) if weights is None else [float(weight) for weight in weights]
-    if len(factors) != len(adapters):
-        message = f"{pluralize(len(factors), 'weight')} for {pluralize(len(adapters), 'adapter')}"
-        raise TargetError(message, next="give one for each: `--weights 1,0.5`")
-    if not all(isfinite(factor) and factor for factor in factors):
-        raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
-    return factors
-
-
-def _state_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
-    return only_one(checkpoint, selected(checkpoint, key))
-
-
-def _says_tied(config: Mapping[str, Any]) -> bool | None:
-    """Return whether a config ties the head to the embedding; None if it does not say."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        if isinstance(part.get(_TIED), bool):
-            return bool(part[_TIED])
-    return None
+        return Computed(size, merged_elements, (weight, dtype, tuple(steps), work.width(dtype), 0, size))
 
 
 def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
@@ -326,39 +281,22 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpo
     return checkpoint.replace(companions={**checkpoint.companions, CONFIG: text.encode()})
 
 
-def _refuse_quantized(work: Recomputation, config: Mapping[str, Any]) -> None:
-    if work.quantized or config.get("quantization_config"):
-        sign = work.quantized.words if work.quantized else "config.json has a quantization_config"
-        message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
-        raise RefusedError(message, path=work.original.path, next=_BEFORE)
-
-
 def _report(
-    adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, base: Checkpoint
+    adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, path: str
 ) -> Change:
     """Return the summary for one adapter, and the notes on its base."""
-    merged = len({change.key for change in changes if change.step.kind not in ("copy",)})
+    merged = len({change.key for change in changes if change.step.kind != "copy"})
     added = len({change.key for change in changes if change.added})
     replaced = len({change.key for change in changes if change.step.kind == "copy"}) - added
     weight = f" with the weight {factor:g}" if factor != 1 else ""
     summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {replaced:,}, "
     summary += f"added {added:,}, " if added else ""
     summary += f"unused {sum(unused.values()):,}"
-    notes = [_unused_note(adapter, label, number, base) for label, number in unused.items()]
+    where = "the base does not hold that model; merge the adapter into that one too"
+    notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
     name = adapter.base_name
     if not name:
         notes.append("the adapter does not say which base it was trained on")
-    elif os.path.basename(name.rstrip("/")) not in os.path.realpath(base.path).split(os.sep)[-2:]:
+    elif os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:
         notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
     return Change("merge-lora", "", len({change.key for change in changes}), 0, summary, tuple(notes))
-
-
-def _unused_note(adapter: Adapter, label: str, number: int, base: Checkpoint) -> str:
-    """Say which tensors of an adapter belong to another model of the pipeline, and where they can be merged."""
-    note = f"{pluralize(number, 'tensor')} of {label} not used: the base does not hold that model"
-    pipeline = os.path.dirname(base.path.rstrip(os.sep))
-    siblings = (os.path.join(pipeline, name) for name in folders(label)) if is_folder(base.path) else ()
-    sibling = next((path for path in siblings if folder_at(path) is not None), "")
-    if not sibling:
-        return f"{note}; merge the adapter into that one too"
-    return f"{note}; {command('merge-lora', sibling, adapter.path, output=suggested_output(sibling, 'merged'))}"

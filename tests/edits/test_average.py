@@ -125,7 +125,7 @@ def test_only_the_ratio_of_the_weights_counts(exponent: int, tmp_path: Path, out
 @pytest.mark.parametrize("weights", [[math.inf, 1], [math.nan, 1], [1, -1], [1e308, -1e308], [0, 0], [10**400, 1]])
 def test_weights_without_a_ratio(weights: list[float], tmp_path: Path) -> None:
     paths = [saved({"a.w": torch.ones(2)}, tmp_path / f"{number}.pth") for number in range(2)]
-    with pytest.raises(TargetError, match="sum is not zero"):
+    with pytest.raises(TargetError, match=r"sum is not zero|must be finite"):
         ckptool.average(paths, weights=weights)
 
 

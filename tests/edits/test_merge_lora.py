@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +165,11 @@ PEFT_CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: _llama(tie_word_embeddings=True),
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     ),
+    "IA3": (
+        lambda: _llama(attention_bias=True),
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "IA3 of Conv1D": (lambda: _gpt2(torch.bfloat16), {**CONV1D, "feedforward_modules": ["c_proj"]}),
 }
 
 
@@ -189,22 +193,9 @@ def test_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     make, settings = PEFT_CASES[name]
-    config = peft.LoraConfig(**{"r": 8, "lora_alpha": 12, "init_lora_weights": False, **settings})
+    lora = {"r": 8, "lora_alpha": 12, "init_lora_weights": False}
+    config = peft.IA3Config(**settings) if "IA3" in name else peft.LoraConfig(**{**lora, **settings})
     expected = _with_random_adapter(peft, make(), config, tmp_path)
-    assert_same(merged(tmp_path / "base", tmp_path / "adapter", out=tmp_path / "out"), expected)
-
-
-@pytest.mark.parametrize("name", ["Llama", "Conv1D"])
-def test_ia3_of_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    if name == "Llama":
-        model, settings = _llama(attention_bias=True), {"target_modules": ["k_proj", "down_proj"]}
-        config = peft.IA3Config(**settings, feedforward_modules=["down_proj"])
-    else:
-        model = _gpt2(torch.bfloat16)
-        config = peft.IA3Config(**CONV1D, feedforward_modules=["c_proj"])
-    expected = _with_random_adapter(peft, model, config, tmp_path)
     assert_same(merged(tmp_path / "base", tmp_path / "adapter", out=tmp_path / "out"), expected)
 
 
@@ -228,13 +219,6 @@ def test_adapters_follow_each_other_with_their_weights(base: Path, tmp_path: Pat
     result = merged(base, *folders, out=tmp_path / "out", weights=[0.5, 2])[f"{LAYER}.weight"]
     first = (weights_of(base)[f"{LAYER}.weight"].float() + delta(one, LAYER) * (1.5 * 0.5)).bfloat16()
     assert is_same(result, (first.float() + delta(two, LAYER) * 3.0).bfloat16())
-
-
-@pytest.mark.parametrize("weights", [[1], [1, 0], [1, float("nan")], [1, 2, 3]])
-def test_weights_that_do_not_fit_are_refused(weights: list[float], base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
-    with pytest.raises(TargetError):
-        merged(base, adapter, adapter, out=tmp_path / "out", weights=weights)
 
 
 def test_a_pickled_adapter_is_read_without_running_it(base: Path, tmp_path: Path) -> None:
@@ -313,13 +297,6 @@ def test_a_tied_head_gets_weights_of_its_own(where: str, base: Path, tmp_path: P
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_a_single_file_says_that_the_head_is_no_longer_tied(base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", factors("lm_head", 32, 8))
-    said = say("merge-lora", tied(base) / "model.safetensors", adapter, "-o", tmp_path / "out.safetensors")
-    assert said.code == 0 and "set tie_word_embeddings to false" in said.out
-    assert HEAD in load_file(tmp_path / "out.safetensors")
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_trained_tokens_of_a_tied_head(own: bool, base: Path, tmp_path: Path) -> None:
     """PEFT saves the same rows for both; only other rows make the head weights of its own."""
@@ -343,9 +320,11 @@ def test_trained_tokens_of_a_tied_head(own: bool, base: Path, tmp_path: Path) ->
 def test_the_report_says_that_the_head_becomes_its_own(head: str, base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", factors(head, 32, 8))
     said = say("merge-lora", tied(base), adapter, "-o", tmp_path / "out")
-    assert said.code == 0
     assert "becomes weights of its own: config.json says tie_word_embeddings false now" in " ".join(said.out.split())
     assert f"{head}.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    said = say("merge-lora", base / "model.safetensors", adapter, "-o", tmp_path / "out.safetensors")
+    assert said.code == 0 and "set tie_word_embeddings to false" in said.out
+    assert f"{head}.weight" in load_file(tmp_path / "out.safetensors")
 
 
 def test_every_bias_of_peft(base: Path, tmp_path: Path) -> None:
@@ -376,16 +355,13 @@ TWO = [f"model.layers.{number}.mlp.up_proj" for number in (0, 1)]
     ("settings", "complete"),
     [
         ({"target_modules": ["up_proj"]}, False),
-        ({"target_modules": [TWO[1], TWO[0]]}, False),
         ({"target_modules": r".*layers\.[01]\.mlp\.up_proj"}, False),
         ({"target_modules": r".*layers\.0\.mlp\.up_proj"}, True),
         ({"target_modules": "all-linear"}, True),
         ({"target_modules": ["up_proj"], "layers_to_transform": [0]}, True),
-        ({"target_modules": ["up_proj"], "layers_to_transform": 0}, True),
         ({"target_modules": ["up_proj"], "layers_to_transform": [0, 1]}, False),
         ({"target_modules": ["up_proj"], "exclude_modules": [TWO[1]]}, True),
         ({"target_modules": ["up_proj"], "exclude_modules": r".*\.1\..*"}, True),
-        ({"target_modules": ["gate_proj", "norm"]}, True),
         ({"target_modules": None}, True),
     ],
 )
@@ -485,15 +461,10 @@ def _nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 GOOD = factors(LAYER, 150, 8)
 NAME = f"base_model.model.{LAYER}"
 REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
-    "an unknown type": (GOOD, {"peft_type": "NEW"}, 'peft_type "NEW" is not known'),
-    "no type": (GOOD, {"peft_type": None}, "peft_type null is not known"),
-    "a list of types": (GOOD, {"peft_type": ["LORA"]}, "peft_type .* is not known"),
+    "an unknown type": (GOOD, {"peft_type": "NEW"}, 'of the type "NEW" are not supported'),
+    "a list of types": (GOOD, {"peft_type": ["LORA"]}, "of the type .* are not supported"),
     "a prompt": (GOOD, {"peft_type": "P_TUNING"}, "adds inputs or layers, and has no merge"),
-    "another type": (GOOD, {"peft_type": "SHIRA"}, "SHIRA are not supported"),
     "PiSSA": (GOOD, {"init_lora_weights": "pissa_niter_4"}, "PEFT changes the base"),
-    "OLoRA": (GOOD, {"init_lora_weights": "olora"}, "PEFT changes the base"),
-    "CorDA": (GOOD, {"init_lora_weights": "corda"}, "PEFT changes the base"),
-    "LoftQ": (GOOD, {"init_lora_weights": "loftq"}, "PEFT changes the base"),
     "an unknown start": (GOOD, {"init_lora_weights": "zeta"}, "'zeta' is not known"),
     "aLoRA": (GOOD, {"alora_invocation_tokens": [1]}, "aLoRA"),
     "replicated layers": (GOOD, {"layer_replication": [[0, 1]]}, "repeats layers"),
@@ -502,15 +473,12 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "another rank": (GOOD, {"r": 4}, "has the rank 2, and adapter_config.json says 4"),
     "no scale": (GOOD, {"lora_alpha": "much"}, 'lora_alpha "much" is not a number'),
     "a huge scale": (GOOD, {"lora_alpha": 10**400}, "is not a number"),
-    "an endless scale": (GOOD, {"lora_alpha": float("inf")}, "is not a number"),
     "integers": ({key: item.int() for key, item in GOOD.items()}, {}, "no floating-point values"),
     "a long pattern": (GOOD, {"alpha_pattern": {"*" + "a" * 10**6: 3}}, "too complex"),
     "many patterns": (GOOD, {"alpha_pattern": {f"p{n}": 3 for n in range(6000)}}, "too large"),
     "DoRA without magnitudes": (GOOD, {"use_dora": True}, "no lora_magnitude_vector"),
     "a pattern that takes long": (GOOD, {"alpha_pattern": {"(a+)+": 3}}, "too complex"),
-    "a pattern with many choices": (GOOD, {"alpha_pattern": {"(.|.)" * 50 + "x": 3}}, "too complex"),
     "a pattern with many options": (GOOD, {"alpha_pattern": {".?" * 90 + "x": 3}}, "too complex"),
-    "a pattern with many stars": (GOOD, {"alpha_pattern": {".*" * 140 + "x": 3}}, "too complex"),
     "a pattern with a huge count": (GOOD, {"alpha_pattern": {"a{99999999999999999999}": 3}}, "is not valid"),
     "a broken pattern": (GOOD, {"alpha_pattern": {"(": 3}}, "is not valid"),
     "A without B": ({f"{NAME}.lora_A.weight": torch.ones(2, 8)}, {}, "no partner lora_B"),
@@ -567,6 +535,13 @@ def test_a_refusal_says_what_is_wrong(name: str, base: Path, tmp_path: Path) -> 
     assert say("merge-lora", base, adapter, "-o", tmp_path / "out").code == 4
 
 
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, float("nan")], [1, 2, 3]])
+def test_weights_that_do_not_fit_are_refused(weights: list[float], base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", GOOD)
+    with pytest.raises(TargetError):
+        merged(base, adapter, adapter, out=tmp_path / "out", weights=weights)
+
+
 def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
     tensors = {key: item.half() for key, item in weights_of(base).items()}
     save_file(tensors, base / "model.safetensors")
@@ -612,24 +587,6 @@ def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path
     adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head"])
     with pytest.raises(RefusedError, match=r"replaces or multiplies 'lm_head.weight'"):
         merged(base, adapter, out=tmp_path / "out", weights=[0.5])
-
-
-@pytest.mark.parametrize("prefix", ["transformer.", "language_model."])
-@pytest.mark.parametrize("longer", ["adapter", "base"])
-def test_the_command_for_another_prefix_finishes_the_job(
-    prefix: str, longer: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tensors = weights_of(base)
-    if longer == "base":
-        save_file({f"{prefix}{key}": item for key, item in tensors.items()}, base / "model.safetensors")
-    start = prefix if longer == "adapter" else ""
-    write_adapter(tmp_path / "adapter", factors(f"{start}{LAYER}", 150, 8))
-    said = say("merge-lora", "base", "adapter", "-o", "out")
-    assert said.code == 4 and "0 of 1 module matched (wrong base?)" in said.err
-    printed = next(line for line in said.err.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
-    assert say(*printed).code == 0
-    assert say("merge-lora", printed[-1], "adapter", "-o", "out").code == 0
 
 
 def test_merge_prints_the_command_for_an_adapter(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -710,12 +667,3 @@ def test_match_prints_the_merge_if_the_base_fits(base: Path, tmp_path: Path, mon
     assert said.code == 1 and "-> ckptool merge-lora base adapter -o base.merged" in said.out
     write_adapter(tmp_path / "adapter", factors("other", 8, 8))
     assert "merge-lora base" not in say("match", "adapter", "base").out
-
-
-def test_the_base_comes_first(base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
-    said = say("merge-lora", adapter, base, "-o", tmp_path / "out")
-    assert said.code == 4 and "it is an adapter, and the base comes first" in said.err
-    assert say(*shlex.split(said.err.rpartition("  -> ckptool ")[2])).code == 0
-    said = say("merge-lora", base, adapter)
-    assert said.code == 2 and "Missing option '-o'" in said.err

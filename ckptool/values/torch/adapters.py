@@ -27,27 +27,28 @@ _CACHED: Final = 64 << 20
 _MOST_COLUMNS: Final = 4096
 
 
-class _Scratch:
-    """Memory for the results of a block, which the next block uses again: fresh memory costs more than the sums."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._held: dict[tuple[str, Any], Any] = {}
-
-    def empty(self, purpose: str, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a tensor with any values. Two purposes never share memory."""
-        size, flat = prod(shape), self._held.get((purpose, dtype))
-        if flat is None or flat.numel() < size:
-            flat = self._held[purpose, dtype] = self._torch.empty(size, dtype=dtype)
-        return flat[:size].view(shape)
-
-
 class StoredTensor(NamedTuple):
     """A tensor as plain data: its name for messages, its storage, and its place there."""
 
     name: str
     storage: StorageReader
     view: Tensor
+
+    @property
+    def values(self) -> bytes:
+        """All bytes of the tensor."""
+        return b"".join(elements(self.storage, self.view))
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether another tensor has the same dtype, shape and bytes."""
+        one, two = self.view, other.view
+        return (one.shape, one.dtype) == (two.shape, two.dtype) and self.values == other.values
+
+    def rows(self, begin: int, count: int) -> StoredTensor:
+        """Return ``count`` rows of the tensor, from ``begin`` on."""
+        view = self.view
+        rows = view._replace(shape=(count, *view.shape[1:]), offset=view.offset + begin * view.stride[0])
+        return self._replace(view=rows)
 
 
 class AdapterStep(NamedTuple):
@@ -62,9 +63,8 @@ class AdapterStep(NamedTuple):
     has so many elements, whatever its shape is: a tensor of experts has the rows of each expert.
 
     ``adalora`` adds B @ (A * E), divided by ``rank``; ``vera`` adds B @ A with scaled rows (``tensors``: B, A, and the
-    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2), or the same
-    with a core before each pair; ``kronecker`` adds the Kronecker product of two
-    factors; the first ``rank`` tensors give the first factor.
+    scales of both); ``hadamard`` adds (A1 @ B1) * (A2 @ B2), or the same with a core before each pair; ``kronecker``
+    adds the Kronecker product of two factors; the first ``rank`` tensors give the first factor.
 
     ``butterfly`` rotates the columns of the weight and multiplies its rows: ``tensors`` has the rotations (1 x blocks x
     size x size) and a number for each row. ``rotation`` rotates by the upper triangles of the blocks, by a series of
@@ -85,11 +85,6 @@ class AdapterStep(NamedTuple):
     def by_rows(self) -> bool:
         """Whether a block needs only the same rows of the adapter tensor."""
         return self.kind in ("copy", "sum")
-
-    def end_row(self, rows: int) -> int:
-        """Return the row before which the change ends; ``rows`` if it changes all rows of a weight."""
-        partial = self.kind in ("product", "sum") and not self.transposed
-        return self.first_row + self.tensors[0].view.shape[0] if partial else rows
 
     @property
     def needs_whole(self) -> bool:
@@ -114,38 +109,44 @@ def merged_elements(
     shape, own = weight.view.shape, torch_dtype(torch, dtype.name)
     row = prod(shape[1:]) * dtype.itemsize
     wide = torch.float64 if dtype.name == "float64" else torch.float32
-    factors = [
-        () if step.by_rows else tuple(_checked(torch, part, _elements(torch, part)).to(wide) for part in step.tensors)
-        for step in steps
-    ]
-    factors = [_prepared(torch, step, tensors, prod(shape[1:])) for step, tensors in zip(steps, factors)]
-    scratch = _Scratch(torch)
+    prepared = []
+    for step in steps:
+        whole = () if step.by_rows else tuple(_checked(torch, part).to(wide) for part in step.tensors)
+        prepared.append(_prepared(torch, step, whole, prod(shape[1:])))
     for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
         if first * row >= begin + size or last * row <= begin:
             continue
-        values = scratch.empty("result", own, (last - first, *shape[1:]))
-        if not steps or steps[0].kind != "copy":
-            values = _elements(torch, weight, first, last)
+        if steps and steps[0].kind == "copy":
+            values = torch.empty((last - first, *shape[1:]), dtype=own)
+        else:
+            values = _elements(torch, weight.rows(first, last - first))
         # Several pieces are computed at the same time, in threads of their own.
         with one_thread(torch):
-            for step, tensors in zip(steps, factors):
-                _apply(torch, values, step, tensors, first, scratch)
+            for step, tensors in zip(steps, prepared):
+                _apply(torch, values, step, tensors, first)
         if not _is_finite(torch, values):
-            _refuse_not_finite(torch, weight, first, last)
+            path, before = weight.storage.path, _elements(torch, weight.rows(first, last - first))
+            if not _is_finite(torch, before):
+                raise RefusedError(f"{weight.name} of the base holds NaN or infinity", path=path)
+            way = "cast the base to a dtype with a larger range first, such as float32"
+            raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=way)
         data = swapped(_bytes(torch, values), width)
         yield data[max(begin - first * row, 0) : begin + size - first * row]
 
 
-def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int, scratch: _Scratch) -> None:
+def _apply(torch: Any, values: Any, step: AdapterStep, tensors: Any, first: int) -> None:
     """Apply a step to the rows of a block that it changes. ``first`` is the number of the block's first row."""
     last = first + values.shape[0]
-    begin, end = max(first, step.first_row), min(last, step.end_row(last))
+    partial = step.kind in ("product", "sum") and not step.transposed
+    begin, end = max(first, step.first_row), last
+    if partial:
+        end = min(last, step.first_row + step.tensors[0].view.shape[0])
     if begin < end:
         inside = begin - step.first_row, end - step.first_row
         if step.by_rows:
-            tensors = tuple(_checked(torch, part, _elements(torch, part, *inside)) for part in step.tensors)
+            tensors = [_checked(torch, part.rows(inside[0], end - begin)) for part in step.tensors]
         part = values[begin - first : end - first]
-        part.copy_(_STEPS[step.kind](_Rows(torch, part, *inside, scratch), tensors, step))
+        part.copy_(_STEPS[step.kind](_Rows(torch, part, *inside), tensors, step))
 
 
 def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
@@ -159,12 +160,10 @@ def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _elements(torch: Any, part: StoredTensor, first: int = 0, last: int | None = None) -> Any:
-    """Return the rows of a tensor from ``first`` to ``last``, or all of it, in its own dtype."""
+def _elements(torch: Any, part: StoredTensor) -> Any:
+    """Return a tensor in its own dtype."""
     view = part.view
-    if last is not None:
-        view = view._replace(shape=(last - first, *view.shape[1:]), offset=view.offset + first * view.stride[0])
-    data = bytearray().join(elements(part.storage, view)) if is_contiguous(view) else _strided(part)
+    data = bytearray(part.values) if is_contiguous(view) else _strided(part)
     if not data:
         return torch.empty(view.shape, dtype=torch_dtype(torch, view.dtype))
     return torch.frombuffer(data, dtype=torch_dtype(torch, view.dtype)).reshape(view.shape)
@@ -173,19 +172,19 @@ def _elements(torch: Any, part: StoredTensor, first: int = 0, last: int | None =
 def _strided(part: StoredTensor) -> bytearray:
     """Return the elements of a view with gaps. All bytes around them are cached, because neighbours follow."""
     view, cache = part.view, part.storage.cache
-    size = extent(view.shape, view.stride)
-    whole = view._replace(shape=(size + view.offset,), stride=(1,), offset=0)
+    whole = view._replace(shape=(extent(view.shape, view.stride) + view.offset,), stride=(1,), offset=0)
     width = BY_NAME[view.dtype].itemsize
     if whole.numel * width > _CACHED:
-        return bytearray().join(elements(part.storage, view))
+        return bytearray(part.values)
     if cache.last[0] != whole.storage or len(cache.last[1]) < whole.numel * width:
         cache.last = whole.storage, b"".join(elements(part.storage, whole))
     data = memoryview(cache.last[1])[view.offset * width : whole.numel * width]
     return bytearray(gather(data, view.shape, view.stride, width))
 
 
-def _checked(torch: Any, part: StoredTensor, values: Any) -> Any:
+def _checked(torch: Any, part: StoredTensor) -> Any:
     """Return the values of an adapter tensor; raise RefusedError if one is NaN or infinite."""
+    values = _elements(torch, part)
     if not _is_finite(torch, values):
         raise RefusedError(f"{part.name} of the adapter holds NaN or infinity", path=part.storage.path)
     return values
@@ -199,14 +198,6 @@ def _is_finite(torch: Any, values: Any) -> bool:
     return all(isfinite(float(value)) for value in extremes)
 
 
-def _refuse_not_finite(torch: Any, weight: StoredTensor, first: int, last: int) -> None:
-    path = weight.storage.path
-    if not _is_finite(torch, _elements(torch, weight, first, last)):
-        raise RefusedError(f"{weight.name} of the base holds NaN or infinity", path=path)
-    step = "cast the base to a dtype with a larger range first, such as float32"
-    raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=step)
-
-
 class _Rows(NamedTuple):
     """The rows of a weight that a step changes: their values, and the numbers of the first and the last in the step."""
 
@@ -214,17 +205,17 @@ class _Rows(NamedTuple):
     values: Any
     first: int
     last: int
-    scratch: _Scratch
 
 
 def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
-    torch, values, first, last, scratch = rows
+    torch, values, first, last = rows
     b, a = tensors[0].flatten(1), tensors[1].flatten(1)
     if step.transposed:
         delta = (b @ a[:, first:last].contiguous()).T * step.factor
     else:
-        delta = torch.mm(b[first:last], a, out=scratch.empty("delta", a.dtype, (last - first, a.shape[1])))
-        delta = delta.mul_(step.factor).reshape(values.shape)
+        delta = (b[first:last] @ a).mul_(step.factor).reshape(values.shape)
+    if step.rank:
+        return values + delta / (torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
     if len(tensors) == 2:
         return values + delta.to(values.dtype) if step.round_first else delta.add_(values)
     total = values + delta
@@ -239,13 +230,6 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     return (magnitude / norm).view(-1, *(1,) * (values.dim() - 1)) * total
 
 
-def _adalora(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
-    b, a = tensors[0], tensors[1] * tensors[2].view(-1, 1)
-    own = slice(rows.first, rows.last)
-    delta = (b @ a[:, own].contiguous()).T if step.transposed else b[own] @ a
-    return rows.values + delta * step.factor / (rows.torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
-
-
 def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     own = slice(rows.first, rows.last)
     if len(tensors) == 1:
@@ -257,6 +241,8 @@ def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
+    if step.kind == "adalora":
+        return tensors[0], tensors[1] * tensors[2].view(-1, 1)
     if step.kind == "vera":
         return tuple(vector.view(-1, 1) * matrix for matrix, vector in zip(tensors[:2], tensors[2:]))
     if step.kind == "hadamard" and len(tensors) == 6:
@@ -316,13 +302,13 @@ def _rotation(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     PEFT multiplies one matrix for all columns. With more than 768 columns its last bits depend on how many columns the
     CPU adds at once.
     """
-    torch, rotations = rows.torch, tensors[0]
+    rotations = tensors[0]
     values = rows.values.flatten(1).to(rotations.dtype)
-    rotated = rows.scratch.empty("rotated", values.dtype, tuple(values.shape))
+    rotated = rows.torch.empty_like(values)
     size = rotations.shape[1]
     width = min(lcm(size, 768), max(_MOST_COLUMNS, size)) // size
     for first in range(0, len(rotations), width):
-        matrix = torch.block_diag(*rotations[first : first + width])
+        matrix = rows.torch.block_diag(*rotations[first : first + width])
         own = slice(first * size, first * size + len(matrix))
         rotated[:, own] = (matrix @ values[:, own].T).T
     for scales in tensors[1:]:
@@ -360,19 +346,23 @@ def _scale(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     return rows.values * (factor[rows.first : rows.last] if factor.shape[0] > 1 else factor)
 
 
+#: The functions of all steps. The steps of an adapter apply in this order.
 _STEPS: Final = {
+    "copy": _copy,
     "product": _product,
+    "adalora": _product,
     "vera": _product,
-    "adalora": _adalora,
     "hadamard": _hadamard,
     "kronecker": _kronecker,
     "butterfly": _rotation,
     "rotation": _rotation,
-    "sum": _sum,
-    "copy": _copy,
-    "rows": _replace_rows,
     "scale": _scale,
+    "sum": _sum,
+    "rows": _replace_rows,
 }
+ORDER: Final = tuple(_STEPS)
+#: Those that replace or multiply values.
+NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
 
 
 def _bytes(torch: Any, values: Any) -> bytes:
