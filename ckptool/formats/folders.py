@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError, of_file
 from ..base.findings import INCOMPLETE, Finding
+from ..base.limits import LIMITS
 from ..base.steps import as_step
 from ..base.text import join_limited
 from ..checkpoint.container import Container
@@ -36,11 +37,23 @@ class ShardedContainer(Container):
         self.files: list[Source] = []
         self.errors = []
 
-    def _note(self, code: str, level: str, message: str, where: str = "", refused: bool = False) -> None:
-        self.problems.append(Finding.of(code, level, message, where, refused=refused))
+    def note(
+        self,
+        code: str,
+        level: str,
+        message: str,
+        where: str = "",
+        *,
+        refused: bool = False,
+        storages: Collection[str] | None = None,
+    ) -> None:
+        """Add a problem of the whole checkpoint, or of these ``storages``."""
+        if len(self.problems) < LIMITS.listed:
+            self.problems.append(Finding.of(code, level, message, where, refused=refused, storages=storages))
 
-    def _note_incomplete(self, message: str, where: str = "") -> None:
-        self._note(INCOMPLETE, "error", message, where, refused=True)
+    def lost(self, message: str, where: str = "") -> None:
+        """Report that a part is missing, damaged, or from another save."""
+        self.note(INCOMPLETE, "error", message, where, refused=True)
 
     def _read_file(
         self, folder: Folder, name: str, stack: ExitStack, read: Callable[[Source, str], T], subject: str
@@ -55,7 +68,7 @@ class ShardedContainer(Container):
             content = read(source, name)
         except CkptoolError as error:
             self.errors.append(of_file(error))
-            self._note_incomplete(f"{subject} cannot be read: {error.what}", name)
+            self.lost(f"{subject} cannot be read: {error.what}", name)
             return None
         self.files.append(source)
         return content

@@ -10,7 +10,7 @@ from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
-from ...base.findings import INCOMPLETE, UNJOINED
+from ...base.findings import UNJOINED
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
@@ -89,7 +89,7 @@ class Merge:
 
     def __init__(self, container: RankFiles, label: str) -> None:
         self._container = container
-        self._note = container.note
+        self.note, self.lost = container.note, container.lost
         self.label = label
         self.meshes: dict[Mesh, None] = {}
         self.kinds: dict[str, None] = {}
@@ -211,7 +211,7 @@ class Merge:
             place = rows(file, part.ref)
             chunks = chunks_of(place, part.ranges, f"{file.name}: {path}")
         except MalformedError as error:
-            self._note(INCOMPLETE, "error", f"{file.name}: {quoted(path)}: {error.what}", file.name)
+            self.lost(f"{file.name}: {quoted(path)}: {error.what}", file.name)
             return ""
         known.views.append((file.name, view_id(local), part.ranges))
         if chunks:
@@ -375,7 +375,7 @@ class Merge:
             absent = [name for rank, names in self.ranks.items() if rank not in vector for name in names]
             flaw = f"it is not in {join_limited(absent, most=2)}"
         if flaw:
-            self._note(INCOMPLETE, "error", f"{self._named(path)} cannot be joined: {flaw}")
+            self.lost(f"{self._named(path)} cannot be joined: {flaw}")
         return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
 
     def _is_state(self, path: str) -> bool:
@@ -410,18 +410,18 @@ class Merge:
     def _note_faults(self, faults: _Faults) -> None:
         """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
-            self._note(INCOMPLETE, "error", f"{what}: they are not of one save", name)
+            self.lost(f"{what}: they are not of one save", name)
         storage_of = self._container.storage_of
         for flaw, names in faults.flaws.items():
             what = f"{join_limited([quoted(name) for name in names], most=3)} cannot be joined: {flaw}"
             level = "warning" if flaw.endswith(_OF_CLASS) else "error"
-            self._note(UNJOINED, level, what, storages={storage_of[name] for name in names})
+            self.note(UNJOINED, level, what, storages={storage_of[name] for name in names})
         if faults.holes:
             number = len(faults.holes)
             have = f"{pluralize(number, 'tensor')} {'has a part' if number == 1 else 'have parts'} in none of the files"
-            self._note("chunk-hole", "error", f"{have}: {join_limited(faults.holes, most=1)}")
+            self.note("chunk-hole", "error", f"{have}: {join_limited(faults.holes, most=1)}")
         if faults.overlaps:
-            self._note("chunk-overlap", "error", f"parts overlap: {join_limited(faults.overlaps, most=1)}")
+            self.note("chunk-overlap", "error", f"parts overlap: {join_limited(faults.overlaps, most=1)}")
 
     def _named(self, path: str) -> str:
         return quoted(self._name(path))
@@ -465,7 +465,7 @@ class Merge:
             where = join_limited(files, most=2)
             if _STEPS.match(step):
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
-                self._note(INCOMPLETE, "error", what, files[0])
+                self.lost(what, files[0])
             elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:
@@ -475,20 +475,20 @@ class Merge:
             names = join_limited([self._named(path) for path in parts], most=3)
             why = "each rank has a different tensor, and the files do not say how they fit together"
             what = f"{names} cannot be joined: {why}"
-            self._note(RANK_PARTS, "warning", what)
+            self.note(RANK_PARTS, "warning", what)
         if self._cut and in_order:
             number = pluralize(len(self._cut), "tensor")
             vectors = join_limited(sorted(map(self._name, self._cut)), most=2)
             what = f"{number} without shapes, cut by FSDP1, joined as vectors: {vectors}"
-            self._note("flat-vectors", "note", what)
+            self.note("flat-vectors", "note", what)
         if own:
             names = join_limited([self._named(path) for path in own], most=3)
             what = f"ranks have values of their own: {names}; those of {base} are taken"
-            self._note(RANK_VALUES, "warning", what)
+            self.note(RANK_VALUES, "warning", what)
         if self._uncompared:
             names = join_limited([self._named(path) for path in self._uncompared], most=3)
             what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
-            self._note(RANK_VALUES, "note", what)
+            self.note(RANK_VALUES, "note", what)
 
     def _drop(self, path: str, tensor: Tensor) -> None:
         """Replace a tensor that cannot be joined with one that has no bytes."""

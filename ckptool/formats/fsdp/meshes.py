@@ -93,7 +93,7 @@ class Meshes(RankFiles):
             own.append(self._taken())
             odd = [file.name for file, _ in bare] if merge.ranks else []
             for name in odd:
-                self._note(INCOMPLETE, "error", f"{name} holds no dict, and the other files of its set do", name)
+                self.lost(f"{name} holds no dict, and the other files of its set do", name)
             foreign += self._taken()
             for file, rank in bare if not odd else ():
                 merge.add(file, rank)
@@ -143,7 +143,7 @@ class Meshes(RankFiles):
         there = f"of {pluralize(ranks, 'rank')}, {state}"
         self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
         if any(merge.flat for merge in merges):
-            self._note(FLAT_PARAMETERS, "warning", FLAT_MESSAGE)
+            self.note(FLAT_PARAMETERS, "warning", FLAT_MESSAGE)
 
     def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
         """Report a file that was saved under another name, which torch records in the archive.
@@ -153,9 +153,9 @@ class Meshes(RankFiles):
         if saved != name:
             what = f"{name} was saved under the name of {saved}"
             if saved in rank_set.files.values():
-                self._note("renamed", "warning", what, name)
+                self.note("renamed", "warning", what, name)
             else:
-                self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
+                self.lost(f"{what}: it is in the place of another", name)
 
     def _taken(self) -> list[Finding]:
         """Return the problems noted since the last call."""
@@ -169,14 +169,14 @@ class Meshes(RankFiles):
             mesh, name = unordered
             order = join_limited(list(map(str, mesh.members)), most=8)
             what = f"the mesh in {name} has its ranks in the order {order}: parts are joined in this order, as DCP does"
-            self._note("mesh-order", "warning", f"{what}; full_tensor() of torch joins them in the order of the ranks")
+            self.note("mesh-order", "warning", f"{what}; full_tensor() of torch joins them in the order of the ranks")
         whole = max((mesh.world for mesh in meshes), default=0)
         if whole > ranks and any(mesh.outer for mesh in meshes):
             outer = join_limited(list(dict.fromkeys(name for mesh in meshes for name in mesh.outer)))
             what = (
                 f"the mesh is part of one of {whole:,} ranks, which has {outer} as well: others may have more tensors"
             )
-            self._note("part-of-mesh", "warning", what)
+            self.note("part-of-mesh", "warning", what)
 
     def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
         """Return the ranks without a file in a set; report ranks that occur twice."""
@@ -187,13 +187,13 @@ class Meshes(RankFiles):
             what = (
                 f"{name} {beyond if number >= world > 0 else 'has no part of a tensor, and the others of its set do'}"
             )
-            self._note(INCOMPLETE, "error", what, name)
+            self.lost(what, name)
         ranks -= {number for number, _ in strays}
         numbers = rank_set.files.keys() - {number for number, _ in strays}
         twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
         for names in twice:
             what = f"{join_limited(names)} are of one rank: one was put in the place of another"
-            self._note(INCOMPLETE, "error", what, names[1])
+            self.lost(what, names[1])
         expected = _expected(rank_set, meshes, world, (*ranks, *numbers) if rank_set.named else ())
         there = {*rank_set.files, *ranks} if rank_set.named else merge.named_ranks or expected
         unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
@@ -210,9 +210,9 @@ class Meshes(RankFiles):
             what = f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if one else 'are'} not there"
             name = rank_set.name_of(absent[0]) if rank_set.named else ""
             if whole:
-                self._note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
+                self.note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
             else:
-                self._note(INCOMPLETE, "error", what, name)
+                self.lost(what, name)
 
 
 def _most_ranks(mesh: Mesh) -> int:

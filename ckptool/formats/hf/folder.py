@@ -94,7 +94,7 @@ class HfFolder(ShardedContainer):
         if index and gone and weights.is_complete:
             what = f"the index is of another save: it names missing files ({join_limited(gone, most=2)})"
             complete = f"the set of {pluralize(weights.shards, 'shard')} with {weights.files[0]} is complete"
-            self._note(STALE_INDEX, "error", f"{what}; {complete}", weights.index_name)
+            self.note(STALE_INDEX, "error", f"{what}; {complete}", weights.index_name)
             index, wanted = None, list(weights.files)
         self.shards = self._shards(wanted, names, stack)
         if index and weights.is_complete:
@@ -145,7 +145,7 @@ class HfFolder(ShardedContainer):
             return []
         self.shards += shards
         what = f"the index names the wrong shard for {join_limited(inside)}, and does not name {join_limited(unnamed)}"
-        self._note(STALE_INDEX, "error", f"{what}: transformers does not load it", unnamed[0])
+        self.note(STALE_INDEX, "error", f"{what}: transformers does not load it", unnamed[0])
         return unnamed
 
     def _note_absent(self, index: Index, names: Collection[str], places: Places) -> None:
@@ -153,10 +153,10 @@ class HfFolder(ShardedContainer):
         lost = {file for name, file in index.files.items() if name not in places}
         for file in dict.fromkeys(index.files.values()):
             if file in lost and file not in names:
-                self._note_incomplete(f"the shard {file} is not there", file)
+                self.lost(f"the shard {file} is not there", file)
             elif file not in names:
                 what = f"the index names {file}, which is not there, but its tensors are in the other shards"
-                self._note(STALE_INDEX, "error", what, file)
+                self.note(STALE_INDEX, "error", what, file)
 
     def _check_names(self, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
         """Compare the shard names with the count in the names, or with the index."""
@@ -165,20 +165,20 @@ class HfFolder(ShardedContainer):
             if weights.absent:
                 verb = "is" if len(weights.absent) == 1 else "are"
                 what = f"of {pluralize(weights.shards, 'shard')} {join_limited(list(weights.absent))} {verb} not there"
-                self._note_incomplete(what, weights.absent[0])
+                self.lost(what, weights.absent[0])
             if weights.stem:
                 name = index_name(weights.stem, weights.suffix, weights.variant)
                 what = f"there is no index, {name}: transformers does not load the shards without it"
-                self._note(NO_INDEX, "error", what, name)
+                self.note(NO_INDEX, "error", what, name)
             else:
                 what = "its shards have no index and names of their own: transformers does not load them"
-                self._note("in-pieces", "note", what)
+                self.note("in-pieces", "note", what)
         elif index is not None and not index.described:
             what = f'{weights.index_name} has no object "metadata": transformers does not load the shards without it'
-            self._note(NO_INDEX, "error", what, weights.index_name)
+            self.note(NO_INDEX, "error", what, weights.index_name)
         stray = [name for name in weights.files if name not in wanted and name in names]
         if stray:
-            self._note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", stray[0])
+            self.note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", stray[0])
 
     def _places(self, index: Index | None, names: Collection[str]) -> Places:
         """Return the shard of each tensor: in index order, then in shard order."""
@@ -204,25 +204,23 @@ class HfFolder(ShardedContainer):
             self._note_absent(index, names, places)
         for file, missing in absent.items():
             lacking = pluralize(len(missing), "tensor")
-            self._note_incomplete(
-                f"{file} lacks {lacking} that the index says are in it: {join_limited(missing)}", file
-            )
+            self.lost(f"{file} lacks {lacking} that the index says are in it: {join_limited(missing)}", file)
         lost = [name for name, file in files.items() if file not in numbers and name not in places]
         if lost:
             what = f"{pluralize(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read"
-            self._note_incomplete(f"{what}: {join_limited(lost)}")
+            self.lost(f"{what}: {join_limited(lost)}")
         if moved:
-            self._note("wrong-shard", "warning", _moved_text(moved), moved[0][1])
+            self.note("wrong-shard", "warning", _moved_text(moved), moved[0][1])
         twice = [name for name, owners in copies.items() if len(owners) > 1]
         if twice:
             shards = [self.shards[number].name for number in copies[twice[0]]]
             what = f"{pluralize(len(twice), 'tensor')} in more than one shard: {quoted(twice[0])} in "
             which = "; transformers takes the last" + ", other readers the one that the index names" * bool(index)
-            self._note("tensor-twice", "error", what + join_limited(shards) + which, shards[0])
+            self.note("tensor-twice", "error", what + join_limited(shards) + which, shards[0])
         extra = {name: next(iter(owners.items())) for name, owners in copies.items() if name not in places}
         if index and extra:
             what = f"{pluralize(len(extra), 'tensor')} in the shards that the index does not name"
-            self._note("not-in-index", "warning", f"{what}: {join_limited(list(extra))}")
+            self.note("not-in-index", "warning", f"{what}: {join_limited(list(extra))}")
         return places | extra
 
     def _check_size(self, index: Index | None, places: Places) -> None:
@@ -235,43 +233,43 @@ class HfFolder(ShardedContainer):
         pieces = [shard.name for shard in self.shards if SHARDING_INFO in shard.container.metadata]
         if pieces and each < index.total:
             what = f"one rank's pieces are in place of whole tensors in {join_limited(pieces)}"
-            self._note_incomplete(f"{what}: the index says {index.total:,} bytes, there are {each:,}", pieces[0])
+            self.lost(f"{what}: the index says {index.total:,} bytes, there are {each:,}", pieces[0])
         elif index.total not in (once, each):
             what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
-            self._note("total-size", "warning", what)
+            self.note("total-size", "warning", what)
 
     def _note_the_rest(self, names: Collection[str]) -> None:
         """Add notes on other content of the folder."""
         weights = self.weights
         if weights.variant:
             what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
-            self._note("variant", "note", what)
+            self.note("variant", "note", what)
         if weights.others:
             others = join_limited(list(weights.others))
             why = "as transformers chooses" if weights.stem else "the last set of shards"
             what = f"it is loaded from {weights.name}, {why}; skipped: {others}"
-            self._note("other-weights", "note", what)
+            self.note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, description in side_files(names):
             beside.setdefault(description, []).append(name)
         if beside:
             texts = "; ".join(f"{join_limited(files)} ({description})" for description, files in beside.items())
-            self._note("side-files", "note", f"beside the weights: {texts}")
+            self.note("side-files", "note", f"beside the weights: {texts}")
         # A sentence-transformers model stores later layers in separate folders.
         inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(self.folder.inner(name).names())]
         if inner:
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
-            self._note(INNER, "note", what, self.folder.join(inner[0]))
+            self.note(INNER, "note", what, self.folder.join(inner[0]))
         step = step_folder(self.folder, names)
         known = folder_format(step.folder, by_names=True) if step is not None else None
         if step is not None and known is not None:
             content = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
             name = os.path.basename(step.folder.path)
             what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {content}"
-            self._note(INNER, "note", what, step.folder.path)
+            self.note(INNER, "note", what, step.folder.path)
         for name in fsdp_folders(self.folder, names):
             what = f"{name} in it is a checkpoint of its own: all ranks of FSDP, as accelerate saves them"
-            self._note(INNER, "note", what, self.folder.join(name))
+            self.note(INNER, "note", what, self.folder.join(name))
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]
@@ -306,7 +304,7 @@ class HfFolder(ShardedContainer):
             pid = nodes[node.pid] if isinstance(node, Persistent) else ()
             if isinstance(pid, tuple) and len(pid) > ID_PARTS:
                 what = f"{name}: a storage is described by {len(pid)} values, but torch takes {ID_PARTS}"
-                self._note("id-parts", "error", what, name, refused=True)
+                self.note("id-parts", "error", what, name, refused=True)
         return with_storage_keys(reader, lambda key: f"{number}/{key}")
 
     def _shard_of(self, key: str) -> tuple[Container, str] | None:

@@ -67,7 +67,7 @@ class HfRanks(ShardedContainer):
             if size >= TOO_LARGE:
                 last = max(pieces, key=lambda piece: piece.box[0])
                 what = f"{quoted(name)} is larger than any tensor can be: {box_text(last.box)} in {last.file}"
-                self._note_incomplete(what)
+                self.lost(what)
                 continue
             self._sizes[name] = size if self._is_whole(name, dtype, shape, pieces) else None
             items.append((name, builder.tensor(contiguous(dtype, shape, name))))
@@ -79,7 +79,7 @@ class HfRanks(ShardedContainer):
         number = pluralize(sum(map(len, self._pieces.values())), "piece")
         self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
         what = "each file has one rank's pieces of the tensors: transformers loads such a folder once convert merged it"
-        self._note("in-pieces", "note", what)
+        self.note("in-pieces", "note", what)
 
     def texts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         for name, shard in self.shards.items():
@@ -123,7 +123,7 @@ class HfRanks(ShardedContainer):
         if suspects:
             files = join_limited(self._absent, most=3)
             what = f"{files} not there: a rank with nothing to save writes no file; if one is lost, so are parts of"
-            self._note("no-piece", "error", f"{what} {join_limited(suspects)}", self._absent[0], refused=True)
+            self.note("no-piece", "error", f"{what} {join_limited(suspects)}", self._absent[0], refused=True)
 
     def _is_whole(self, name: str, dtype: Dtype, shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
         """Return whether the pieces of a tensor cover it exactly; report a problem if not."""
@@ -131,18 +131,18 @@ class HfRanks(ShardedContainer):
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
                 first = pieces[0].file
                 what = f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {first}"
-                self._note_incomplete(what, piece.file)
+                self.lost(what, piece.file)
                 return False
         odd = misfit(shape, [piece.box for piece in pieces])
         if odd and odd.boxes:
             files = [piece.file for piece in pieces if piece.box in odd.boxes]
             what = f"{quoted(name)}: the pieces {' and '.join(map(box_text, odd.boxes))} overlap: {join_limited(files)}"
-            self._note("chunk-overlap", "error", what, files[0], refused=True)
+            self.note("chunk-overlap", "error", what, files[0], refused=True)
             return False
         if odd:
             what = f"{quoted(name)}: no file has {box_text(odd.place)}"
             what += f"; it may be in {join_limited(self._absent, most=3)}" if self._absent else ""
-            self._note("chunk-hole", "error", what, self._absent[0] if self._absent else "", refused=True)
+            self.note("chunk-hole", "error", what, self._absent[0] if self._absent else "", refused=True)
             return False
         return True
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from ...base.dtypes import Dtype
 from ...base.errors import MalformedError
-from ...base.findings import INCOMPLETE, JOINED, Finding
+from ...base.findings import JOINED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
@@ -95,25 +95,11 @@ class RankFiles(ShardedContainer):
 
     # -- for subclasses
 
-    def note(
-        self,
-        code: str,
-        level: str,
-        message: str,
-        where: str = "",
-        *,
-        refused: bool = False,
-        storages: Collection[str] | None = None,
-    ) -> None:
-        """Add a problem of the whole checkpoint, or of these ``storages``."""
-        if len(self.problems) < LIMITS.listed:
-            self.problems.append(Finding.of(code, level, message, where, refused=refused, storages=storages))
-
     def note_twice(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Report each pair of files with the same rank in their names, as two saves leave them."""
         for one, other in pairs:
             what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
-            self.note(INCOMPLETE, "error", what, other, refused=True)
+            self.lost(what, other)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; report a problem and return None if it cannot be read.
@@ -195,7 +181,7 @@ class RankFiles(ShardedContainer):
         number = len(self._sources)
         files = "one per-rank file is" if number == 1 else f"{number:,} per-rank files are"
         files = f"{self.parts_words} are" if self.parts_words else files
-        self._note(JOINED, "note", f"{files} read as one checkpoint; edits write a single file")
+        self.note(JOINED, "note", f"{files} read as one checkpoint; edits write a single file")
 
     def _new_key(self, name: str) -> str:
         key = name

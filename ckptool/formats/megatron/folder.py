@@ -116,11 +116,13 @@ class Megatron(RankFiles):
         root = self._whole(parts, first)
         if self._unknown:
             names = join_limited([quoted(name) for name in self._unknown], most=3)
-            self._note(UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", "", True)
+            self.note(
+                UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", "", refused=True
+            )
         if self._extra:
             names = join_limited(self._extra, most=3)
             what = f"ranks have values of their own: {names}; those of {first.file.name} are taken"
-            self._note(RANK_VALUES, "note", what)
+            self.note(RANK_VALUES, "note", what)
         self.build(root)
         state = "all there" if is_complete(self.problems) else "incomplete"
         step = first.save.get("iteration")
@@ -143,10 +145,10 @@ class Megatron(RankFiles):
                 part = _read_part(file)
             except MalformedError as error:
                 self.errors.append(error)
-                self._note_incomplete(f"{name}: {error.what}", name)
+                self.lost(f"{name}: {error.what}", name)
                 continue
             if part is None:
-                self._note_incomplete(f"{name}: there is no model in it", name)
+                self.lost(f"{name}: there is no model in it", name)
             else:
                 parts[rank] = part
         if not parts and self.errors:
@@ -159,16 +161,16 @@ class Megatron(RankFiles):
             odd = [f"{name} {value}" for name, value in part.save.items() if common.get(name) != value]
             if odd or part.save.keys() != common.keys():
                 name = part.file.name
-                self._note_incomplete(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
+                self.lost(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
                 del parts[rank]
         # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
         if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
             what = "the files do not name their ranks: the names of their folders count"
-            self._note("no-rank", "warning", what)
+            self.note("no-rank", "warning", what)
         for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
             if wrong := self._saved_elsewhere(rank, part):
-                self._note_incomplete(f"{part.file.name}: {wrong}", part.file.name)
+                self.lost(f"{part.file.name}: {wrong}", part.file.name)
         self._note_copies(parts)
         return parts
 
@@ -179,7 +181,7 @@ class Megatron(RankFiles):
             name, checksums = part.file.name, tuple(_checksums(part))
             first = known.setdefault(checksums, name) if checksums else name
             if first != name:
-                self._note_incomplete(f"{name} has the tensors of {first}: one is a copy of the other", name)
+                self.lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
     def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
         """Return a message if a file records another rank than its folder names, or "" if they agree or are unknown."""
@@ -210,15 +212,15 @@ class Megatron(RankFiles):
         grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
         for rank in sorted(self._files.keys() - grid):
             name = self._files[rank]
-            self._note_incomplete(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
+            self.lost(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
         if not self._arguments and pipeline > 1 and not self._is_end(parts):
             what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
-            self._note("no-end", "warning", what)
+            self.note("no-end", "warning", what)
         absent = sorted(grid - self._files.keys())
         if absent:
             names = join_limited([name_like(self._files, rank) for rank in absent[: shown(3)]], len(absent), most=3)
             what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
-            self._note_incomplete(what, name_like(self._files, absent[0]))
+            self.lost(what, name_like(self._files, absent[0]))
 
     def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
         """Return whether the last stage that was found is the last stage of the model."""
@@ -236,7 +238,7 @@ class Megatron(RankFiles):
                 items.append((name, self._model(parts)))
             elif name == "optimizer" and prod(self._sizes) > 1:
                 what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
-                self._note("optimizer", "note", what)
+                self.note("optimizer", "note", what)
             else:
                 items.append((name, self.graft(first.file, ref)))
         return self.builder.mapping(items)
@@ -281,7 +283,7 @@ class Megatron(RankFiles):
             counts = [each if count < 0 else count for count in counts]
         elif layers and known != layers:
             what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
-            self._note_incomplete(what)
+            self.lost(what)
         return [sum(counts[:stage]) for stage in range(pipeline)]
 
     def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
@@ -314,7 +316,7 @@ class Megatron(RankFiles):
             what = "it is not there"
         except MalformedError as error:
             what = error.what
-        self._note_incomplete(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
+        self.lost(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
         return None
 
     def _united(
@@ -329,7 +331,7 @@ class Megatron(RankFiles):
         odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
         if odd >= 0:
             what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
-            self._note_incomplete(what, files[odd])
+            self.lost(what, files[odd])
             pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
             copies = [copy if piece else None for piece, copy in zip(pieces, copies)]
         shape, blocks = like.shape, len(pieces)
@@ -410,7 +412,7 @@ class Megatron(RankFiles):
             elif len(there) == 2:
                 files = [part.file.name for part, _ in there]
                 what = f"{quoted(name)} has another shape or dtype in {files[1]} than in {files[0]}"
-                self._note_incomplete(what, files[1])
+                self.lost(what, files[1])
 
 
 def _counted_through(key: str, begin: int) -> str:

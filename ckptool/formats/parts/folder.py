@@ -134,7 +134,7 @@ class Parts(RankFiles):
         self.parts_words = pluralize(len(found.prefixes), "part")
         self.note_twice(found.twice)
         for name in found.missing:
-            self._note_incomplete(f"{name} is missing", name)
+            self.lost(f"{name} is missing", name)
         self._parts = [part for files in found.parts if (part := self._part(files, found.prefixes, stack))]
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
@@ -195,7 +195,7 @@ class Parts(RankFiles):
             except (RefusedError, MalformedError) as error:
                 refusals.append((len(checked), recipe, error))
         _, recipe, best = max(refusals, key=lambda item: item[0])
-        self._note(UNJOINED, "error", best.what, refused=True)
+        self.note(UNJOINED, "error", best.what, refused=True)
         return recipe, known_numbers(recipe.numbers, facts)
 
     def _check(
@@ -252,13 +252,13 @@ class Parts(RankFiles):
             if name not in part:
                 if not one:
                     file, _ = next(iter(part.values()))
-                    self._note_incomplete(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
+                    self.lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
                 continue
             file, ref = part[name]
             try:
                 places[file.name] = file, ref, rows(file, ref)
             except MalformedError as error:
-                self._note(UNJOINED, "error", f"{quoted(name)} in {file.name}: {error.what}", file.name, refused=True)
+                self.note(UNJOINED, "error", f"{quoted(name)} in {file.name}: {error.what}", file.name, refused=True)
         own = next(iter(places.values()))[2] if places else None
         if own is None:
             return None
@@ -266,7 +266,7 @@ class Parts(RankFiles):
             return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
         odd = next((file for file, (_, _, place) in places.items() if place.dtype != own.dtype), "")
         if odd:
-            self._note(UNJOINED, "error", f"{quoted(name)} has another dtype in {odd}", odd, refused=True)
+            self.note(UNJOINED, "error", f"{quoted(name)} has another dtype in {odd}", odd, refused=True)
         if rule is not None and rule.parts in ("sum", "mean") and len(places) > 1:
             return self._sum(name, rule.parts == "mean", {file: place for file, (_, _, place) in places.items()})
         if one or len(places) == 1 or pattern is None or pattern.axes is None or not is_cut(pattern.axes):
@@ -278,7 +278,7 @@ class Parts(RankFiles):
             if any(len(dimension.sections) > 1 and not dimension.cut for dimension in pattern.axes):
                 _refuse_equal_sections(name, output, {file: place for file, (_, _, place) in places.items()})
         except RefusedError as error:
-            self._note(UNJOINED, "error", error.what, refused=True)
+            self.note(UNJOINED, "error", error.what, refused=True)
             return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
         chunks = _chunks(output, {file: place for file, (_, _, place) in places.items()})
         return self.add_tensor(name, JoinedTensor(own.dtype, output.shape, output.grid, lambda: chunks), whole=not odd)
@@ -290,7 +290,7 @@ class Parts(RankFiles):
         odd = odd or (next(iter(places)) if own.dtype.name not in SUMMABLE else "")
         if odd:
             shape = f"{places[odd].dtype.name} {list(places[odd].shape)}"
-            self._note(UNJOINED, "error", f"{quoted(name)} is {shape} in {odd}, which has no sum", odd, refused=True)
+            self.note(UNJOINED, "error", f"{quoted(name)} is {shape} in {odd}, which has no sum", odd, refused=True)
             return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
         spans = [Span(place.source, place.begin, _size(place)) for place in places.values()]
         source = SumSource(spans, own.dtype.name, own.dtype.itemsize, len(spans) if is_mean else 1, name)
@@ -304,7 +304,7 @@ class Parts(RankFiles):
         for other, its, place in others:
             if place.shape != own.shape:
                 what = f"{quoted(name)} has the shape {list(own.shape)} in {file.name}, and {list(place.shape)} in"
-                self._note(UNJOINED, "error", f"{what} {other.name}", other.name, refused=True)
+                self.note(UNJOINED, "error", f"{what} {other.name}", other.name, refused=True)
                 break
             self.copies.add(CopyPair(name, copy_in(file, ref, own), copy_in(other, its, place), size))
         chunk = Chunk(((0,) * len(own.shape), own.shape), own.source, own.begin)
