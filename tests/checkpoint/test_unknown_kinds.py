@@ -232,7 +232,7 @@ def test_only_drop_with_its_path_gives_one_up(tmp_path: Path) -> None:
     path, out = written(tmp_path / "in.pth", "function", "storage"), tmp_path / "out.pth"
     with pytest.raises(RefusedError, match="hold values of tensors") as refusal:
         ckptool.sanitize(path, drop_unknown=True)
-    assert "research_lab is installed" in refusal.value.next
+    assert "load it with the library that wrote it" in refusal.value.next
     refused = say("sanitize", path, "--drop-unknown", "-o", out).all
     words = shlex.split(refused.partition("-> ckptool ")[2])
     assert words[:3] == ["drop", str(path), 'state_dict["a.weight"]']
@@ -391,7 +391,7 @@ def test_quantized_subclasses_are_kept_and_named(
     torch.save({"w": whole, "b": torch.ones(1)}, path)
     said = say("inspect", path).all
     assert f"1 tensor quantized by {module.partition('.')[0]} ({module}.{name})" in said
-    with pytest.raises(RefusedError, match="hold values of tensors: w"):
+    with pytest.raises(RefusedError, match=r": w .*they hold values of tensors"):
         ckptool.sanitize(path, drop_unknown=True)
     digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()
     ckptool.save(ckptool.wrap(path, "x"), tmp_path / "out.pth")

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ...base.records import NamedTuple
-from ...base.text import pluralize
+from ...base.text import pluralize, quoted
 from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping
 from ...pickles import opcodes as op
@@ -14,10 +14,28 @@ from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, R
 
 
 class Replacement(NamedTuple):
-    """The node that replaces an object, and its description: "dict, 41 entries"."""
+    """The node that replaces an object, and a remark.
+
+    ``shown`` describes it in place of what the node shows; None for a step that is not reported.
+    """
 
     node: Node
-    words: str
+    note: str = ""
+    shown: str | None = ""
+
+    @property
+    def words(self) -> str:
+        """Its description: "dict, 41 entries"; "" for none."""
+        node = self.node
+        if self.shown is None or self.shown:
+            return "" if self.shown is None else self.shown + self.note
+        if isinstance(node, Dict):
+            return f"dict, {pluralize(len(node.pairs) // 2, 'entry')}{self.note}"
+        if isinstance(node, List | tuple):
+            items = node.items if isinstance(node, List) else node
+            return f"{type(node).__name__.lower()}, {pluralize(len(items), 'element')}{self.note}"
+        value = quoted(node) if isinstance(node, str) else node if isinstance(node, float) else ""
+        return f"{type(node).__name__} {value}".rstrip() + self.note
 
 
 #: A rule's answer if no plain value can hold the object.
@@ -126,21 +144,6 @@ def new_bytes(editor: GraphEditor, text: Ref) -> Call:
 def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
     """Return a dict with these (key, value) references."""
     return Dict([part for pair in pairs for part in pair])
-
-
-def as_dict(pairs: Sequence[tuple[Ref, Ref]], note: str = "") -> Replacement:
-    """Replace an object by a dict with these entries."""
-    return Replacement(dict_of(pairs), f"dict, {pluralize(len(pairs), 'entry')}{note}")
-
-
-def as_list(items: Sequence[Ref], note: str = "") -> Replacement:
-    """Replace an object by a list with these elements."""
-    return Replacement(List(list(items)), f"list, {pluralize(len(items), 'element')}{note}")
-
-
-def as_tuple(items: Sequence[Ref]) -> Replacement:
-    """Replace an object by a tuple with these elements."""
-    return Replacement(tuple(items), f"tuple, {pluralize(len(items), 'element')}")
 
 
 def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:

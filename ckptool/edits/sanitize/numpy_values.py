@@ -11,7 +11,7 @@ from typing import Final
 
 from ...base.dtypes import BY_NAME
 from ...base.records import NamedTuple
-from ...base.text import cut, pluralize
+from ...base.text import cut
 from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_VALUES, backend_arguments
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_builder import PlainTensor
@@ -88,10 +88,11 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
     editor = GraphEditor(graph)
     storages: dict[str, bytes] = {}
     for ref, node in enumerate(graph.nodes):
-        if type(node) is not Call or callable_name(graph, node.func) not in (*SCALARS, *ARRAYS, *BUFFERS):
+        name = callable_name(graph, node.func) if type(node) is Call else ""
+        if type(node) is not Call or name not in (*SCALARS, *ARRAYS, *BUFFERS):
             continue
         case = Case(editor, ref, node, storages)
-        result = numpy_scalar(case) or numpy_array(case)
+        result = numpy_scalar(case) if name in SCALARS else numpy_array(case)
         if isinstance(result, Replacement):
             editor.changed[ref] = result.node
     if not editor.changed or checkpoint.survey.reader.storages.keys() & storages.keys():
@@ -102,8 +103,6 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
 
 def numpy_scalar(case: Case) -> RuleResult:
     """Replace ``scalar(dtype, bytes)`` by a Python number or string."""
-    if case.name not in SCALARS:
-        return None
     dtype = _dtype(case, case.args[0]) if len(case.args) == 2 else None
     if dtype is None or dtype.family == "O":
         return UNKNOWN
@@ -114,8 +113,8 @@ def numpy_scalar(case: Case) -> RuleResult:
     value, editor = values[0], case.editor
     if isinstance(value, complex):
         parts = (editor.constant(value.real), editor.constant(value.imag))
-        return Replacement(editor.new_call("__builtin__", "complex", parts), f"complex{dtype.time_note}")
-    return Replacement(_plain_node(case, value), f"{type(value).__name__}{dtype.time_note}")
+        return Replacement(editor.new_call("__builtin__", "complex", parts), shown="complex")
+    return Replacement(_plain_node(case, value), shown=f"{type(value).__name__}{dtype.time_note}")
 
 
 def _plain_node(case: Case, value: object) -> Node:
@@ -178,7 +177,7 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
     case.storages[key] = raw
     tensor = PlainTensor(target, shape, strides, key, len(raw), 0, device, requires_grad)
     words = f"tensor, {target.name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
-    return Replacement(case.editor.new_tensor(tensor), words)
+    return Replacement(case.editor.new_tensor(tensor), shown=words)
 
 
 def device_tensor(case: Case) -> RuleResult:
@@ -195,29 +194,28 @@ def device_tensor(case: Case) -> RuleResult:
     return made if isinstance(made, Replacement | None) else UNKNOWN
 
 
-def numpy_object(case: Case) -> RuleResult:
-    """Replace dtypes by their names, random generators by their state."""
-    if case.name == "numpy.dtype":
-        dtype = _dtype_of(case.editor, case.node)
-        if dtype is None:
-            return UNKNOWN
-        name = _TYPES[dtype.code][0] if dtype.code in _TYPES and not dtype.big else f"{'<>'[dtype.big]}{dtype.code}"
-        return Replacement(name, f"str {name!r}")
-    if not case.name.startswith("numpy.random."):
-        return None
+def numpy_dtype(case: Case) -> RuleResult:
+    """Replace a dtype by its name."""
+    dtype = _dtype_of(case.editor, case.node)
+    if dtype is None:
+        return UNKNOWN
+    is_known = dtype.code in _TYPES and not dtype.big
+    return Replacement(_TYPES[dtype.code][0] if is_known else f"{'<>'[dtype.big]}{dtype.code}")
+
+
+def numpy_generator(case: Case) -> RuleResult:
+    """Replace a random generator by its state: a dict, or the tuple that ``get_state`` returns."""
     # A generator without a state is only its bit generator, which has (state, seed sequence).
     ref = case.node.states[-1] if case.node.states else case.args[0] if case.args else -1
     state = case.current(ref) if ref >= 0 else None
     if type(state) is tuple and state and mapping(case.graph, state[0]) is not None:
         ref, state = state[0], case.current(state[0])
-    if isinstance(state, Dict):
-        return Replacement(state, f"its state, a dict of {pluralize(len(state.pairs) // 2, 'entry')}")
-    if type(state) is tuple and state and isinstance(case.current(state[0]), str):
-        # This is the tuple that get_state returns.
-        return Replacement(state, f"its state, a tuple of {pluralize(len(state), 'element')}")
+    if isinstance(state, Dict) or (type(state) is tuple and state and isinstance(case.current(state[0]), str)):
+        return Replacement(state, ": its state")
     if case.node.states or not isinstance(state, Call) or not state.states:
         return UNKNOWN
-    return numpy_object(case.inner(ref, state))
+    inner = case.inner(ref, state)
+    return numpy_generator(inner) if inner.name.startswith("numpy.random.") else UNKNOWN
 
 
 def _in_index_order(refs: list[Ref], shape: tuple[int, ...], strides: tuple[int, ...]) -> list[Ref]:
@@ -233,13 +231,13 @@ def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> RuleResult:
         return UNKNOWN
     words = f"list, {'x'.join(map(str, shape))} {'element' if len(items) == 1 else 'elements'}"
     if not shape:
-        return Replacement(case.current(items[0]), "the element in it")
+        return Replacement(case.current(items[0]), shown="the element in it")
     for axis in range(len(shape) - 1, 0, -1):
         size, count = shape[axis], prod(shape[:axis])
         if count > max(len(items), _EMPTY):
             return UNKNOWN
         items = [case.editor.add(List(items[at * size : (at + 1) * size])) for at in range(count)]
-    return Replacement(List(items), words)
+    return Replacement(List(items), shown=words)
 
 
 def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...base.lazy import regex
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import join_limited, pluralize
+from ...checkpoint.backends import ARRAYS, BUFFERS
 from ...checkpoint.objects import COMPILED, list_items, mapped_name, mapping, module_fields, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
-from .case import UNKNOWN, Case, Replacement, RuleResult, as_dict, as_list, as_tuple, dict_of, new_bytes, raw_bytes
+from .case import UNKNOWN, Case, Replacement, RuleResult, dict_of, new_bytes, raw_bytes
+from .numpy_values import SCALARS, numpy_array, numpy_dtype, numpy_generator, numpy_scalar
 
 #: Modules whose functions act on the machine. Their results are not in the file.
 ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
@@ -44,38 +47,23 @@ _SCALARS: Final = (bool, int, float, str)
 
 def _path(case: Case) -> RuleResult:
     """Replace ``PosixPath('a', 'b')`` by its text; Python 3.13 writes it as ``pathlib._local.PosixPath``."""
-    module, _, name = case.name.rpartition(".")
-    if module not in ("pathlib", "pathlib._local") or not name.endswith("Path"):
-        return None
     parts = [case.text(number) for number in range(len(case.args))]
-    if None in parts or case.node.states:
-        return UNKNOWN
-    cls = PureWindowsPath if "Windows" in name else PurePosixPath
-    return _string(str(cls(*(part for part in parts if part is not None))))
+    if not case.name.endswith("Path") or None in parts or case.node.states:
+        return UNKNOWN if case.name.endswith("Path") else None
+    cls = PureWindowsPath if case.name.endswith("WindowsPath") else PurePosixPath
+    return Replacement(str(cls(*(part for part in parts if part is not None))))
 
 
 def _string(text: str | None, note: str = "") -> RuleResult:
-    return UNKNOWN if text is None else Replacement(text, f"str {quoted(text)}{note}")
+    return UNKNOWN if text is None else Replacement(text, note)
 
 
 def _date(case: Case) -> RuleResult:
-    """Replace dates by their ISO form; a few bytes hold the fields (CPython, Lib/_pydatetime.py)."""
-    if case.name == "datetime.timedelta":
-        duration = _duration(case)
-        if duration is None:
-            return UNKNOWN
-        total = duration.total_seconds()
-        return Replacement(total, f"float {total}, in seconds")
-    if case.name == "datetime.timezone":
-        return _string(_offset(case) or None)
-    if case.name == "zoneinfo.ZoneInfo._unpickle":
-        return _string(case.text(0))
-    if case.name not in ("datetime.datetime", "datetime.date", "datetime.time"):
-        return None
+    """Replace a date or time by its ISO form; a few bytes hold the fields (CPython, Lib/_pydatetime.py)."""
     raw = raw_bytes(case.editor, case.args[0]) if case.args else None
     text = _iso(case.name, raw) if raw is not None else None
-    zone = _zone(case, case.args[1]) if len(case.args) > 1 else ""
-    return UNKNOWN if text is None or zone is None else _string(text + zone)
+    zone = _zone_after(case, case.args[1]) if len(case.args) > 1 else ""
+    return UNKNOWN if text is None or zone is None else Replacement(text + zone)
 
 
 def _iso(name: str, raw: bytes) -> str | None:
@@ -92,24 +80,27 @@ def _iso(name: str, raw: bytes) -> str | None:
     return None
 
 
-def _zone(case: Case, ref: Ref) -> str | None:
-    """Return the time zone of a date: "+02:00", "[Europe/Berlin]" as in RFC 9557, or "" without one.
+def _zone_after(case: Case, ref: Ref) -> str | None:
+    """Return the time zone after a date: "+02:00", "[Europe/Berlin]" as in RFC 9557, or "" without one.
 
     None means that the zone is unknown. It may already have been made plain at another place.
     """
     node = case.current(ref)
-    if isinstance(node, str):
-        return node if node[:1] in ("+", "-") else f"[{node}]"
-    if not isinstance(node, Call):
-        return "" if node is None else None
-    inner = case.inner(ref, node)
-    if inner.name == "datetime.timezone":
-        return _offset(inner) or None
-    if inner.name in ("pytz._UTC", "dateutil.tz.tz.tzutc"):
+    if node is None:
+        return ""
+    zone = _zone(case.inner(ref, node)) if isinstance(node, Call) else node
+    if not isinstance(zone, str):
+        return None
+    return zone if zone[:1] in ("+", "-") else f"[{zone}]"
+
+
+def _zone(case: Case) -> str | None:
+    """Return the offset or the name of a time zone, or None if it is unknown."""
+    if case.name == "datetime.timezone":
+        return _offset(case) or None
+    if case.name in ("pytz._UTC", "dateutil.tz.tz.tzutc"):
         return "+00:00"
-    if inner.name in ("zoneinfo.ZoneInfo._unpickle", "pytz._p") and inner.text(0) is not None:
-        return f"[{inner.text(0)}]"
-    return None
+    return case.text(0) if case.name in ("zoneinfo.ZoneInfo._unpickle", "pytz._p") else None
 
 
 def _offset(case: Case) -> str:
@@ -137,34 +128,39 @@ def _duration(case: Case) -> datetime.timedelta | None:
         return None
 
 
-def _collection(case: Case) -> RuleResult:
-    """Replace defaultdict, deque, frozenset, range, slice and the calls that make builtin containers."""
-    name, args = case.name, case.args
+def _seconds(case: Case) -> RuleResult:
+    duration = _duration(case)
+    return UNKNOWN if duration is None else Replacement(duration.total_seconds(), ", in seconds")
+
+
+def _dict(case: Case) -> RuleResult:
+    given = pair_list(case.graph, case.node) if case.args else []
+    if len(case.args) > 1 or given is None:
+        return UNKNOWN if given is None else None
+    parts = (part for pair in given for part in list_items(case.graph.nodes[pair]))
+    return Replacement(Dict([*parts, *case.node.pairs]))
+
+
+def _sequence(case: Case) -> RuleResult:
+    """Replace a list, tuple, deque or frozenset that a call makes of one argument."""
+    name, args = case.name.rpartition(".")[2], case.args
+    if len(args) > 1 and name != "deque":
+        return None
     first = list_items(case.graph.nodes[args[0]]) if args and args[0] < len(case.graph.nodes) else ()
-    if name == "collections.defaultdict":
-        return as_dict(_set_pairs(case.node), "; its default is left out")
-    if name == "collections.deque":
-        return as_list([*first, *case.node.items], "; its bound is left out" if len(args) > 1 else "")
-    if name == "builtins.dict" and len(args) <= 1:
-        given = pair_list(case.graph, case.node) if args else []
-        if given is None:
-            return UNKNOWN
-        parts = [part for pair in given for part in list_items(case.graph.nodes[pair])] + list(case.node.pairs)
-        return as_dict(list(zip(parts[::2], parts[1::2])))
-    if name == "builtins.bytes" and not args:
-        # Protocol 2 writes empty bytes this way.
-        return Replacement(new_bytes(case.editor, case.editor.constant("")), "bytes, in the form that torch takes")
-    if name in ("builtins.frozenset", "builtins.list", "builtins.tuple") and len(args) <= 1:
-        items = [*first, *case.node.items]
-        if name == "builtins.tuple":
-            return as_tuple(items)
-        if name == "builtins.list":
-            return as_list(items)
+    items = [*first, *case.node.items]
+    if name == "frozenset":
         members = case.editor.new_call("__builtin__", "set", (case.editor.sequence(items),))
-        return Replacement(members, f"set, {pluralize(len(items), 'element')}")
-    if name in ("builtins.range", "builtins.slice"):
-        return _range(case)
-    return None
+        return Replacement(members, shown=f"set, {pluralize(len(items), 'element')}")
+    if name == "tuple":
+        return Replacement(tuple(items))
+    return Replacement(List(items), "; its bound is left out" if len(args) > 1 else "")
+
+
+def _empty_bytes(case: Case) -> RuleResult:
+    """Replace empty bytes, which protocol 2 writes as a call."""
+    if case.args:
+        return None
+    return Replacement(new_bytes(case.editor, case.editor.constant("")), shown="bytes, in the form that torch takes")
 
 
 def _set_pairs(node: Call) -> list[tuple[Ref, Ref]]:
@@ -177,72 +173,94 @@ def _range(case: Case) -> Replacement:
     if case.name == "builtins.range" and len(bounds) == len(case.args) == 3 and bounds[2]:
         numbers = range(*bounds)
         if numbers[:1] == numbers or abs((bounds[1] - bounds[0]) // bounds[2]) <= _RANGE:
-            return as_list([case.editor.constant(number) for number in numbers])
-    return Replacement(tuple(case.args), "tuple of start, stop and step")
+            return Replacement(List([case.editor.constant(number) for number in numbers]))
+    return Replacement(tuple(case.args), shown="tuple of start, stop and step")
 
 
 def _text(case: Case) -> RuleResult:
-    """Replace objects that a string can express: UUIDs, decimals, fractions, patterns."""
-    if case.name in ("decimal.Decimal", "fractions.Fraction", "re._compile") and case.args:
-        text = case.text(0)
-        if case.name == "fractions.Fraction" and len(case.args) == 2:
-            parts = [case.current(ref) for ref in case.args]
-            if all(type(part) is int and abs(part) < 1 << 1024 for part in parts):
-                text = "/".join(map(str, parts))
-        lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != _NO_FLAGS
-        return _string(text, "; its flags are left out" * lost)
-    if case.name == "uuid.UUID":
-        ref = case.attribute("int")
-        value = case.current(ref) if ref >= 0 else None
-        if type(value) is int and 0 <= value < 1 << 128:
-            digits = f"{value:032x}"
-            return _string("-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])))
-        return UNKNOWN
-    if case.name == "builtins.getattr" and len(case.args) == 2:
-        # Python 3.11 pickles some Enum members by name.
-        owner, member = case.current(case.args[0]), case.text(1)
-        return _string(f"{mapped_name(owner)}.{member}" if isinstance(owner, Global) and member is not None else None)
-    return None
+    """Replace decimals, fractions and patterns by the text that makes them."""
+    text = case.text(0)
+    if case.name == "fractions.Fraction" and len(case.args) == 2:
+        parts = [case.current(ref) for ref in case.args]
+        if all(type(part) is int and abs(part) < 1 << 1024 for part in parts):
+            text = "/".join(map(str, parts))
+    lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != _NO_FLAGS
+    return _string(text, "; its flags are left out" * lost) if case.args else None
+
+
+def _uuid(case: Case) -> RuleResult:
+    ref = case.attribute("int")
+    value = case.current(ref) if ref >= 0 else None
+    return Replacement(str(uuid.UUID(int=value))) if type(value) is int and 0 <= value < 1 << 128 else UNKNOWN
+
+
+def _member(case: Case) -> RuleResult:
+    """Replace ``getattr(owner, name)`` by its name: Python 3.11 pickles some Enum members so."""
+    owner, member = (case.current(case.args[0]), case.text(1)) if len(case.args) == 2 else (None, None)
+    return _string(f"{mapped_name(owner)}.{member}" if isinstance(owner, Global) and member is not None else None)
 
 
 def _partial(case: Case) -> RuleResult:
     """Replace ``functools.partial`` by its state: (function, arguments, keywords, attributes)."""
-    if case.name != "functools.partial":
-        return None
     state = case.last_state()
     if len(state) < 3:
         return UNKNOWN
     names = [case.editor.constant(name) for name in ("func", "args", "keywords")]
-    return Replacement(dict_of(list(zip(names, state[:3]))), "dict of func, args and keywords")
+    return Replacement(dict_of(list(zip(names, state[:3]))), shown="dict of func, args and keywords")
 
 
 def _generator(case: Case) -> RuleResult:
     """Replace ``torch.Generator``, whose state is (seed, offset, ByteTensor), by that tensor."""
-    if case.name != "torch._C.Generator":
-        return None
     state = case.last_state()
-    return Replacement(case.current(state[2]), "its state, a ByteTensor for set_state") if len(state) == 3 else UNKNOWN
+    said = "its state, a ByteTensor for set_state"
+    return Replacement(case.current(state[2]), shown=said) if len(state) == 3 else UNKNOWN
 
 
 def _omegaconf(case: Case) -> RuleResult:
     """Replace DictConfig and ListConfig by their ``_content``, and their value nodes by ``_val``."""
-    if not case.name.startswith("omegaconf."):
-        return None
     content, value = case.attribute("_content"), case.attribute("_val")
     if content >= 0:
         node, items = case.current(content), mapping(case.graph, content)
         if items is not None:
-            return as_dict(items)
+            return Replacement(dict_of(items))
         if isinstance(node, List):
-            return as_list(node.items)
-        return Replacement(node, type(node).__name__) if node is None or isinstance(node, str) else UNKNOWN
+            return Replacement(List(list(node.items)))
+        return Replacement(node) if node is None or isinstance(node, str) else UNKNOWN
     if value >= 0:
         node = case.current(value)
-        return Replacement(node.filled(node.items, node.pairs, node.states) if isinstance(node, Call) else node, "")
+        copied = node.filled(node.items, node.pairs, node.states) if isinstance(node, Call) else node
+        return Replacement(copied, shown=None)
     return None
 
 
-OBJECT_RULES: Final = (_path, _date, _collection, _text, _partial, _generator, _omegaconf)
+_RULES: Final[Mapping[str, Callable[[Case], RuleResult]]] = {
+    **dict.fromkeys(SCALARS, numpy_scalar),
+    **dict.fromkeys((*ARRAYS, *BUFFERS), numpy_array),
+    "numpy.dtype": numpy_dtype,
+    **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"), _date),
+    "datetime.timedelta": _seconds,
+    **dict.fromkeys(("datetime.timezone", "zoneinfo.ZoneInfo._unpickle"), lambda case: _string(_zone(case))),
+    "collections.defaultdict": lambda case: Replacement(Dict(list(case.node.pairs)), "; its default is left out"),
+    **dict.fromkeys(("collections.deque", "builtins.list", "builtins.tuple", "builtins.frozenset"), _sequence),
+    "builtins.dict": _dict,
+    "builtins.bytes": _empty_bytes,
+    **dict.fromkeys(("builtins.range", "builtins.slice"), _range),
+    **dict.fromkeys(("decimal.Decimal", "fractions.Fraction", "re._compile"), _text),
+    "uuid.UUID": _uuid,
+    "builtins.getattr": _member,
+    "functools.partial": _partial,
+    "torch._C.Generator": _generator,
+}
+#: Rules for all names that begin so.
+_PREFIXES: Final = (("pathlib.", _path), ("omegaconf.", _omegaconf), ("numpy.random.", numpy_generator))
+
+
+def by_name(case: Case) -> RuleResult:
+    """Apply the rule for the name of a class or function; return None without one."""
+    prefixes = (rule for begin, rule in _PREFIXES if case.name.startswith(begin))
+    rule = _RULES.get(case.name) or next(prefixes, None)
+    return rule(case) if rule is not None else None
+
 
 # -- Objects of any class
 
@@ -273,11 +291,11 @@ def any_class(case: Case) -> RuleResult:
     if node.pairs:
         return _dict_subclass(case, _set_pairs(node), state)
     if node.items:
-        return as_list(node.items, f"; its attributes are left out: {len(state)}" if state else "")
+        return Replacement(List(list(node.items)), f"; its attributes are left out: {len(state)}" if state else "")
     if case.args:
         return _with_arguments(case, state)
     # A function without arguments has a result that is not in the file.
-    return as_dict(state) if case.is_class or node.states else UNKNOWN
+    return Replacement(dict_of(state)) if case.is_class or node.states else UNKNOWN
 
 
 def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence[tuple[Ref, Ref]]) -> Replacement:
@@ -289,7 +307,7 @@ def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence
     internal = [str(nodes[key]) for key, _ in extra if _is_internal(nodes[key])]
     more = [(key, value) for key, value in extra if not _is_internal(nodes[key])]
     note = f", {len(more):,} of them attributes" if more else ""
-    return as_dict([*pairs, *more], note + (f"; left out: {join_limited(internal)}" if internal else ""))
+    return Replacement(dict_of([*pairs, *more]), note + (f"; left out: {join_limited(internal)}" if internal else ""))
 
 
 def _is_internal(name: Node) -> bool:
@@ -303,25 +321,19 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     if not (case.is_class or last[:1].isupper() or sequence or _FROM_ARGUMENTS.search(last)):
         return UNKNOWN  # a function, whose result is not in the file
     if state:
-        words = f"dict, {pluralize(len(state), 'entry')}"
         if any(case.graph.nodes[key] == "args" for key, _ in state):
-            return Replacement(dict_of(state), f"{words}; its arguments are left out")
+            return Replacement(dict_of(state), "; its arguments are left out")
         args = (case.editor.constant("args"), case.editor.add(tuple(case.args)))
-        return Replacement(dict_of([*state, args]), f"{words}, and its arguments as args")
+        return Replacement(dict_of([*state, args]), "; args are its arguments")
     first = case.current(case.args[0])
     if len(case.args) == 1 and type(first) in _SCALARS:
-        return Replacement(first, type(first).__name__)
+        return Replacement(first)
     # A single tuple argument is the value of a tuple subclass. A class that is called is an enumeration, an exception
     # or a set subclass: its argument is the value. Named tuples have their fields as arguments. torch.return_types.max
     # and time.struct_time have (values, values without an index).
-    if len(case.args) == 1 or (len(case.args) == 2 and sequence):
-        if type(first) is tuple:
-            return as_tuple(first)
-        if isinstance(first, List) and case.node.op == op.REDUCE:
-            return Replacement(first, f"list, {pluralize(len(first.items), 'element')}")
-        if isinstance(first, Dict) and case.node.op == op.REDUCE:
-            return Replacement(first, f"dict, {pluralize(len(first.pairs) // 2, 'entry')}")
-    return as_tuple(case.args)
+    is_value = type(first) is tuple or (isinstance(first, List | Dict) and case.node.op == op.REDUCE)
+    alone = len(case.args) == 1 or (len(case.args) == 2 and sequence)
+    return Replacement(first if alone and is_value else tuple(case.args))
 
 
 def _slot_values(case: Case) -> RuleResult:
@@ -333,7 +345,7 @@ def _slot_values(case: Case) -> RuleResult:
     items = list_items(case.current(case.node.states[-1]))
     items = (*case.args, *items) if items else ()
     # Use a tuple, because frozen dataclasses may be set members and dict keys.
-    return as_tuple(items) if items else UNKNOWN
+    return Replacement(items) if items else UNKNOWN
 
 
 def _with_base(case: Case) -> RuleResult:
@@ -345,9 +357,7 @@ def _with_base(case: Case) -> RuleResult:
         return UNKNOWN
     if items is not None:
         return _dict_subclass(case, items, state)
-    if isinstance(base, List):
-        return as_list(base.items)
-    return Replacement(base, type(base).__name__) if type(base) in (*_SCALARS, tuple) else UNKNOWN
+    return Replacement(base) if isinstance(base, List) or type(base) in (*_SCALARS, tuple) else UNKNOWN
 
 
 # -- Modules
@@ -373,7 +383,6 @@ _PACKED: Final = (
     *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."),
     *("torch.nn.quantized.", "torch.nn.intrinsic.quantized.", "bitsandbytes.nn."),
 )
-_SPECTRAL: Final = "torch.nn.utils.spectral_norm.SpectralNormStateDictHook"
 
 
 def is_module(case: Case) -> bool:
@@ -392,10 +401,9 @@ def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
     metadata = editor.new_call("collections", "OrderedDict").filled((), modules, ())
     attributes = Dict([editor.constant("_metadata"), editor.add(metadata)])
     state_dict = editor.new_call("collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
+    hooks = f", {pluralize(builder.hooks, 'hook')} of it not run" if builder.hooks else ""
     words = f"state dict, {pluralize(len(builder.entries), 'tensor')}; other attributes of the module are left out"
-    if builder.hooks:
-        words += f", {pluralize(builder.hooks, 'hook')} of it not run"
-    return Replacement(state_dict, words)
+    return Replacement(state_dict, shown=words + hooks)
 
 
 class _StateDictBuilder:
@@ -434,7 +442,7 @@ class _StateDictBuilder:
             (prefix + name, ref) for name, ref in buffers.items() if nodes[ref] is not None and name not in skipped
         )
         self.metadata.append((prefix.removesuffix("."), facts))
-        self._add_hooks(case, parts.get("_state_dict_hooks", -1), facts)
+        self.hooks += len(mapping(case.graph, parts.get("_state_dict_hooks", -1)) or ())
         self._open.add(case.ref)
         for name, ref in modules.items():
             node = nodes[ref]
@@ -445,32 +453,11 @@ class _StateDictBuilder:
         self._open.discard(case.ref)
         return True
 
-    def _add_hooks(self, case: Case, ref: Ref, facts: list[tuple[Ref, Ref]]) -> None:
-        """Add the entries of state dict hooks: only spectral_norm, which records its version, is supported."""
-        versions = []
-        for _, hook in (mapping(case.graph, ref) or ()) if ref >= 0 else ():
-            node = case.graph.nodes[hook]
-            name = _spectral_name(case.inner(hook, node)) if isinstance(node, Call) else None
-            if name is None:
-                self.hooks += 1
-            else:
-                versions.append((case.editor.add(f"{name}.version"), case.editor.constant(1)))
-        if versions:
-            facts.append((case.editor.constant("spectral_norm"), case.editor.add(dict_of(versions))))
-
     def _data(self, case: Case, ref: Ref) -> Ref:
         """Return the tensor in a Parameter, because a state dict holds it detached."""
         node = case.graph.nodes[ref]
         args = list_items(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
         return args[0] if args and self.reader.tensor(args[0]) is not None else ref
-
-
-def _spectral_name(hook: Case) -> str | None:
-    fn = hook.attribute("fn") if hook.name == _SPECTRAL else -1
-    node = hook.graph.nodes[fn] if fn >= 0 else None
-    name = hook.inner(fn, node).attribute("name") if isinstance(node, Call) else -1
-    text = hook.graph.nodes[name] if name >= 0 else None
-    return text if isinstance(text, str) else None
 
 
 def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:

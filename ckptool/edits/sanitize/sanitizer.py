@@ -7,7 +7,7 @@ plain value, so that shared objects stay shared. Nothing is executed to find thi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Final
 
@@ -16,9 +16,17 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import command
+from ...base.steps import AnyStep, command, suggested_output
 from ...base.text import join_limited, pluralize
-from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_STORAGE, FROM_VALUES, QUANTIZERS, backend_arguments
+from ...checkpoint.backends import (
+    ARRAYS,
+    BUFFERS,
+    FROM_STORAGE,
+    FROM_VALUES,
+    QUANTIZERS,
+    array_layout,
+    backend_arguments,
+)
 from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
@@ -45,6 +53,7 @@ from ...pickles.nodes import (
     Ref,
     Set,
     Style,
+    children,
     non_utf8_strings,
 )
 from ...pickles.opcodes import PYTHON2_STRINGS
@@ -52,12 +61,12 @@ from ...safety.storages import storage_flaws
 from ...safety.torch_lists import NEWEST, allowed
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
+from ..entries import is_entry
 from ..sharded import local_parts_step
 from ..storages import check_bytes, misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
-from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
-from .ownership import below, left_out, lost_values, owning_error
-from .rules import ACTING, LARGEST, OBJECT_RULES, RENAMED, any_class, is_module, state_dict_of
+from .numpy_values import SCALARS, device_tensor
+from .rules import ACTING, LARGEST, RENAMED, any_class, by_name, is_module, state_dict_of
 
 #: Problems that make a file unloadable, whatever its pickle says.
 _BROKEN: Final = frozenset((CUT, DAMAGED))
@@ -72,7 +81,6 @@ _TABLES: Final = ("pandas.",)
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one argument.
 _DENSE_ARGUMENTS: Final = 6
-_RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
 
 @takes_path
@@ -138,7 +146,9 @@ def _make_plain(
     unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
     if checkpoint.graph.root in unknown:
         raise _refusal(checkpoint, sanitizer, True)
-    graph = _plain_style(_without_cycles(checkpoint, sanitizer))
+    graph = sanitizer.editor.done()
+    _refuse_cycles(checkpoint, sanitizer, graph)
+    graph = _plain_style(graph)
     kept, gone = graph, set[Ref]()
     if unknown:
         gone = removed_with(graph, unknown.keys())
@@ -147,13 +157,13 @@ def _make_plain(
         editor = GraphEditor(graph)
         prune(editor, gone)
         kept = editor.done()
-    lost = lost_values(checkpoint, kept, gone) - sanitizer.converted
+    lost = _lost_values(checkpoint, kept, gone) - sanitizer.converted
     owners = unknown.keys() & leading_to(checkpoint.graph, lost) if lost else set[Ref]()
     if owners or ((unknown or sanitizer.bad_keys) and not drop_unknown):
         raise _refusal(checkpoint, sanitizer, False, owners)
-    rest = lost - below(checkpoint.graph, gone)
+    rest = lost - _leading_below(checkpoint.graph, gone)
     if rest:
-        count, words = left_out(checkpoint, rest)
+        count, words = _left_out(checkpoint, rest)
         if not sanitizer.state_dicts:
             message = f"values of tensors are among what a plain form leaves out: {words}"
             raise RefusedError(message, path=path, next=command("inspect", path))
@@ -195,29 +205,16 @@ def _make_plain(
     return checkpoint.changed(graph, changes, added, needs_relayout=relayout)
 
 
-def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
-    """Return the edited graph; objects that became tuples and contain themselves become lists instead.
-
-    An object can be among its own attributes, but a tuple cannot be among its own elements.
-    """
-    editor, tuples = sanitizer.editor, sanitizer.tuples
-    graph = editor.done()
-    may_cycle = tuples or (checkpoint.graph.refused and editor.changed)
-    cyclic = [ref for cycle in cycles(graph) for ref in cycle.dependent] if may_cycle else []
-    for ref in cyclic:
-        if ref in tuples:
-            editor.changed[ref] = List(list(list_items(graph.nodes[ref])))
-            sanitizer.note(tuples[ref], "tuple", "list, because it contains itself")
-    left = [ref for ref in cyclic if ref not in tuples and type(graph.nodes[ref]) is Call]
-    if len(left) < len(cyclic):
-        # A member that became a list may have broken a cycle.
-        graph = editor.done()
-        left = [ref for cycle in cycles(graph) for ref in cycle.dependent]
-    for ref in left:
+def _refuse_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer, graph: Graph) -> None:
+    """Raise RefusedError for a set, or an object that became a tuple, which contains itself: neither can be made."""
+    may_cycle = sanitizer.tuples or (checkpoint.graph.refused and sanitizer.editor.changed)
+    for ref in [ref for cycle in cycles(graph) for ref in cycle.dependent] if may_cycle else ():
         node = graph.nodes[ref]
         if type(node) is Call and callable_name(graph, node.func) == "builtins.set":
             raise RefusedError("a set contains itself, which has no plain form", path=checkpoint.path)
-    return graph
+        if ref in sanitizer.tuples:
+            what = f"{sanitizer.tuples[ref] or 'the root'} contains itself, and has no plain form but a tuple"
+            raise RefusedError(what, path=checkpoint.path)
 
 
 def _refusal(
@@ -228,18 +225,26 @@ def _refusal(
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
         return RefusedError(message, path=path, next="`--as-state-dict` makes it its state dict")
-    places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
+    spread = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
+    unknown = [*sanitizer.unknown.values(), *sanitizer.bad_keys]
+    if owners and not (spread or sanitizer.packed):
+        unknown = [found for ref, found in sanitizer.unknown.items() if ref in owners]
+    places = [f"{place or 'the root'} ({name})" for place, name in unknown]
     message = f"{pluralize(len(places), 'object')} cannot be replaced by plain values: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
     message += "; nothing would be left without it" if root_goes else ""
     if root_goes or (sanitizer.packed and owners):
         load = "load it where its classes are, if you trust it, and save module.state_dict()"
         return RefusedError(message, path=path, next=load if sanitizer.packed else "")
-    if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+    if spread:
         return RefusedError(message, path=path, next=local_parts_step(checkpoint))
-    if owners:
-        return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
-    return RefusedError(message, path=path, next="`--drop-unknown` leaves them out")
+    if not owners:
+        return RefusedError(message, path=path, next="`--drop-unknown` leaves them out")
+    step: AnyStep = "load it with the library that wrote it and save plain tensors"
+    if all(is_entry(checkpoint, place) for place, _ in unknown):
+        output = suggested_output(path, "rest")
+        step += ", or drop them: " + command("drop", path, *(place for place, _ in unknown), output=output)
+    return RefusedError(f"{message}; they hold values of tensors", path=path, next=step)
 
 
 def _plain_style(graph: Graph) -> Graph:
@@ -247,6 +252,41 @@ def _plain_style(graph: Graph) -> Graph:
     # Protocol 2 does not need the two strings of a STACK_GLOBAL.
     nodes = [Global(n.module, n.name) if type(n) is Global and n.parts is not None else n for n in graph.nodes]
     return Graph(nodes, graph.root, Style(2), None, ())
+
+
+def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
+    """Return the storages, arrays and tensors with bytes that are not in ``kept``, the graph without ``gone``."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    left = used_storages(kept, checkpoint.path)
+    reachable = set(kept.reachable())
+    lost = {ref for ref, storage in survey.reader.uses() if storage.key not in left and storage.nbytes}
+    calls = dict(graph.of_type(Call))
+    arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
+    if arrays:
+        # A generator's seed array goes with it, because only its state matters.
+        random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
+        lost |= arrays - _leading_below(graph, random)
+    lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
+    return lost.intersection(graph.reachable()) if lost else lost
+
+
+def _leading_below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
+    """Return these references and everything that they lead to."""
+    found, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
+    while work:
+        ref = work.pop()
+        if ref not in found:
+            found.add(ref)
+            work += children(graph.nodes[ref])
+    return found
+
+
+def _left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
+    """Return how many tensors and storages lead to something lost, and a text with their paths."""
+    leading = leading_to(checkpoint.graph, lost)
+    paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
+    paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
+    return len(paths), join_limited(paths or ["arrays among the attributes of an object"], most=3)
 
 
 class _Visit(NamedTuple):
@@ -359,7 +399,7 @@ class _Sanitizer:
         editor, ref = self.editor, visit.ref
         if isinstance(node, Global):
             name = mapped_name(node)
-            return None if name in self.names and not node.states else Replacement(name, "its name")
+            return None if name in self.names and not node.states else Replacement(name, shown="its name")
         if isinstance(node, FrozenSet | Set):
             # Protocol 2 writes sets as calls; torch accepts no form of a frozenset.
             if isinstance(node, FrozenSet):
@@ -373,9 +413,10 @@ class _Sanitizer:
             editor.changed[ref] = encoded
         elif isinstance(node, str):
             if ref in self.not_utf8 and ref not in editor.changed:
-                return Replacement(node.encode("utf-8", "surrogateescape").decode("latin-1"), "str, read as Latin-1")
+                text = node.encode("utf-8", "surrogateescape").decode("latin-1")
+                return Replacement(text, shown="str, read as Latin-1")
         elif type(node) is int and abs(node) >= LARGEST:
-            return Replacement(hex(node), f"str, an integer of {node.bit_length():,} bits in hexadecimal")
+            return Replacement(hex(node), shown=f"str, an integer of {node.bit_length():,} bits in hexadecimal")
         elif isinstance(node, Persistent):
             is_new = ref >= len(self.checkpoint.graph.nodes)
             return None if is_new or self.reader.storage(ref) is not None else UNKNOWN
@@ -400,12 +441,12 @@ class _Sanitizer:
         backend = backend_arguments(function)
         if backend == FROM_STORAGE and len(case.args) > _DENSE_ARGUMENTS:
             dense = editor.named("torch._utils", "_rebuild_tensor_v2")
-            return Replacement(Call(op.REDUCE, dense, editor.add(case.args[:_DENSE_ARGUMENTS])), "plain tensor")
+            return Replacement(Call(op.REDUCE, dense, editor.add(case.args[:_DENSE_ARGUMENTS])), shown="plain tensor")
         if backend == FROM_VALUES and case.args and self._is_tensor(case.args[0]):
             if function == _FROM_CPU:
                 return None
             made = Call(op.REDUCE, editor.named(*_FROM_CPU.rsplit(".", 1)), node.args)
-            return Replacement(made, f"{_FROM_CPU}, of the tensor in it")
+            return Replacement(made, shown=f"{_FROM_CPU}, of the tensor in it")
         if backend == FROM_VALUES:
             made_of_array = device_tensor(case)
             self.converted |= {case.args[0]} if isinstance(made_of_array, Replacement) else set()
@@ -423,11 +464,9 @@ class _Sanitizer:
             return UNKNOWN
         if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
             # Old files wrap tensors: Variable(data), Parameter(data).
-            return Replacement(editor.node(case.args[0]), "the tensor in it")
-        for rule in _RULES:
-            result = rule(case)
-            if result is not None:
-                return result
+            return Replacement(editor.node(case.args[0]), shown="the tensor in it")
+        if (result := by_name(case)) is not None:
+            return result
         module, _, last = case.name.partition(".")
         if case.name == "" or (module in ACTING and not (module == "builtins" and last[:1].isupper())):
             return UNKNOWN  # builtins with capital letters are exceptions, which are only data
@@ -458,7 +497,7 @@ class _Sanitizer:
         if name.partition(".")[0] in QUANTIZERS or case.args[3] in self._owners:
             return UNKNOWN
         self.note(visit.path, name, "plain tensor; its attributes are left out")
-        return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
+        return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), shown=None)
 
     def _allowed(self, case: Case, node: Call) -> RuleResult:
         """Convert a call that torch allows to a form that it accepts; UNKNOWN if that is impossible."""

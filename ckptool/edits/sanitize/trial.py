@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
 from ...base.errors import CkptoolError
 from ...base.steps import AnyStep, Step, command, suggested_output
@@ -18,27 +19,27 @@ _MOST: Final = 100_000
 
 def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
     """Return the flags of ``sanitize`` that make plain ``torch.load(path)`` accept it, or None if none do."""
+    found = _tried(checkpoint)
+    return found[0] if found is not None else None
+
+
+def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return the checkpoint after ``sanitize`` with the options that work, or None if none do."""
+    found = _tried(checkpoint)
+    return found[1] if found is not None else None
+
+
+def _tried(checkpoint: Checkpoint) -> tuple[tuple[str, ...], Checkpoint] | None:
     stopped = any(problem.blocks_edits or problem.ambiguous for problem in checkpoint.container.problems)
     if stopped or len(checkpoint.graph.nodes) > _MOST:
         return None
     modules = bool(checkpoint.survey.modules)
     for drop_unknown in (False, True):
-        try:
-            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown)
-        except CkptoolError:
-            continue
-        flags = {"as_state_dict": modules, "drop_unknown": drop_unknown}
-        return tuple(name for name, wanted in flags.items() if wanted)
+        with suppress(CkptoolError):
+            plain = sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown)
+            flags = {"as_state_dict": modules, "drop_unknown": drop_unknown}
+            return tuple(name for name, wanted in flags.items() if wanted), plain
     return None
-
-
-def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return the checkpoint after ``sanitize`` with the options that work, or None if none do."""
-    options = options_that_work(checkpoint)
-    if options is None:
-        return None
-    flags: dict[str, Any] = dict.fromkeys(options, True)
-    return sanitize(checkpoint, **flags)
 
 
 def loadable(checkpoint: Checkpoint) -> bool:

@@ -71,7 +71,6 @@ MODULES: dict[str, Any] = {
     "LSTM": nn.LSTM(2, 3, 2),
     "transformer": nn.TransformerEncoderLayer(4, 2, 8),
     "weight_norm": nn.utils.weight_norm(nn.Linear(2, 2)),
-    "spectral_norm": nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))),
     "averaged": torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)),
     "observer": torch.ao.quantization.MinMaxObserver(),
     "fake quantize": torch.ao.quantization.FakeQuantize(),

@@ -152,7 +152,7 @@ def test_what_has_no_plain_form(name: str, tmp_path: Path, out: Path) -> None:
     with pytest.raises(RefusedError, match=r"v \(numpy"):
         sanitized(path, out)
     if np.ndim(REFUSED[name]) and name != "masked":
-        with pytest.raises(RefusedError, match="hold values of tensors: v"):
+        with pytest.raises(RefusedError, match=r": v .*they hold values of tensors"):
             sanitized(path, out, drop_unknown=True)
     else:
         assert sanitized(path, out, drop_unknown=True).loaded == {"w": 1}

@@ -170,14 +170,11 @@ def test_objects_that_lead_to_themselves_still_do(tmp_path: Path, out: Path) -> 
     assert loaded["v"]["me"] is loaded["v"] is loaded["v"]["list"][0]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_tuple_cannot_be_in_itself_so_it_is_a_list(direct: bool, tmp_path: Path, out: Path) -> None:
+def test_an_object_that_would_be_a_tuple_in_itself_is_refused(tmp_path: Path, out: Path) -> None:
     value = foreign.FrozenSlots(1)
-    object.__setattr__(value, "inner", value if direct else [value])
-    result = sanitized(saved(tmp_path / "in.pth", {"v": value}), out, loops=True)
-    made = result.loaded["v"]
-    assert type(made) is list and (made[1] if direct else made[1][0]) is made
-    assert "list, because it contains itself" in result.what("v")
+    object.__setattr__(value, "inner", [value])
+    with pytest.raises(RefusedError, match="v contains itself"):
+        sanitized(saved(tmp_path / "in.pth", {"v": value}), out, loops=True)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

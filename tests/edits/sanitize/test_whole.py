@@ -76,7 +76,7 @@ def test_a_nested_tensor_is_refused_or_left_out(out: Path) -> None:
     path = str(FIXTURES / "nested.pt")
     with pytest.raises(CkptoolError, match=r"ragged .*_rebuild_nested_tensor"):
         sanitize(path)
-    with pytest.raises(CkptoolError, match="hold values of tensors: ragged"):
+    with pytest.raises(CkptoolError, match=r": ragged .*they hold values of tensors"):
         sanitize(path, drop_unknown=True)
     ckptool.save(sanitize(ckptool.drop(path, "ragged")), out)
     assert [*torch.load(out, weights_only=True)] == ["w"]
