@@ -51,7 +51,7 @@ class ShardedContainer(Container):
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Finding.of(code, level, message, where, refused=refused, storages=storages))
 
-    def lost(self, message: str, where: str = "") -> None:
+    def note_lost(self, message: str, where: str = "") -> None:
         """Report that a part is missing, damaged, or from another save."""
         self.note(INCOMPLETE, "error", message, where, refused=True)
 
@@ -68,7 +68,7 @@ class ShardedContainer(Container):
             content = read(source, name)
         except CkptoolError as error:
             self.errors.append(of_file(error))
-            self.lost(f"{subject} cannot be read: {error.what}", name)
+            self.note_lost(f"{subject} cannot be read: {error.what}", name)
             return None
         self.files.append(source)
         return content

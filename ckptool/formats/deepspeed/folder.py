@@ -118,7 +118,7 @@ class Deepspeed(RankFiles):
                 states[rank] = read(file, rank)
             except MalformedError as error:
                 self.errors.append(error)
-                self.lost(f"{name}: {error.what}", name)
+                self.note_lost(f"{name}: {error.what}", name)
         if not states:
             what = next(problem.message for problem in self.problems if problem.where in names.values())
             raise MalformedError(what, next=self.errors[0].step if self.errors else RENAME_BACK)
@@ -135,7 +135,7 @@ class Deepspeed(RankFiles):
             elif odd:
                 other = [f"{name} {_value(value)}" for name, value in common.items() if state.save.get(name) != value]
                 what = f"{state.name} is of another save than {like}: {join_limited(odd)}, there {join_limited(other)}"
-                self.lost(what, state.name)
+                self.note_lost(what, state.name)
                 del states[rank]
         return states
 
@@ -160,11 +160,11 @@ class Deepspeed(RankFiles):
                 numbers = join_limited([str(rank) for rank in absent])
                 ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {numbers} of {self._ranks:,}"
                 what = f"the {kind} state of {ranks} is not there: {name}"
-                self.lost(what, name)
+                self.note_lost(what, name)
             for rank, name in names.items():
                 if rank >= self._ranks and name not in self._left_over:
                     what = f"{name} is of rank {rank}, and the others are of {pluralize(self._ranks, 'rank')}"
-                    self.lost(what, name)
+                    self.note_lost(what, name)
 
     def _note_copies(self, files: Sequence[tuple[str, Sequence[int], Sequence[Rows]]]) -> None:
         """Report ranks with identical partitions. ``files``: (name, recorded checksums, partitions)."""
@@ -173,7 +173,7 @@ class Deepspeed(RankFiles):
             first, others = known.setdefault(checksums, (name, parts)) if any(checksums) else (name, parts)
             if first != name and _is_copy(parts, others):
                 what = f"{name} has the partitions of {first}: one is a copy of the other"
-                self.lost(what, name)
+                self.note_lost(what, name)
 
     def _note_steps(self) -> None:
         """Warn if the step in the model file differs from the step that the optimizer has reached."""
@@ -191,7 +191,7 @@ class Deepspeed(RankFiles):
         configurations = {state.save["ds_config"] for state in (model, first) if "ds_config" in state.save}
         if len(configurations) > 1:
             what = f"{model.name} has another ds_config than {first.name}: they are not of one run"
-            self.lost(what, model.name)
+            self.note_lost(what, model.name)
         if first.in_parts:
             self._compare_buffers()
         elif is_complete(self.problems):
@@ -207,7 +207,7 @@ class Deepspeed(RankFiles):
             for state in others:
                 there = state.whole.get(name)
                 if there is None or (there[0].dtype, there[0].shape) != (tensor.dtype, tensor.shape):
-                    self.lost(f"{state.name} has no buffer {quoted(name)} like {copy.file}", state.name)
+                    self.note_lost(f"{state.name} has no buffer {quoted(name)} like {copy.file}", state.name)
                     continue
                 pair = CopyPair(name, copy, there[1], tensor.own_bytes)
                 if name.rpartition(".")[2] not in STATISTICS:
@@ -248,10 +248,10 @@ class Deepspeed(RankFiles):
         for rank in odd if len(odd) < len(own) else ():
             name = self._states[rank].name
             what = f"the weights in {name} are not those of {self._model.name}, rounded: it is of another run"
-            self.lost(what, name)
+            self.note_lost(what, name)
         if odd and len(odd) == len(own):
             what = f"the weights in {self._model.name} are not the rounded weights of the optimizer's files"
-            self.lost(f"{what}: they are not of one run", self._model.name)
+            self.note_lost(f"{what}: they are not of one run", self._model.name)
 
     # -- the flat tensors
 
@@ -289,7 +289,7 @@ class Deepspeed(RankFiles):
         groups, first = self._model.groups, self._first
         wanted = sum(prod(shape) for group in groups for shape in group.values())
         if wanted and not any(vector.size for vector in self._vectors):
-            self.lost("the partitions are empty: they were offloaded (to NVMe), and are not in the files")
+            self.note_lost("the partitions are empty: they were offloaded (to NVMe), and are not in the files")
         if first.in_parts:
             starts = list(accumulate((flat.shape[0] for flat in first.flats), initial=0))
             slices, size = slices_of_ranks(groups, self._ranks, starts[:-1])
@@ -297,7 +297,7 @@ class Deepspeed(RankFiles):
                 if vector.size != size:
                     what = f"the partitions of rank {rank} have {vector.size:,} elements, its parameters take {size:,}"
                     where = self._states[rank].name if rank in self._states else ""
-                    self.lost(what, where)
+                    self.note_lost(what, where)
             return slices
         if len(groups) != len(first.flats) or any(len(one) != len(two) for one, two in zip(groups, first.paddings)):
             what = f"{self._model.name} describes other groups of parameters than {first.name} has"
@@ -312,12 +312,12 @@ class Deepspeed(RankFiles):
                 there = "may have " if None in vector.parts else "have "
                 what = f"the partitions of group {number} {there}{vector.size:,} elements, its parameters take {size:,}"
                 if there == "have ":
-                    self.lost(what)
+                    self.note_lost(what)
                     continue
             parts = (multiple * -(-size // multiple) // self._ranks, -(-size // self._ranks))
             odd = min((list(self._odd_partitions(number, size, part)) for part in parts), key=len)
             for what, name in odd:
-                self.lost(f"{name}: {what}", name)
+                self.note_lost(f"{name}: {what}", name)
         if not first.round_robin:  # else addresses follow the order before round robin
             self._check_addresses(slices)
         return slices
@@ -347,7 +347,7 @@ class Deepspeed(RankFiles):
             tensor = file.reader.tensor(module[name]) if name in module else None
             if tensor is not None and 0 not in tensor.shape and tensor.shape != shape:
                 what = f"{quoted(name)} is of the shape {list(tensor.shape)}, and {list(shape)} in its param_shapes"
-                self.lost(f"{file.name}: {what}", file.name)
+                self.note_lost(f"{file.name}: {what}", file.name)
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
         """Report each rank whose file lists other parameter addresses than the computed ones."""
@@ -362,7 +362,7 @@ class Deepspeed(RankFiles):
             odd = next((name for said, cut in pairs for name in said.keys() ^ cut.keys() | _other(said, cut)), None)
             if odd is not None:
                 what = f"{state.name} says that it has another part of {quoted(odd)} than the model's file gives it"
-                self.lost(what, state.name)
+                self.note_lost(what, state.name)
 
     # -- the object
 
@@ -404,7 +404,7 @@ class Deepspeed(RankFiles):
             raise MalformedError(f"the frozen parameter {quoted(name)} is not in the files of the model")
         tensor, whole = cut_evenly(shape, parts, self._ranks, *dtypes.values())
         if not whole:
-            self.lost(f"parts of the frozen parameter {quoted(name)} are not there")
+            self.note_lost(f"parts of the frozen parameter {quoted(name)} are not there")
         return self.add_tensor(name, tensor, whole=whole)
 
     def _optimizer(self, file: RankFile) -> Ref | None:
@@ -513,10 +513,10 @@ def state_dict_with(
             items.append((name, container.alias(refs[kept])))
         elif kept and (kept == name or kept in model.aliases or kept not in module):
             what = f"{model.name}: {quoted(name)} is said to be {quoted(kept)}, which is no parameter of its own"
-            container.lost(what, model.name)
+            container.note_lost(what, model.name)
         elif in_parts and tensor_there is not None and name not in model.buffers:
             what = f"no file has {quoted(name)}; {model.name} has only its name"
-            container.lost(what, model.name)
+            container.note_lost(what, model.name)
         else:
             items.append((name, container.graft(file, ref)))
     there = {name for name, _ in items}

@@ -28,7 +28,7 @@ class NumberedFiles(RankFiles):
         elif file is not None and (own := _kind_of(file)) is not kind:
             what = f"it holds {_KINDS[own]}, not {_KINDS[kind]}"
         if what:
-            self.lost(f"{name}: {what}", name)
+            self.note_lost(f"{name}: {what}", name)
             return None
         return file
 

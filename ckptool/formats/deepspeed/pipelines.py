@@ -68,11 +68,11 @@ class Pipeline(NumberedFiles):
             self.note("optimizer", "note", what)
         if len(steps) > 1:
             words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
-            self.lost(f"its files are of several saves: {words}", list(steps.values())[1])
+            self.note_lost(f"its files are of several saves: {words}", list(steps.values())[1])
         ranks = min(ranks, MAX_RANKS)
         absent = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks) if rank not in models]
         if absent:
-            self.lost(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
+            self.note_lost(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
         self.build(self.builder.mapping(root))
         self.rank_save = RankSave(ranks, min(steps, default=None))
         step = step_words(self.rank_save.step)
@@ -102,7 +102,7 @@ class Pipeline(NumberedFiles):
                 if own != shape and (own is not None or _OF_LAYER.match(name)):
                     there = f"it is of the shape {list(own)}" if own is not None else "it is in no file"
                     what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and {there}"
-                    self.lost(what, stage.name)
+                    self.note_lost(what, stage.name)
             numbered = None if groups else listed_in(stage, values)
             listed += [numbered] if numbered is not None else []
             is_sure = is_sure and bool(groups or numbered)
@@ -115,10 +115,10 @@ class Pipeline(NumberedFiles):
             what = f"the optimizer has {pluralize(lacking.number, 'parameter')} that no layer has"
             what += f" ({join_limited(of, most=3)})" if of else ""
             what += f"; not there: {join_limited(names, most=4)} and later ones"
-            self.lost(what, names[0])
+            self.note_lost(what, names[0])
         elif lost and not is_sure:
             what = f"not there: {join_limited(names[:-1], most=3)}; nothing says whether they had tensors"
-            self.lost(what, names[0])
+            self.note_lost(what, names[0])
         elif lost and lacking.spare:
             what = f"not there: {join_limited(names[:-1], most=3)}; if they had tensors, these were frozen"
             self.note("no-layer", "warning", what, names[0])

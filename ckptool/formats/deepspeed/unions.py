@@ -105,7 +105,7 @@ class Universal(RankFiles):
         absent = [name for name in self._shapes if name not in refs]
         if absent:
             names = join_limited([quoted(name) for name in absent], most=3)
-            self.lost(f"{names}: {_PARAMETERS}/{absent[0]}/{_WEIGHTS} is not there or cannot be read")
+            self.note_lost(f"{names}: {_PARAMETERS}/{absent[0]}/{_WEIGHTS} is not there or cannot be read")
         items = []
         for name, ref in model.values.items():
             if name == "module":
@@ -137,7 +137,7 @@ class Universal(RankFiles):
         if not known and (parameter.name not in self._names or parameter.files.keys() != {_WEIGHTS}):
             folder = os.path.join(_PARAMETERS, parameter.name)
             what = f"{folder} is of no parameter in {_MODEL}: it is left from another save, move it away"
-            self.lost(what, folder)
+            self.note_lost(what, folder)
             return
         for slot, name in parameter.files.items():
             file = self.open_file(name, stack)
@@ -145,7 +145,7 @@ class Universal(RankFiles):
                 continue
             saved = f"{file.container.root}.pt"
             if saved != slot and saved in self._slots:
-                self.lost(f"{name} was saved as {saved}: it is another state", name)
+                self.note_lost(f"{name} was saved as {saved}: it is another state", name)
                 continue
             values = values_of(file.graph, file.graph.root)
             is_step = slot == _STEP
@@ -182,11 +182,11 @@ class Universal(RankFiles):
         odd = [name for name, alike in self._alike.items() if not alike]
         if len(odd) == len(self._alike) > 0:
             what = f"the weights in {_MODEL} are not those of {_PARAMETERS}, rounded: they are not of one run"
-            self.lost(what, _MODEL)
+            self.note_lost(what, _MODEL)
             return
         for name in odd:
             what = f"the weights in {name} are not those of {_MODEL}, rounded: it is of another run"
-            self.lost(what, name)
+            self.note_lost(what, name)
 
     def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
         """Report parameters of one group whose states or steps differ, although one step updates them together."""
@@ -197,14 +197,14 @@ class Universal(RankFiles):
             for name, there in own.items():
                 for slot in sorted(slots - there.keys()):
                     what = f"{_PARAMETERS}/{name}/{slot} is not there, and others of its group have one"
-                    self.lost(what, f"{_PARAMETERS}/{name}/{slot}")
+                    self.note_lost(what, f"{_PARAMETERS}/{name}/{slot}")
             steps = Counter(self._steps[name] for name in own if name in self._steps)
             common = steps.most_common(1)[0][0] if steps else 0
             for name in own:
                 if self._steps.get(name, common) != common:
                     step = f"{_PARAMETERS}/{name}/{_STEP}"
                     what = f"{step} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
-                    self.lost(what, step)
+                    self.note_lost(what, step)
 
     def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
         """Add a whole tensor from a file; report a problem and return None if it cannot be read."""
@@ -216,14 +216,14 @@ class Universal(RankFiles):
                 return self.graft(file, ref)
             tensor = rows(file, ref)
         except MalformedError as error:
-            self.lost(f"{file.name}: {error.what}", file.name)
+            self.note_lost(f"{file.name}: {error.what}", file.name)
             return None
         wanted = self._shapes.get(name)
         # A step may be a number in a tensor of any shape. Another state may be a single number.
         like = slot == _WEIGHTS or (slot != _STEP and tensor.shape not in ((), (1,)))
         if like and wanted is not None and tensor.shape != wanted:
             what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
-            self.lost(f"{file.name}: {what}", file.name)
+            self.note_lost(f"{file.name}: {what}", file.name)
             return None
         if slot == _WEIGHTS and self._dtypes.setdefault(tensor.dtype.name, file.name) == file.name:
             dtype = next(iter(self._dtypes))
@@ -240,7 +240,7 @@ class Universal(RankFiles):
         there = _STATE in self.folder.inner(_PARAMETERS).names()
         file = self.open_file(name, stack) if there else None
         if states and not there:
-            self.lost(f"{name} is not there: the optimizer's groups are missing", name)
+            self.note_lost(f"{name} is not there: the optimizer's groups are missing", name)
         groups = []
         if file is not None:
             graph = file.graph
@@ -331,17 +331,17 @@ class WholeModel(NumberedFiles):
             if lost:
                 name = f"layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt"
                 of = f"{'expert' if len(lost) == 1 else 'experts'} {join_limited([str(number) for number in lost])}"
-                self.lost(f"{of} of {count:,} of layer {layer} is not there: {name}", name)
+                self.note_lost(f"{of} of {count:,} of layer {layer} is not there: {name}", name)
         for numbers, name in experts.items():
             if by_layer and numbers[0] >= len(counts):
-                self.lost(f"{name} is of no layer of experts that {_MODEL} names", name)
+                self.note_lost(f"{name} is of no layer of experts that {_MODEL} names", name)
             file = self.open_as(EXPERT, name, numbers, stack)
             for key, ref in values_of(file.graph, file.graph.root).items() if file is not None else ():
                 expert = EXPERT_KEY.search(key)
                 if expert is not None and int(expert[1]) != numbers[1]:
-                    self.lost(f"{name} has {quoted(key)}: it is another expert's file", name)
+                    self.note_lost(f"{name} has {quoted(key)}: it is another expert's file", name)
                 if key in module:
-                    self.lost(f"{quoted(key)} is in {name} and in another file", name)
+                    self.note_lost(f"{quoted(key)} is in {name} and in another file", name)
                 elif file is not None:
                     module[key] = self.graft(file, ref)
                     tensor = file.reader.tensor(ref)
@@ -379,7 +379,7 @@ class WholeModel(NumberedFiles):
                 sums = tuple(record.crc or 0 for record in file.container.records() if record.key)
                 if any(sums) and same.setdefault(sums, name) != name:
                     what = f"{name} has the tensors of {same[sums]}: one is a copy of the other"
-                    self.lost(what, name)
+                    self.note_lost(what, name)
                 values = values_of(file.graph, file.graph.root)
                 own = next(values[entry] for entry in _OF_OPTIMIZER if entry in values)
                 parts.append((name.removesuffix(".pt"), self.graft(file, own)))
@@ -391,7 +391,7 @@ class WholeModel(NumberedFiles):
         for rank in range(min(max([ranks, *there]), MAX_RANKS)):
             if rank not in there:
                 name = re.sub(r"(p_rank_)\d+", rf"\g<1>{rank}", like, count=1)
-                self.lost(f"the optimizer's file of rank {rank} is not there: {name}", name)
+                self.note_lost(f"the optimizer's file of rank {rank} is not there: {name}", name)
         return self.builder.mapping(parts)
 
 

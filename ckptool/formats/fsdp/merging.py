@@ -89,7 +89,7 @@ class Merge:
 
     def __init__(self, container: RankFiles, label: str) -> None:
         self._container = container
-        self.note, self.lost = container.note, container.lost
+        self.note, self.note_lost = container.note, container.note_lost
         self.label = label
         self.meshes: dict[Mesh, None] = {}
         self.kinds: dict[str, None] = {}
@@ -211,7 +211,7 @@ class Merge:
             place = rows(file, part.ref)
             chunks = chunks_of(place, part.ranges, f"{file.name}: {path}")
         except MalformedError as error:
-            self.lost(f"{file.name}: {quoted(path)}: {error.what}", file.name)
+            self.note_lost(f"{file.name}: {quoted(path)}: {error.what}", file.name)
             return ""
         known.views.append((file.name, view_id(local), part.ranges))
         if chunks:
@@ -375,7 +375,7 @@ class Merge:
             absent = [name for rank, names in self.ranks.items() if rank not in vector for name in names]
             flaw = f"it is not in {join_limited(absent, most=2)}"
         if flaw:
-            self.lost(f"{self._named(path)} cannot be joined: {flaw}")
+            self.note_lost(f"{self._named(path)} cannot be joined: {flaw}")
         return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
 
     def _is_state(self, path: str) -> bool:
@@ -410,7 +410,7 @@ class Merge:
     def _note_faults(self, faults: _Faults) -> None:
         """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
-            self.lost(f"{what}: they are not of one save", name)
+            self.note_lost(f"{what}: they are not of one save", name)
         storage_of = self._container.storage_of
         for flaw, names in faults.flaws.items():
             what = f"{join_limited([quoted(name) for name in names], most=3)} cannot be joined: {flaw}"
@@ -465,7 +465,7 @@ class Merge:
             where = join_limited(files, most=2)
             if _STEPS.match(step):
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
-                self.lost(what, files[0])
+                self.note_lost(what, files[0])
             elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:

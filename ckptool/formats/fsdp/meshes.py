@@ -93,7 +93,7 @@ class Meshes(RankFiles):
             own.append(self._taken())
             odd = [file.name for file, _ in bare] if merge.ranks else []
             for name in odd:
-                self.lost(f"{name} holds no dict, and the other files of its set do", name)
+                self.note_lost(f"{name} holds no dict, and the other files of its set do", name)
             foreign += self._taken()
             for file, rank in bare if not odd else ():
                 merge.add(file, rank)
@@ -155,7 +155,7 @@ class Meshes(RankFiles):
             if saved in rank_set.files.values():
                 self.note("renamed", "warning", what, name)
             else:
-                self.lost(f"{what}: it is in the place of another", name)
+                self.note_lost(f"{what}: it is in the place of another", name)
 
     def _taken(self) -> list[Finding]:
         """Return the problems noted since the last call."""
@@ -187,13 +187,13 @@ class Meshes(RankFiles):
             what = (
                 f"{name} {beyond if number >= world > 0 else 'has no part of a tensor, and the others of its set do'}"
             )
-            self.lost(what, name)
+            self.note_lost(what, name)
         ranks -= {number for number, _ in strays}
         numbers = rank_set.files.keys() - {number for number, _ in strays}
         twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
         for names in twice:
             what = f"{join_limited(names)} are of one rank: one was put in the place of another"
-            self.lost(what, names[1])
+            self.note_lost(what, names[1])
         expected = _expected(rank_set, meshes, world, (*ranks, *numbers) if rank_set.named else ())
         there = {*rank_set.files, *ranks} if rank_set.named else merge.named_ranks or expected
         unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
@@ -212,7 +212,7 @@ class Meshes(RankFiles):
             if whole:
                 self.note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
             else:
-                self.lost(what, name)
+                self.note_lost(what, name)
 
 
 def _most_ranks(mesh: Mesh) -> int:

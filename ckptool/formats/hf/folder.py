@@ -153,7 +153,7 @@ class HfFolder(ShardedContainer):
         lost = {file for name, file in index.files.items() if name not in places}
         for file in dict.fromkeys(index.files.values()):
             if file in lost and file not in names:
-                self.lost(f"the shard {file} is not there", file)
+                self.note_lost(f"the shard {file} is not there", file)
             elif file not in names:
                 what = f"the index names {file}, which is not there, but its tensors are in the other shards"
                 self.note(STALE_INDEX, "error", what, file)
@@ -165,7 +165,7 @@ class HfFolder(ShardedContainer):
             if weights.absent:
                 verb = "is" if len(weights.absent) == 1 else "are"
                 what = f"of {pluralize(weights.shards, 'shard')} {join_limited(list(weights.absent))} {verb} not there"
-                self.lost(what, weights.absent[0])
+                self.note_lost(what, weights.absent[0])
             if weights.stem:
                 name = index_name(weights.stem, weights.suffix, weights.variant)
                 what = f"there is no index, {name}: transformers does not load the shards without it"
@@ -204,11 +204,11 @@ class HfFolder(ShardedContainer):
             self._note_absent(index, names, places)
         for file, missing in absent.items():
             lacking = pluralize(len(missing), "tensor")
-            self.lost(f"{file} lacks {lacking} that the index says are in it: {join_limited(missing)}", file)
+            self.note_lost(f"{file} lacks {lacking} that the index says are in it: {join_limited(missing)}", file)
         lost = [name for name, file in files.items() if file not in numbers and name not in places]
         if lost:
             what = f"{pluralize(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read"
-            self.lost(f"{what}: {join_limited(lost)}")
+            self.note_lost(f"{what}: {join_limited(lost)}")
         if moved:
             self.note("wrong-shard", "warning", _moved_text(moved), moved[0][1])
         twice = [name for name, owners in copies.items() if len(owners) > 1]
@@ -233,7 +233,7 @@ class HfFolder(ShardedContainer):
         pieces = [shard.name for shard in self.shards if SHARDING_INFO in shard.container.metadata]
         if pieces and each < index.total:
             what = f"one rank's pieces are in place of whole tensors in {join_limited(pieces)}"
-            self.lost(f"{what}: the index says {index.total:,} bytes, there are {each:,}", pieces[0])
+            self.note_lost(f"{what}: the index says {index.total:,} bytes, there are {each:,}", pieces[0])
         elif index.total not in (once, each):
             what = f"the index says {index.total:,} bytes (total_size), the tensors have {each:,}"
             self.note("total-size", "warning", what)

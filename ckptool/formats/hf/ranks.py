@@ -67,7 +67,7 @@ class HfRanks(ShardedContainer):
             if size >= TOO_LARGE:
                 last = max(pieces, key=lambda piece: piece.box[0])
                 what = f"{quoted(name)} is larger than any tensor can be: {box_text(last.box)} in {last.file}"
-                self.lost(what)
+                self.note_lost(what)
                 continue
             self._sizes[name] = size if self._is_whole(name, dtype, shape, pieces) else None
             items.append((name, builder.tensor(contiguous(dtype, shape, name))))
@@ -131,7 +131,7 @@ class HfRanks(ShardedContainer):
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
                 first = pieces[0].file
                 what = f"{quoted(name)} has another dtype or number of dimensions in {piece.file} than in {first}"
-                self.lost(what, piece.file)
+                self.note_lost(what, piece.file)
                 return False
         odd = misfit(shape, [piece.box for piece in pieces])
         if odd and odd.boxes:

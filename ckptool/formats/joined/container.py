@@ -99,7 +99,7 @@ class RankFiles(ShardedContainer):
         """Report each pair of files with the same rank in their names, as two saves leave them."""
         for one, other in pairs:
             what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
-            self.lost(what, other)
+            self.note_lost(what, other)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; report a problem and return None if it cannot be read.

@@ -145,10 +145,10 @@ class Megatron(RankFiles):
                 part = _read_part(file)
             except MalformedError as error:
                 self.errors.append(error)
-                self.lost(f"{name}: {error.what}", name)
+                self.note_lost(f"{name}: {error.what}", name)
                 continue
             if part is None:
-                self.lost(f"{name}: there is no model in it", name)
+                self.note_lost(f"{name}: there is no model in it", name)
             else:
                 parts[rank] = part
         if not parts and self.errors:
@@ -161,7 +161,7 @@ class Megatron(RankFiles):
             odd = [f"{name} {value}" for name, value in part.save.items() if common.get(name) != value]
             if odd or part.save.keys() != common.keys():
                 name = part.file.name
-                self.lost(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
+                self.note_lost(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
                 del parts[rank]
         # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
@@ -170,7 +170,7 @@ class Megatron(RankFiles):
             self.note("no-rank", "warning", what)
         for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
             if wrong := self._saved_elsewhere(rank, part):
-                self.lost(f"{part.file.name}: {wrong}", part.file.name)
+                self.note_lost(f"{part.file.name}: {wrong}", part.file.name)
         self._note_copies(parts)
         return parts
 
@@ -181,7 +181,7 @@ class Megatron(RankFiles):
             name, checksums = part.file.name, tuple(_checksums(part))
             first = known.setdefault(checksums, name) if checksums else name
             if first != name:
-                self.lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
+                self.note_lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
     def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
         """Return a message if a file records another rank than its folder names, or "" if they agree or are unknown."""
@@ -212,7 +212,7 @@ class Megatron(RankFiles):
         grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
         for rank in sorted(self._files.keys() - grid):
             name = self._files[rank]
-            self.lost(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
+            self.note_lost(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
         if not self._arguments and pipeline > 1 and not self._is_end(parts):
             what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
             self.note("no-end", "warning", what)
@@ -220,7 +220,7 @@ class Megatron(RankFiles):
         if absent:
             names = join_limited([name_like(self._files, rank) for rank in absent[: shown(3)]], len(absent), most=3)
             what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
-            self.lost(what, name_like(self._files, absent[0]))
+            self.note_lost(what, name_like(self._files, absent[0]))
 
     def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
         """Return whether the last stage that was found is the last stage of the model."""
@@ -283,7 +283,7 @@ class Megatron(RankFiles):
             counts = [each if count < 0 else count for count in counts]
         elif layers and known != layers:
             what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
-            self.lost(what)
+            self.note_lost(what)
         return [sum(counts[:stage]) for stage in range(pipeline)]
 
     def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
@@ -316,7 +316,7 @@ class Megatron(RankFiles):
             what = "it is not there"
         except MalformedError as error:
             what = error.what
-        self.lost(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
+        self.note_lost(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
         return None
 
     def _united(
@@ -331,7 +331,7 @@ class Megatron(RankFiles):
         odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
         if odd >= 0:
             what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
-            self.lost(what, files[odd])
+            self.note_lost(what, files[odd])
             pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
             copies = [copy if piece else None for piece, copy in zip(pieces, copies)]
         shape, blocks = like.shape, len(pieces)
@@ -412,7 +412,7 @@ class Megatron(RankFiles):
             elif len(there) == 2:
                 files = [part.file.name for part, _ in there]
                 what = f"{quoted(name)} has another shape or dtype in {files[1]} than in {files[0]}"
-                self.lost(what, files[1])
+                self.note_lost(what, files[1])
 
 
 def _counted_through(key: str, begin: int) -> str:

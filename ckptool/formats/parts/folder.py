@@ -134,7 +134,7 @@ class Parts(RankFiles):
         self.parts_words = pluralize(len(found.prefixes), "part")
         self.note_twice(found.twice)
         for name in found.missing:
-            self.lost(f"{name} is missing", name)
+            self.note_lost(f"{name} is missing", name)
         self._parts = [part for files in found.parts if (part := self._part(files, found.prefixes, stack))]
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
@@ -252,7 +252,7 @@ class Parts(RankFiles):
             if name not in part:
                 if not one:
                     file, _ = next(iter(part.values()))
-                    self.lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
+                    self.note_lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
                 continue
             file, ref = part[name]
             try:

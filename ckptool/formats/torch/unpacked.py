@@ -57,9 +57,9 @@ class UnpackedArchive(ShardedContainer):
             if file is not None and name == "byteorder":
                 self.byteorder = "big" if file.read(0, 8) == b"big" else "little"
         what = "it is an unpacked archive of torch.save: torch.load reads it as one file"
-        self._note("unpacked", "warning", what)
+        self.note("unpacked", "warning", what)
         for offset, text in self.graph.oddities[: LIMITS.listed]:
-            self._note("odd-pickle", "warning", f"{_PICKLE} at byte {offset:,}: {text}")
+            self.note("odd-pickle", "warning", f"{_PICKLE} at byte {offset:,}: {text}")
 
     def stored(self, key: str) -> StorageLocation:
         file = self._storages.get(key)
