@@ -69,7 +69,7 @@ test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of 
 mutants: $(READY) ## Put in twenty faults, one for each law and room, and see that the tests find them (four minutes)
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
-torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
+torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips (two hours; needs strace)
 	CKPTOOL_TESTS=all $(BIN)/python -m pytest -n auto -m sampled
 	$(BIN)/python tests/torture/run.py
 

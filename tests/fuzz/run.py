@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz.cases import KINDS, SEEDS, Case, built, known, parsed, planned
 from fuzz.finds import CLASSES, VALID_FAILS, Find, Verdict
-from fuzz.guided import guided
 from fuzz.judging import judged, prepared
 from fuzz.workers import work
 
@@ -94,11 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--save", metavar="NAME", help="with --case: keep the input in tests/fuzz/seeds under this name"
     )
-    parser.add_argument("--atheris", action="store_true", help="the decoders by coverage instead")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/reliability.md")
     given = parser.parse_args(arguments)
-    if given.atheris:
-        return guided(_seconds(given.time))
     kinds = given.kind or [(kind, None) for kind in KINDS]
     with tempfile.TemporaryDirectory(
         prefix="ckptool-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -113,10 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tallies.append(_fuzzed(kind, given.seed, number, seconds, given.jobs, scratch))
             _report(tallies[-1])
     print("\n" + table(tallies))
-    if given.page:
-        from fuzz.page import rewrite
-
-        rewrite(tallies, table(tallies), given.seed)
     return int(any(tally.bad for tally in tallies))
 
 

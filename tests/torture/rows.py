@@ -16,11 +16,10 @@ CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"
 
 
 class Options(NamedTuple):
-    """The command line. ``scratch`` is an empty folder for this row alone; ``minutes`` are those of the fuzzer."""
+    """The command line. ``scratch`` is an empty folder for this row alone."""
 
     scratch: Path
     quick: bool
-    minutes: float
     seed: int
 
     def amount(self, whole: int, quick: int) -> int:

@@ -45,7 +45,7 @@ class Writing(NamedTuple):
     def name(self) -> str:
         """The command; where there are several lines of it, they differ in their options."""
         same = [item for item in _WRITING if item.command == self.command]
-        return self.command if len(same) == 1 else f"{self.command}-{self.options[1]}"
+        return self.command if len(same) == 1 else f"{self.command}-{self.options[-1]}"
 
 
 #: A line a command, or more; those that this version of ckptool does not have are left out.
@@ -64,14 +64,7 @@ _WRITING = (
     Writing("cast", ("--to-dtype", "bfloat16"), "bare.pth", computes=True),
     Writing("merge", (), "bare.pth", ("plain_dict.pth",)),
     Writing("average", (), "bare.pth", ("plain_dict.pth",), computes=True),
-    Writing(
-        "redact",
-        (
-            "--redact",
-            "all",
-        ),
-        "lightning.ckpt",
-    ),
+    Writing("redact", ("--redact", "all"), "lightning.ckpt"),
     Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
     Writing("convert", ("--to-format", "safetensors"), "plain_dict.pth"),
     Writing("convert", ("--to-format", "torch", "--max-shard-size", "300"), "bare.pth", folder=True),
