@@ -30,10 +30,10 @@ from ..formats.opening import open_checkpoint
 from ..formats.planning import blaming_damage, companions
 from ..saving import check_new, save, save_in_place
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
-from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .options import Workers, Writing
 from .progress import copying_bar
 from .render import clean, say, say_error, say_problems, tell_step
+from .runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .terminal import watched
 
 

@@ -19,9 +19,7 @@ from ..formats.checkpoint_search import as_one, expanded
 from ..reports.file_rows import FileVerdict
 from .compare import label
 from .help import GroupedCommand
-from .many.inputs import Inputs, input_options
-from .many.output import ROWS, WHOLE, ErrorLog, report_text
-from .many.runner import KEPT, Answer, FileCommand, Totals, failed, run
+from .inputs import Inputs, input_options
 from .options import (
     REPORT_FORMATS,
     AnyPath,
@@ -34,6 +32,7 @@ from .options import (
 )
 from .progress import progress_bar, work_size
 from .render import clean, emit, problem_lines, say
+from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, Totals, failed, report_text, run
 from .terminal import watched
 
 if TYPE_CHECKING:

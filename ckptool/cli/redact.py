@@ -18,9 +18,9 @@ from ..edits.redact import KINDS, Kind, parse_kinds, private_and_left
 from ..edits.table import EDITS
 from .editing import EditRequest, edit_all
 from .edits import Ordered, step_option, take_bare
-from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, Writing, choosing, paths, writing
 from .render import clean, step_lines
+from .runner import Answer, FileCommand, reported, run_each
 
 
 class PrivateReport(TypedDict):

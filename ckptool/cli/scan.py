@@ -27,11 +27,10 @@ from ..reports.scan import (
 from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
 from .help import GroupedCommand
-from .many.inputs import Inputs, input_options
-from .many.output import ROWS, WHOLE, ErrorLog, report_text
-from .many.runner import KEPT, NAMED, Answer, FileCommand, FileItem, Totals, run
+from .inputs import Inputs, input_options
 from .options import REPORT_FORMATS, Workers, format_option
 from .render import clean, emit, emit_lines, tell
+from .runner import KEPT, NAMED, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import judged, on_terminal
 
 EPILOG = """\b

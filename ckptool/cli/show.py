@@ -22,9 +22,7 @@ from ..formats.checkpoint_search import as_one, names_one_file
 from ..formats.opening import open_checkpoint
 from ..reports.file_rows import FileVerdict
 from .help import GroupedCommand
-from .many.inputs import Inputs, input_options
-from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
-from .many.runner import Answer, FileCommand, Totals, failed, run
+from .inputs import Inputs, input_options
 from .options import (
     ALL_FORMATS,
     PLAIN_KINDS,
@@ -37,6 +35,7 @@ from .options import (
     unmatched_lines,
 )
 from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
+from .runner import JSON, OVERVIEW, Answer, Columns, ErrorLog, FileCommand, Totals, failed, report_text, run
 from .terminal import bar, judged, on_terminal, painted, wrapped
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def inspect(
         spare = [OVERVIEW_COLUMNS.index(name) for name in _SPARE]
         each = FileCommand("inspect", OVERVIEW, work, _not_inspected, Columns(OVERVIEW_COLUMNS, (1, 4), spare))
         errors = ErrorLog(_EACH, "jsonl")
-        return run(each, inputs, files, working, bar=label, errors=errors, finish=_end_overview)
+        return run(each, inputs, files, working, bar="reading", errors=errors, finish=_end_overview)
     each = FileCommand("inspect", style, work)
     return run(each, inputs, files, working, bar=label, spaced=True)
 

@@ -18,9 +18,7 @@ from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
-from .many.inputs import Inputs, input_options
-from .many.output import JSON, Columns, report_text
-from .many.runner import Answer, FileCommand, run
+from .inputs import Inputs, input_options
 from .options import (
     ALL_FORMATS,
     PLAIN_KINDS,
@@ -33,6 +31,7 @@ from .options import (
 )
 from .progress import progress_bar
 from .render import ARROW, clean, problem_lines, table
+from .runner import JSON, Answer, Columns, FileCommand, report_text, run
 from .terminal import draws, watched
 
 STATS_EPILOG = """\b

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Sequence
 from typing import IO, Final
 
-from ..base.records import NamedTuple
-from ..base.text import BREVITY, Brevity, key_ends
+from ..base.text import key_ends
 
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
 _STYLES: Final = {"good": "32", "bad": "31", "doubtful": "33", "aside": "2", "command": "36", "head": "1"}
@@ -33,56 +30,9 @@ _LEAST: Final = 8
 _READABLE: Final = 12
 
 
-class TerminalProfile(NamedTuple):
-    """The stdout for which texts are made: whether it is a terminal, its width, encoding and environment variables.
-
-    ``brevity`` says what is shortened.
-    """
-
-    terminal: bool
-    columns: int
-    encoding: str
-    environment: tuple[tuple[str, str], ...]
-    brevity: Brevity
-
-
-#: Environment variables that change how a text looks.
-_ENVIRONMENT: Final = ("NO_COLOR", "TERM", "COLUMNS", "GITHUB_ACTIONS")
-#: The stdout of another process, while this one makes texts for it.
-_ELSEWHERE: Final = ContextVar[TerminalProfile | None]("elsewhere", default=None)
-
-
-def terminal_profile() -> TerminalProfile:
-    """Return the profile of the stdout for which this process makes texts."""
-    words = tuple((name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ)
-    return TerminalProfile(on_terminal(), columns(), _encoding(), words, BREVITY.get())
-
-
-@contextmanager
-def seen_as(other: TerminalProfile) -> Iterator[None]:
-    """Make texts for the stdout of another process while the context lasts."""
-    before = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
-    os.environ.update(other.environment)
-    token, brevity = _ELSEWHERE.set(other), BREVITY.set(other.brevity)
-    try:
-        yield
-    finally:
-        _ELSEWHERE.reset(token)
-        BREVITY.reset(brevity)
-        for name in _ENVIRONMENT:
-            os.environ.pop(name, None)
-        os.environ.update(before)
-
-
 def on_terminal() -> bool:
     """Return whether stdout is a terminal."""
-    elsewhere = _ELSEWHERE.get()
-    return _is_terminal(sys.stdout) if elsewhere is None else elsewhere.terminal
-
-
-def _encoding() -> str:
-    elsewhere = _ELSEWHERE.get()
-    return getattr(sys.stdout, "encoding", None) or "utf-8" if elsewhere is None else elsewhere.encoding
+    return _is_terminal(sys.stdout)
 
 
 def watched() -> bool:
@@ -98,9 +48,6 @@ def columns() -> int:
     """Return the width of the terminal in cells; 0 (no limit) if stdout is not a terminal or its width is unknown."""
     if not on_terminal():
         return 0
-    elsewhere = _ELSEWHERE.get()
-    if elsewhere is not None:
-        return elsewhere.columns
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
         return int(given)
@@ -156,7 +103,7 @@ def _whole_words(old: str, new: str) -> int:
 def draws(text: str) -> bool:
     """Return whether stdout can show these characters."""
     try:
-        text.encode(_encoding())
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

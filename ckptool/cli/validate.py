@@ -39,9 +39,7 @@ from ..reports.validate import (
 from ..safety.outcomes import UNSAFE
 from ..safety.torch_lists import DEFAULT
 from .help import GroupedCommand
-from .many.inputs import COUNTED, FolderFile, Inputs, input_options
-from .many.output import ROWS, WHOLE, ErrorLog, report_text
-from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
+from .inputs import COUNTED, FolderFile, Inputs, input_options
 from .options import (
     InputPath,
     Workers,
@@ -56,6 +54,7 @@ from .options import (
 from .policies import PolicySet, policy_set
 from .progress import BarUpdate, progress_bar, work_size
 from .render import clean, emit, say_error
+from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, is_notable, junit, sarif, short_lines, table_lines
 

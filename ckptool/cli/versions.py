@@ -13,9 +13,9 @@ from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
 from .help import GroupedCommand
-from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, dry_run_option, format_option, paths, quiet_option
 from .render import clean, step_lines, table
+from .runner import Answer, FileCommand, reported, run_each
 
 UNDO_EPILOG = """\b
 Examples:

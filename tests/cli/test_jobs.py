@@ -23,12 +23,11 @@ from conftest import FIXTURES, ROOT
 import ckptool
 from ckptool.base import errors
 from ckptool.base.errors import CkptoolError, UnreadableError
+from ckptool.cli import runner
 from ckptool.cli.main import run
-from ckptool.cli.many import runner
-from ckptool.cli.many.output import Reports, Rows, report_text
-from ckptool.cli.many.runner import Answer, answers
 from ckptool.cli.options import Workers
-from ckptool.cli.render import table, to_json
+from ckptool.cli.render import to_json
+from ckptool.cli.runner import Answer, Output, answers, report_text
 from ckptool.files import engine
 from ckptool.files.engine import WAITING
 from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
@@ -102,34 +101,11 @@ def test_a_report_is_told_before_the_next_file_is_opened(
 def test_a_list_in_json_is_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     reports = [{"a": "x\ny\u202e", "b": [1, {"c": None}]}, {}, {"d": []}]
     for chosen in ([], reports[:1], reports):
-        stream = Reports("json", True)
+        stream = Output("json", True)
         for report in chosen:
             stream.add(report_text(report, "json"))
         stream.close()
         assert capsys.readouterr().out == to_json(chosen) + "\n"
-
-
-def test_rows_are_drawn_as_a_table_is(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [(f"name {n}", str(n**3), "\x1b[31m" if n == 3 else "") for n in range(99)]
-    drawn = Rows(("name", "cube", "x"), right=(1,))
-    for row in rows:
-        drawn.add(row)
-    assert capsys.readouterr().out == ""
-    drawn.close()
-    assert capsys.readouterr().out == table(("name", "cube", "x"), rows, right=(1,)) + "\n"
-
-
-def test_rows_beyond_the_first_hundred_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = Rows(("n", "text"))
-    for number in range(100):
-        drawn.add((str(number), "x"))
-    assert len(capsys.readouterr().out.splitlines()) == 102
-    drawn.add(("a long name", "y"))
-    assert capsys.readouterr().out == "a long name  y\n"
-    drawn.add(("b", "z"))
-    assert capsys.readouterr().out == "b            z\n"
-    drawn.close()
-    assert capsys.readouterr().out == ""
 
 
 # -- what is looked at ------------------------------------------------------------------------------------------------

@@ -32,9 +32,8 @@ import pytest
 from conftest import FIXTURES, GENERATORS, REAL, ROOT
 
 from ckptool.base import errors
-from ckptool.cli import main, validate
+from ckptool.cli import main, runner, validate
 from ckptool.cli.main import COMMANDS
-from ckptool.cli.many import output, runner
 from ckptool.cli.render import say_error
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -182,7 +181,7 @@ def _workplace(parts: list[Step | str]) -> Iterator[dict[str, str]]:
 @contextmanager
 def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
-    modules = (main, output, runner, validate)
+    modules = (main, runner, validate)
 
     def noted(error: errors.CkptoolError) -> None:
         said.add(type(error))

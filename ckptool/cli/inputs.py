@@ -9,12 +9,12 @@ from functools import wraps
 from itertools import chain, islice
 from typing import Any, Final, TypeVar, cast
 
-from ...base.errors import UnreadableError
-from ...base.records import NamedTuple
-from ...base.steps import concealed
-from ..options import EVERY, Command, engine_options, list_options, refuse_keys
-from ..progress import BarUpdate, progress_bar
-from ..terminal import watched
+from ..base.errors import UnreadableError
+from ..base.records import NamedTuple
+from ..base.steps import concealed
+from .options import EVERY, Command, engine_options, list_options, refuse_keys
+from .progress import BarUpdate, progress_bar
+from .terminal import watched
 
 File = TypeVar("File")
 
@@ -28,7 +28,7 @@ class FolderFile(str):
 
 def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
     """Return the paths of all checkpoints in files, folders and globs; an unreadable path gives an error instead."""
-    from ...formats.checkpoint_search import find_checkpoints  # imported only to search
+    from ..formats.checkpoint_search import find_checkpoints  # imported only to search
 
     return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
 
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     @property
     def several(self) -> bool:
         """Whether the command line may name more than one file."""
-        from ...formats.checkpoint_search import names_one_file
+        from ..formats.checkpoint_search import names_one_file
 
         return self.files_from is not None or not names_one_file(self.paths)
 
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         yield from expand(self.paths)
         if self.files_from is None:
             return
-        from ...files.lists import listed_paths
+        from ..files.lists import listed_paths
 
         for path in listed_paths(self.files_from):
             if os.path.isdir(path):

@@ -1,38 +1,43 @@
-"""Run a command on many files: one loop for every command, whatever the format, the engine and the number of files."""
+"""Run a command on many files: one loop for every command, format and engine, which writes while the work goes on."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from ... import __version__
-from ...base.engines import LOCAL, Precomputed
-from ...base.errors import CkptoolError, EngineError, UnreadableError
-from ...base.records import NamedTuple
-from ...base.text import pluralize, shown
-from ...reports.file_rows import (
+from .. import __version__
+from ..base.engines import LOCAL, Precomputed
+from ..base.errors import CkptoolError, EngineError, UnreadableError
+from ..base.records import NamedTuple
+from ..base.text import BREVITY, Brevity, pluralize, shown
+from ..reports.file_rows import (
     PASSED_OVER,
     UNREADABLE,
     FileVerdict,
     file_row,
     size_of,
 )
-from ..options import Workers, worst
-from ..render import emit, failure, flush, say_error, tell, to_json
-from ..terminal import TerminalProfile, seen_as, terminal_profile
-from .output import JSON, ROWS, Columns, ErrorLog, Output, report_text
+from .options import Workers, worst
+from .render import emit, emit_part, failure, flush, say, say_error, table, tell, to_json
 
 if TYPE_CHECKING:
     from .inputs import Inputs
 
 Result = TypeVar("Result")
 
+#: The formats that are JSON, and the format with one row per file.
+JSON: Final = ("json", "jsonl")
+ROWS: Final = "rows"
+#: A table with a line per file, and a text about all files, which the command writes at the end.
+OVERVIEW: Final = "overview"
+WHOLE: Final = "whole"
 #: Garbage is collected once per this many files.
 _TIDY: Final = 1000
 #: Errors kept to be printed at the end; further errors are only counted.
@@ -65,6 +70,14 @@ class Answer(NamedTuple):
 FileItem: TypeAlias = str | UnreadableError | Precomputed[Answer]
 
 
+class Columns(NamedTuple):
+    """The columns of a table: ``right`` are those with numbers, ``spare`` those that a narrow terminal loses."""
+
+    headers: Sequence[str]
+    right: Sequence[int] = ()
+    spare: Sequence[int] = ()
+
+
 class FileCommand(NamedTuple):
     """How a command answers for one file. Processes are sent it, so each function is a module's own, or a ``partial``.
 
@@ -83,6 +96,78 @@ class FileCommand(NamedTuple):
     def after(self, path: str, error: CkptoolError) -> Answer:
         """Return the answer for an error."""
         return self.failed(path, error) if self.failed else failed(self.name, self.style, path, error)
+
+
+class ErrorLog:
+    """Errors and remarks for stderr, written at once if ``most`` is 0, otherwise by ``close``.
+
+    Beyond ``most`` errors it only counts them, and refers to the ``formats`` that have all of them.
+    """
+
+    def __init__(self, most: int = 0, formats: str = "jsonl or rows") -> None:
+        self.count = 0
+        self._most, self._formats = most, formats
+        self._kept: list[CkptoolError | str] = []
+
+    def add(self, item: CkptoolError | str) -> None:
+        """Add an error, or a remark, which is a line."""
+        self.count += isinstance(item, CkptoolError)
+        if not self._most or self.count <= self._most:
+            self._kept.append(item)
+        if not self._most:
+            self.close()
+
+    def close(self) -> None:
+        """Write everything that was kept."""
+        for item in self._kept:
+            if isinstance(item, str):
+                tell(item)
+            else:
+                say_error(item)
+        self._kept.clear()
+        if self._most and self.count > self._most:
+            say(f"{self.count - self._most:,} more could not be read: --format {self._formats} says why")
+            self._most = sys.maxsize
+
+
+class Output:
+    """The texts and rows of many files in one format: texts are written at once, rows as one table by ``close``.
+
+    JSON is one object, or a list if there are ``several``; 100,000 reports take no more memory than one.
+    """
+
+    def __init__(self, style: str, several: bool, columns: Columns | None = None, spaced: bool = False) -> None:
+        self._style, self._columns, self._spaced = style, columns, spaced and style not in JSON
+        self._is_list = several and style == "json"
+        self._rows: list[tuple[str, ...]] = []
+        self._begun = False
+
+    def add(self, text: str, rows: Sequence[tuple[str, ...]] = ()) -> None:
+        """Write the text for one file, which ``report_text`` has formatted if it is JSON; keep the rows."""
+        self._rows += rows if self._columns is not None else ()
+        if not text:
+            return
+        if self._is_list:
+            # Strings in JSON contain no line breaks, so this indents only the layout.
+            emit_part((",\n  " if self._begun else "[\n  ") + text.replace("\n", "\n  "))
+        else:
+            emit("\n" + text if self._begun and self._spaced else text)
+        flush()
+        self._begun = True
+
+    def close(self) -> None:
+        """Write the rest: the end of a list, or the table of all rows."""
+        if self._is_list:
+            emit("\n]" if self._begun else "[]")
+        elif self._columns is not None:
+            headers, right, spare = self._columns
+            style = "table" if self._style == OVERVIEW else self._style
+            emit(table(headers, self._rows, style, right, spare=spare))
+
+
+def report_text(report: Mapping[str, Any], style: str) -> str:
+    """Return a report as JSON: one line for ``jsonl``, indented for ``json``; "" for any other format."""
+    return to_json(report, None if style == "jsonl" else 2) if style in JSON else ""
 
 
 class Totals:
@@ -168,7 +253,8 @@ def run(
     if several is None:
         several = style == "json" and inputs.several  # no other format asks, and a folder takes time to recognise
     output = Output(style, several, command.columns, spaced)
-    totals = Totals(errors or ErrorLog.beside(style, several))
+    # Errors would interrupt a JSON list, so they are written after its end.
+    totals = Totals(errors or ErrorLog(sys.maxsize if style == "json" and several else 0))
     in_rows = style == ROWS
     with ExitStack() as stack:
         files, step = stack.enter_context(inputs.counted(files, bar))
@@ -243,7 +329,7 @@ def answers(
             yield work(file) if isinstance(file, str) else given(file)
         return
 
-    from ...files.engine import each_answer  # only several files need an engine
+    from ..files.engine import each_answer  # only several files need an engine
 
     def died(path: str, error: CkptoolError) -> Result:
         error.path = path
@@ -254,7 +340,7 @@ def answers(
     )
     begun = False
     try:
-        for answer in each_answer(how.open, partial(_as_here, work, terminal_profile()), items, died):
+        for answer in each_answer(how.open, partial(_as_here, work, BREVITY.get()), items, died):
             begun = True
             yield answer
     except EngineError as error:
@@ -263,7 +349,7 @@ def answers(
         how.error = error
 
 
-def _as_here(work: Callable[[str], Result], here: TerminalProfile, path: str) -> Result:
-    """Do the work in another process, with messages laid out for the terminal of this one."""
-    with seen_as(here):
-        return work(path)
+def _as_here(work: Callable[[str], Result], brevity: Brevity, path: str) -> Result:
+    """Do the work in another process, with messages as short as in this one."""
+    BREVITY.set(brevity)
+    return work(path)
