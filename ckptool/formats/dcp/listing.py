@@ -179,8 +179,11 @@ class _Shapes:
 
     def make(self, numbers: object) -> tuple[int, ...]:
         """Return the numbers of a ``torch.Size``, which a reader checks."""
-        _refuse_unless(type(numbers) is tuple, "Size")
-        return self.shape(numbers) or numbers  # type: ignore[return-value]
+        try:
+            return self._known[numbers]  # type: ignore[index]
+        except (KeyError, TypeError):
+            _refuse_unless(type(numbers) is tuple, "Size")
+            return self.shape(numbers) or numbers  # type: ignore[return-value]
 
     def shape(self, value: object) -> tuple[int, ...] | None:
         """Return the known tuple that equals ``value``, or None if that is no shape."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from secrets import randbelow
+from random import Random
 from typing import Final
 
 from ...base.records import NamedTuple
@@ -14,6 +14,8 @@ from ...base.records import NamedTuple
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 #: A prime. Two different sums of products modulo it are equal by chance once in 10^36 times at most.
 _PRIME: Final = (1 << 127) - 1
+#: Random numbers that no file can foresee.
+_RANDOM: Final = Random()
 
 
 def box_text(box: Box) -> str:
@@ -35,7 +37,7 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box]) -> Misfit | None:
     edges. The products of boxes that make the whole add up to that of the whole, whatever the numbers; for other boxes
     they do not. So the time is linear, for any sharding in any number of dimensions.
     """
-    marks: list[defaultdict[int, int]] = [defaultdict(lambda: randbelow(_PRIME)) for _ in shape]
+    marks: list[defaultdict[int, int]] = [defaultdict(lambda: _RANDOM.getrandbits(127)) for _ in shape]
 
     def weight(box: Box, first: int = 0) -> int:
         """Return the product over the dimensions from ``first`` on."""
