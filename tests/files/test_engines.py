@@ -72,7 +72,8 @@ def test_an_unknown_engine_is_a_usage_error(spec: str) -> None:
         pass
 
 
-def test_a_scheduler_that_is_not_there_is_named() -> None:
+def test_a_scheduler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_CONNECT", 0.5)
     with pytest.raises(EngineError, match=r"tcp:.* cannot be reached"), open_engine("dask=tcp://127.0.0.1:1"):
         pass
 

@@ -23,7 +23,7 @@ from ckptool.files import pool
 
 resource = pytest.importorskip("resource")
 
-RANKS = 200
+RANKS = 90
 DESCRIPTORS = 64
 
 
@@ -193,7 +193,7 @@ def test_garbage_is_collected_while_a_file_is_opened(tmp_path: Path, monkeypatch
     kept: list[object] = []
     thresholds = gc.get_threshold()
     try:
-        for after in range(1, 160, 3):
+        for after in range(1, 160, 9):
             gc.disable()
             for _ in range(60):
                 cycle: list[object] = [pool.open_pooled(str(path))]

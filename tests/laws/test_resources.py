@@ -356,7 +356,7 @@ def test_an_answer_in_bounds(key: str, quick: dict[str, Answers]) -> None:
     check(quick[key])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("key", [key for key in FILES if key in HEAVY])
 def test_an_answer_in_bounds_to_a_file_that_takes_long(key: str, tmp_path: Path) -> None:
     path = tmp_path / "seed.pth"

@@ -15,7 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, examples
+from conftest import FIXTURES, WHOLE, examples
 from in_place_edits import MARK, by_offsets, copied, in_place, mapped
 
 import ckptool
@@ -153,7 +153,8 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
         assert file.read() == tail
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.sampled
+@pytest.mark.parametrize("large", [False, True] if WHOLE else [True])
 def test_the_last_step_byte_by_byte_where_32_bits_do_not_suffice(
     large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
