@@ -156,7 +156,8 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
 _HEAD = 1024
 
 
-def _folder(path: str | Folder) -> Folder:
+def as_folder(path: str | Folder) -> Folder:
+    """Return the folder at a path; return a folder unchanged."""
     from ..files.folders import open_folder  # not needed for a file
 
     return open_folder(path) if isinstance(path, str) else path
@@ -167,7 +168,7 @@ def folder_format(path: str | Folder, *, by_names: bool = False) -> FolderFormat
 
     With ``by_names``, only formats that are recognised without opening weight files are found.
     """
-    folder = _folder(path)
+    folder = as_folder(path)
     try:
         names = folder.names(strict=True)
     except UnreadableError:
@@ -181,7 +182,7 @@ def read_folder(path: str | Folder) -> tuple[FolderSource, Container] | None:
 
     Raises the same errors as ``read_container``.
     """
-    folder = _folder(path)
+    folder = as_folder(path)
     known = folder_format(folder)
     return known.read(folder) if known else None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from ..base.errors import (
     CkptoolError,
@@ -24,13 +24,12 @@ from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import SEPARATOR, checkpoints_in, is_address, open_any
 from ..files.zips.reader import read_archive
-from . import BARE_PICKLE, FORMATS, folder_format, read_container
+from . import BARE_PICKLE, FORMATS, as_folder, folder_format, read_container
 from .zip_kinds import kind_of
 
 if TYPE_CHECKING:
     from ..files.folders import Folder
-
-Answer = TypeVar("Answer")
+    from ..files.sources import Source
 
 #: Archives whose members may be checkpoints.
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
@@ -42,8 +41,6 @@ _SPEECHBRAIN: Final = "CKPT.yaml"
 _EXAMINED: Final = 200
 #: The most checkpoints of one archive that are checked: finding each takes a scan of all members.
 _MEMBERS: Final = 100
-#: The most files of a folder that are opened to look for weights.
-_OPENED: Final = 8
 #: The most foreign files that are named for a folder without a checkpoint.
 _NAMED: Final = 3
 
@@ -180,10 +177,8 @@ def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | Sk
 
 
 def _all_in(folder: str) -> Iterator[str | SkippedFile | UnreadableError]:
-    from ..files.folders import open_folder  # only for folders
-
     closed: list[UnreadableError] = []
-    for place, folders, files in open_folder(folder).walk(closed):
+    for place, folders, files in as_folder(folder).walk(closed):
         for name in sorted(folders):
             path = place.join(name)
             if place.is_link(name) or name == ".git":
@@ -209,12 +204,10 @@ def _matching(pattern: str) -> list[str]:
         import glob
 
         return sorted(glob.glob(pattern, recursive=True))
-    from ..files.folders import open_folder
-
     start = re.split(r"[^/]*[*?\[]", pattern, maxsplit=1)[0]
     parts = pattern[len(start) :].split("/")
     closed: list[UnreadableError] = []
-    every = open_folder(start).walk(closed)
+    every = as_folder(start).walk(closed)
     paths = [place.join(name) for place, folders, files in every for name in (*folders, *files)]
     if closed:
         raise closed[0]
@@ -238,9 +231,7 @@ def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
 
 def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     if _is_folder(path):
-        from ..files.folders import open_folder  # only for folders
-
-        whole = _whole_folder(open_folder(path), named=True)
+        whole = _whole_folder(as_folder(path), named=True)
         yield from walk_folder(path) if whole is None else [whole]
     elif _is_rank_pattern(path):
         yield Candidate(path, True)
@@ -266,10 +257,8 @@ def _whole_folder(folder: Folder, named: bool = False) -> Candidate | Unreadable
 def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     """Yield everything in a folder: checkpoints, files named like one, skipped files, and subfolders that cannot be
     listed. A subfolder that is one checkpoint is not entered."""
-    from ..files.folders import open_folder  # only for folders
-
     closed: list[UnreadableError] = []
-    for place, folders, files in open_folder(folder).walk(closed):
+    for place, folders, files in as_folder(folder).walk(closed):
         visible = sorted(name for name in folders if not name.startswith("."))
         whole = {name: item for name in visible if (item := _whole_folder(place.inner(name))) is not None}
         folders[:] = [name for name in visible if name not in whole]
@@ -283,54 +272,46 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
 
 def _no_checkpoint(path: str) -> UnreadableError:
     """Return the error for a folder without a checkpoint, with what the folder is or holds instead."""
-    from ..files.folders import open_folder  # only for folders
-
-    folder = open_folder(path)
+    folder = as_folder(path)
     error = explain_directory(path) if folder.is_folder("") else None
     if isinstance(error, NotACheckpointError):
         return error
-    return _foreign_files(folder, path) or UnreadableError(
-        "the folder holds no checkpoint", path=path, next="name a file"
-    )
+    plain = UnreadableError("the folder holds no checkpoint", path=path, next="name a file")
+    return _foreign_files(folder, path) or plain
 
 
 def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
-    """Return the error that names the files of other formats in a folder, or None if it holds none."""
-    names = sorted(folder.names())[:_EXAMINED]
-    known = ((name, *kind) for name in names if (kind := _foreign_kind(folder, name)))
-    first = list(islice(known, _NAMED + 1))
-    if not first:
+    """Return the error that names the files and folders of other programs in a folder, or None if it holds none."""
+    from .foreign.frameworks import foreign_folder, foreign_kinds  # not needed for a checkpoint
+
+    named: list[tuple[str, NextStep | None]] = []
+    for name in sorted(folder.names())[:_EXAMINED]:
+        if folder.is_folder(name):
+            foreign = foreign_folder(folder.inner(name).names())
+            named += [(f"{quoted(name)} is {foreign.description}", None)] if foreign is not None else []
+            continue
+        try:
+            with closing(open_any(folder.join(name))) as source:
+                error = _refusal(source)
+        except UnreadableError:
+            continue
+        if error is not None and getattr(error, "kind", "") in _ARCHIVES | foreign_kinds():
+            kind = re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
+            named.append((f"{quoted(name)} is {kind}", error.step if error.step.commands else None))
+    if not named:
         return None
-    words = [f"{quoted(name)} is {kind}" for name, kind, _ in first[:_NAMED]]
-    what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
-    what += ", among others" * (len(first) > _NAMED)
-    own = first[0][2] if len(first) == 1 else None
+    what = f"there is no torch checkpoint in this folder: {join_limited([text for text, _ in named[:_NAMED]])}"
+    what += ", among others" * (len(named) > _NAMED)
+    own = named[0][1] if len(named) == 1 else None
     return UnreadableError(what, path=path, next=own or command("scan", path))
 
 
-def _foreign_kind(folder: Folder, name: str) -> tuple[str, NextStep | None] | None:
-    """Return a short description of a foreign file or folder, and the command to inspect its content or None.
+def _refusal(source: Source) -> UnreadableError | None:
+    """Return the error that names what a file is; None for a zip that may be a checkpoint."""
+    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
-    Returns None for any other file or folder.
-    """
-    # not needed for a checkpoint
-    from .foreign.frameworks import foreign_folder, foreign_kinds
-    from .foreign.identification import explain, explain_zip
-
-    if folder.is_folder(name):
-        foreign = foreign_folder(folder.inner(name).names())
-        return (foreign.description, None) if foreign is not None else None
-    try:
-        with closing(open_any(folder.join(name))) as source:
-            head = source.read(0, 1024)
-            archive = head[:4] == b"PK\x03\x04"
-            error = explain_zip(read_archive(source)) if archive else explain(head, source)
-    except UnreadableError:
-        return None
-    if error is None or getattr(error, "kind", "") not in _ARCHIVES | foreign_kinds():
-        return None
-    words = re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
-    return words, error.step if error.step.commands else None
+    head = source.read(0, 1024)
+    return explain_zip(read_archive(source)) if head[:4] == b"PK\x03\x04" else explain(head, source)
 
 
 def why_skipped(path: str) -> str:
@@ -344,8 +325,6 @@ def why_skipped(path: str) -> str:
 
 def _recognised(path: str) -> tuple[str, bool]:
     """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint."""
-    from ..files.folders import open_folder  # only for folders
-
     # not needed for a checkpoint
     from .foreign.frameworks import foreign_kinds
     from .foreign.identification import explain, explain_zip
@@ -365,7 +344,7 @@ def _recognised(path: str) -> tuple[str, bool]:
         if known is None:
             refusal = explain(head, source)
             kind = getattr(refusal, "kind", "")
-            if kind == "text" and open_folder(os.path.dirname(path)).size(_SPEECHBRAIN) is not None:
+            if kind == "text" and as_folder(os.path.dirname(path)).size(_SPEECHBRAIN) is not None:
                 return "text of SpeechBrain", False
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in others or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
@@ -406,17 +385,15 @@ def checkpoints_within(path: str) -> list[str]:
 
 def explain_directory(path: str) -> UnreadableError:
     """Return the error for a folder given in place of a file: the kind of folder, and a path to use instead."""
-    from ..files.folders import open_folder
-
-    folder = open_folder(path)
-    try:
-        names = sorted(folder.names(strict=True))
-    except UnreadableError as error:
-        return UnreadableError(f"it is a directory that {error.what.removeprefix('it ')}", path=path)
     from .foreign.frameworks import foreign_folder
     from .names.hf import side_files
     from .names.training import training_folder
 
+    folder = as_folder(path)
+    try:
+        names = sorted(folder.names(strict=True))
+    except UnreadableError as error:
+        return UnreadableError(f"it is a directory that {error.what.removeprefix('it ')}", path=path)
     if (known := training_folder(folder)) is not None:
         return known
     if (foreign := foreign_folder(names)) is not None:
@@ -428,61 +405,38 @@ def explain_directory(path: str) -> UnreadableError:
     folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
     beside = {name for name, _ in side_files(checkpoints)}
     checkpoints.sort(key=lambda name: name in beside)
-    weights = (name for name in checkpoints[:_OPENED] if _holds_weights(os.path.join(path, name)))
-    first = next(weights, "") if folders or checkpoints[1:] else ""
-    if folders and not first:
-        pipeline = "model_index.json" in names
-        what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
-        what += "a checkpoint in each of its folders" if folders[1:] else "whose one checkpoint is its folder"
-    elif checkpoints:
-        what, folders, first = "it is a directory; it holds", [], first or checkpoints[0]
-        if message := _part_message(os.path.join(path, first)):
-            what = f"{what} {join_limited(checkpoints)}, which are parts: of {first}, {message}"
-            return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, first)))
-    elif folders := [os.path.relpath(item.path, path) for item in islice(_folders_in(path), _EXAMINED)]:
-        what = "it is a directory, with checkpoints in the folders of its folders"
+    if checkpoints and not folders:
+        first = os.path.join(path, checkpoints[0])
+        what = f"it is a directory; it holds {join_limited(checkpoints)}"
+        if message := _part_message(first):
+            return UnreadableError(
+                f"{what}, which are parts: of {checkpoints[0]}, {message}", path=path, next=command("inspect", first)
+            )
+        return UnreadableError(what, path=path, next=f"name a file, such as {quote(first)}")
+    if folders:
+        what = f"it is {'a diffusers pipeline' if 'model_index.json' in names else 'a directory'} "
+        what += "with checkpoints in its folders"
     else:
+        deeper = (item for item in walk_folder(path) if isinstance(item, Candidate) and _is_folder(item.path))
+        folders = [os.path.relpath(item.path, path) for item in islice(deeper, _EXAMINED)]
+        what = "it is a directory, with checkpoints in the folders of its folders"
+    if not folders:
         plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
         return _foreign_files(folder, path) or plain
-    inner = os.path.join(path, _latest(folders) if folders else first)
-    step = f"name {quote(inner)}" if folders else f"name a file, such as {quote(inner)}"
-    what = f"{what}: {join_limited(folders)}" if folders else f"{what} {join_limited(checkpoints)}"
-    return UnreadableError(what, path=path, next=step)
-
-
-def _holds_weights(path: str) -> bool:
-    """Return whether a file surely has a state dict with weights; the state of a random generator has only bytes."""
-
-    def weighs(checkpoint: Checkpoint) -> bool:
-        sure = [item.path for item in checkpoint.state_dicts if item.confidence == "high"]
-        return any("float" in entry.tensor.dtype for entry in checkpoint.survey.tensors_in(sure))
-
-    return _said_by(path, weighs, False)
+    # The highest step, among folders whose names differ from the first one only in numbers.
+    alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
+    latest = max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    step = f"name {quote(os.path.join(path, latest))}"
+    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)
 
 
 def _part_message(path: str) -> str:
     """Return the message that a file is part of a larger checkpoint, or "" if it is whole or unreadable."""
     from .rank_part import part_of
 
-    part = _said_by(path, part_of, None)
-    return part.message if part is not None else ""
-
-
-def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
-    """Return ``ask(checkpoint)`` for the checkpoint in a file, or ``otherwise`` if it cannot be read."""
     try:
         with closing(open_any(path)) as source:
-            return ask(Checkpoint.of(path, source, read_container(source)))
+            part = part_of(Checkpoint.of(path, source, read_container(source)))
     except CkptoolError:
-        return otherwise
-
-
-def _folders_in(path: str) -> Iterator[Candidate]:
-    """Yield the folders that are one checkpoint each, at any depth."""
-    return (item for item in walk_folder(path) if isinstance(item, Candidate) and _is_folder(item.path))
-
-
-def _latest(folders: Sequence[str]) -> str:
-    """Return the folder with the highest step, among folders whose names differ from the first one only in numbers."""
-    alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
-    return max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+        return ""
+    return part.message if part is not None else ""
