@@ -22,14 +22,12 @@ from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..pickles.nodes import Ref
-from ..safety.storages import storage_flaws
 from ..safety.torch_lists import VERSIONS, list_of
 from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
-from ..safety.weights_only import LoadPrediction, weights_only
+from ..safety.weights_only import LoadPrediction
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
-from .facts import facts
-from .findings import rule_texts
+from .facts import WEIGHTS_ONLY, Facts, dangerous_call, facts
 
 if TYPE_CHECKING:
     from ..files.sources import ExpectedChecksum
@@ -59,16 +57,13 @@ class Check(NamedTuple):
     notes: tuple[Finding, ...] = ()
 
 
-class Safety(NamedTuple):
-    """The pickles in a file and the checks of them; ``verdict`` is None if torch would load no object.
+class Checked(NamedTuple):
+    """The checks of a checkpoint, the pickles in it, the prediction of torch.load, and problems of the container."""
 
-    ``audited`` lists the problems that ``Container.audit`` found.
-    """
-
-    pickles: Sequence[ExaminedPickle] = ()
-    verdict: LoadPrediction | None = None
-    checks: Sequence[Check] = ()
-    audited: Sequence[Finding] = ()
+    checks: list[Check]
+    pickles: Sequence[ExaminedPickle]
+    verdict: LoadPrediction
+    problems: Sequence[Finding]
 
 
 def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
@@ -85,30 +80,20 @@ def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
 
 
 def check_checkpoint(
-    checkpoint: Checkpoint, *, torch: str, quick: bool = False, progress: Progress | None = None
-) -> tuple[list[Check], Safety]:
-    """Check an open checkpoint. ``quick`` skips the checksums, for which every byte is read."""
-    notes: dict[str, list[Finding]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
-    storages = checkpoint.survey.reader.storages
-    program = program_of(checkpoint)
+    checkpoint: Checkpoint, *, torch: str, quick: bool = False, steps: bool = True, progress: Progress | None = None
+) -> Checked:
+    """Check an open checkpoint. ``quick`` skips the checksums, for which every byte is read; ``steps`` as in
+    ``facts``.
+    """
+    container, survey = checkpoint.container, checkpoint.survey
     if not quick:
-        checkpoint.container.compare_copies()
-    audited = checkpoint.container.audit(storages)
-    for problem in (*checkpoint.container.problems, *audited):
-        if problem.level == "note":
-            continue
-        check = "complete" if problem.check == "checksums" and checkpoint.traits.no_checksums else problem.check
-        notes.setdefault(check, []).append(problem)
-    notes["sizes"] += [
-        Finding.of(
-            "storage-twice", "warning", f"storage {quoted(key)} is described in two ways; torch takes the first", key
-        )
-        for key in sorted(checkpoint.survey.reader.disagreeing)
-    ]
-    unsupported = checkpoint.survey.unsupported
-    flaws = storage_flaws(checkpoint)
-    for fact in facts(checkpoint, flaws):
-        notes.setdefault(fact.check, []).append(fact)
+        container.compare_copies()
+    known = facts(checkpoint, read=True, torch=torch, steps=steps)
+    notes: dict[str, list[Finding]] = {}
+    for fact in (*(problem for problem in known.problems if problem.level != "note"), *known.others):
+        check = "complete" if fact.check == "checksums" and checkpoint.traits.no_checksums else fact.check
+        notes.setdefault(check, []).append(fact)
+    storages = survey.reader.storages
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
@@ -118,67 +103,63 @@ def check_checkpoint(
         else "every record is in the file once, where the zip directory says"
     )
     sizes = f"every storage has the size that the {checkpoint.traits.size_source} says"
-    sets = [item.message for item in checkpoint.container.problems if item.code in (RANK_SETS, OTHER_FILES)]
-    count = len(checkpoint.survey.tensors)
+    sets = [item.message for item in container.problems if item.code in (RANK_SETS, OTHER_FILES)]
+    count = len(survey.tensors)
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
     checks = [
-        _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
-        _complete(checkpoint, notes["complete"], "; ".join((f"all there: {stored}", *sets))),
-        _checksums(checkpoint, notes["checksums"], quick, progress),
-        judge("sizes", "integrity", notes["sizes"], sizes),
-        judge("geometry", "integrity", notes.get("geometry", []), geometry),
+        _unless_unchecked(judge("structure", "container", notes.get("structure", ()), structure)),
+        _complete(checkpoint, notes.get("complete", ()), "; ".join((f"all there: {stored}", *sets))),
+        _checksums(checkpoint, notes.get("checksums", ()), quick, progress),
+        judge("sizes", "integrity", notes.get("sizes", ()), sizes),
+        judge("geometry", "integrity", notes.get("geometry", ()), geometry),
         *_indices(checkpoint, torch, quick),
         *(judge(name, "container", notes[name], "") for name in ("shards", "part") if name in notes),
         *_places(checkpoint),
     ]
-    verdict = weights_only(checkpoint, flaws, torch)
-    if not checkpoint.pickled:
-        embedded = list(examine(carried_pickles(checkpoint), torch))
-        checks_without = _checks_without_pickle(checkpoint, verdict)
-        if embedded:
-            checks_without[:1] = check_pickles(embedded, torch, None).checks
-        safety = Safety(embedded, verdict, checks_without, audited)
-        return [*checks, *safety.checks], safety
+    program = program_of(checkpoint)
+    if program is not None:
+        checks.append(judge("program", "safety", notes.get("program", ()), ""))
     own = program.own_names if program is not None else ()
-    every = chain(checkpoint.container.pickles(), carried_pickles(checkpoint))
-    pickles = list(examine(every, torch, own))
+    pickles = list(
+        examine(chain(container.pickles() if checkpoint.pickled else (), carried_pickles(checkpoint)), torch, own)
+    )
     if program is not None:  # its code and settings are text, by design
         pickles = [pickle._replace(note="") for pickle in pickles if not pickle.program]
-    safety = check_pickles(pickles, torch, verdict, notes["pickles"])._replace(audited=audited)
-    *others, loads = safety.checks
-    ambiguous = [note for note in notes["structure"] if note.ambiguous]
-    if ambiguous:
-        message = f"it depends on which record torch reads: {ambiguous[0].message}"
-        loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
-    elif unsupported and verdict.loads:
-        message = f"it depends on what ckptool does not follow: {next(iter(unsupported.values()))}"
-        loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
-    elif verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
+    if checkpoint.pickled or pickles:
+        checks += check_pickles(pickles, torch, notes.get("pickles", ()))
+    else:
+        where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
+        checks.append(Check("pickles", "safety", PASS, f"there is none{where} can be run"))
+    loads = _loads(checkpoint, known, notes.get(WEIGHTS_ONLY, ()))
+    if known.verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
         loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")
-    elif checkpoint.traits.loads == "converted":
-        loads = loads._replace(message=f"as one file: {loads.message}")
-    if program is not None:
-        others.insert(0, judge("program", "safety", notes.get("program", []), ""))
-    safety = safety._replace(checks=[*others, loads])
-    return [*checks, *safety.checks], safety
+    return Checked([*checks, loads], pickles, known.verdict, known.problems)
 
 
-def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> list[Check]:
-    where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
-    each = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
-    by_torch = f"torch.load{verdict.versions} {'too' if verdict.loads else 'does not'}"
+def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Check:
+    """Check whether loaders take the file; ``notes`` say why torch.load refuses it."""
+    unsupported, verdict, problems = checkpoint.survey.unsupported, known.verdict, known.problems
+    start = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
+    call = f"torch.load(weights_only=True){verdict.versions}"
     loader = checkpoint.traits.loader
-    if checkpoint.traits.loads == "converted":
+    if checkpoint.traits.loads == "converted" and not checkpoint.pickled:
         from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
 
         loader = OUTPUTS[checkpoint.traits.writes_as].loader
-    loads = Check("weights-only", "safety", PASS, f"{each}{loader} takes it, {by_torch}")
-    problems = {problem.message for problem in checkpoint.container.problems}
-    misnamed = checkpoint.container.misnamed(checkpoint.source)
-    bad = [item.rule for item in verdict.blockers if misnamed or item.rule in problems]
-    if bad:
-        loads = loads._replace(status=WARNING, message=bad[0])
-    return [Check("pickles", "safety", PASS, f"there is none{where} can be run"), loads]
+    by_name = f"{loader} takes it, torch.load{verdict.versions} {'too' if verdict.loads else 'does not'}"
+    good = f"{start}{call} takes it" if checkpoint.pickled else f"{start}{by_name}"
+    check = judge(WEIGHTS_ONLY, "safety", notes, good)
+    rules = [item.rule for item in verdict.blockers if item.rule]
+    unclear = [item.message for item in problems if item.ambiguous] or [*unsupported.values()] * verdict.loads
+    if checkpoint.pickled and unclear:
+        return check._replace(status=NOT_POSSIBLE, notes=(), message=f"what torch reads is not clear: {unclear[0]}")
+    if not notes and (checkpoint.pickled or {*rules} & {problem.message for problem in problems}) and not verdict.loads:
+        rule = rules[0] if rules else "see globals"
+        message = f"{call} refuses it: {rule}" if checkpoint.pickled else rule
+        step = next((problem.next for problem in problems if problem.next), "")
+        note = Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
+        return check._replace(status=WARNING, message=message, notes=(note,))
+    return check
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
@@ -255,11 +236,9 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Finding]:
     ]
 
 
-def check_pickles(
-    pickles: Sequence[ExaminedPickle], torch: str, verdict: LoadPrediction | None, notes: Sequence[Finding] = ()
-) -> Safety:
-    """Check all pickles in a file; with a ``verdict``, also whether torch would load the first one."""
-    notes = list(notes)
+def check_pickles(pickles: Sequence[ExaminedPickle], torch: str, known: Sequence[Finding] = ()) -> list[Check]:
+    """Check all pickles in a file, and the globals that they name; ``known`` are other findings about them."""
+    notes = list(known)
     for number, pickle in enumerate(pickles):
         if pickle.program or pickle.note:
             code = CONFIGURATION if pickle.program else CARRIED
@@ -278,20 +257,13 @@ def check_pickles(
                 message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
                 notes.append(Finding.of("after-stop", "warning", message, pickle.where))
     good = f"{pluralize(len(pickles), 'pickle')} parsed to the end, nothing executed"
-    checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
-    if verdict is not None:
-        checks.append(_loads(verdict, pickles))
-    return Safety(pickles, verdict, checks)
+    return [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
 
 
 def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
     names = [item for pickle in pickles for item in pickle.names]
     outside = [item for item in names if item.word != ALLOWED]
-    notes = [
-        Finding.of("dangerous-call", "error", f"loading it without weights_only runs {call}", pickle.where)
-        for pickle in pickles
-        for call in pickle.calls
-    ]
+    notes = [dangerous_call([call], pickle.where) for pickle in pickles for call in pickle.calls]
     for item in outside:
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
         message = f"{item.mapped} is not on {list_of(torch, [item.mapped])}; {words}"
@@ -307,19 +279,6 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
         return check
     unlisted = list(dict.fromkeys(item.mapped for item in outside))
     return check._replace(message=f"not on {list_of(torch, unlisted)}: {join_limited(unlisted)}")
-
-
-def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
-    call = f"torch.load(weights_only=True){verdict.versions}"
-    if verdict.loads:
-        return Check("weights-only", "safety", PASS, f"{call} takes it")
-    names = [blocker.name for blocker in verdict.blockers if blocker.name]
-    rules = rule_texts([b for b in verdict.blockers if b.rule], pickles[0].protocol if pickles else 2)
-    listed = {item.mapped for pickle in pickles for item in pickle.names if item.word != ALLOWED}
-    if len(names) > 1 and listed.issuperset(names):
-        names = ["see globals"]  # that check lists them
-    message = f"{call} refuses it: {join_limited(names + rules)}"
-    return Check("weights-only", "safety", WARNING, message, (Finding.of("weights-only", "warning", message),))
 
 
 def broken_check(error: MalformedError) -> Check:
@@ -385,7 +344,7 @@ def _indices_fit(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequen
         if repeats := excessive_repeats(part.shape, part.stride):
             raise MalformedError(repeats, path=checkpoint.path)
         reading = Reading(part, storage_reader(checkpoint, part.storage), "elements")
-        numbers.append([int(number) for some in numbers_in(reading) for number in some])
+        numbers.append([number for some in numbers_in(reading) for number in some if isinstance(number, int)])
     shapes = [part.shape for part in parts]
     if tensor.kind == "sparse_coo":
         return _coordinates_fit(numbers[0], shapes, tensor.shape, _is_coalesced(checkpoint, ref))

@@ -181,18 +181,18 @@ def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion
     try:
         with checkpoint_of(folder.open(name)) as opened:
             checkpoint = opened.lenient()
-            checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
+            checked = check_checkpoint(checkpoint, torch=torch, quick=True, steps=False)
             program = program_of(checkpoint)
             unclear = next(iter(checkpoint.survey.unsupported.values()), "")
     except UnreadableError as error:
         return _not_a_checkpoint(source, name, torch, error)
     notes = []
-    for note in (note for check in checks for note in check.notes):
+    for note in (note for check in checked.checks for note in check.notes):
         if note.code in _DANGEROUS or note.ambiguous:
             notes.append(_located(name, note))
         elif note.level == "error" or note.code in _CODE:
             notes.append(_located(name, note)._replace(level="warning"))
-    pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
+    pickles = tuple(pickle.in_file(name) for pickle in checked.pickles)
     if program is not None:
         notes.append(Finding.of(PROGRAM, "warning", f"{name}: {program.kind}, which holds code", name))
         pickles += (ExaminedPickle(name, program=f"{program.kind}, read by {program.loader}"),)
@@ -204,7 +204,7 @@ def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableEr
     """Check the pickles in a broken checkpoint, or in a file that is not a checkpoint."""
     kind = getattr(error, "kind", "")
     pickles = examine_all(find_pickles(source), torch)
-    checks = check_pickles(pickles, torch, None).checks
+    checks = check_pickles(pickles, torch)
     notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, *_CODE)]
     pickles = [pickle.in_file(name) for pickle in pickles]
     whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)

@@ -136,8 +136,11 @@ class _JsonWriter:
         else:
             path, size = bounded(path, ref), 0
             self.places[ref] = (path, None)
-            whole = isinstance(value, Tensor)
-            for piece in self._tensor(ref, value, path) if whole else self._container(value, path, depth):
+            if isinstance(value, Tensor):
+                pieces = self._tensor(ref, value, path)
+            else:
+                pieces = self._container(value, path, depth)
+            for piece in pieces:
                 size += len(piece)
                 yield piece
             self.places[ref] = (path, size)

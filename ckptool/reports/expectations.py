@@ -11,15 +11,19 @@ from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
 from ..base.findings import Finding
 from ..base.globs import MATCH_ALL, Globs
-from ..base.map_location import is_device
+from ..base.map_location import is_device, restorable
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
+from ..base.steps import AnyStep
 from ..base.text import human_bytes, join_limited, parse_bytes, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.survey import TensorEntry
+from ..files.sources import FolderSource
+from ..formats.outputs import OUTPUTS
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check
+from .edit_steps import edit_step
 
 
 class Policy(NamedTuple):
@@ -75,18 +79,6 @@ class Policy(NamedTuple):
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid", "include", "exclude")
 _FLAGS: Final = ("weights_only", "safe", "finite", "load", "strict")
-#: Names that people give to policy keys.
-_SYNONYMS: Final = {
-    "devices": "device",
-    "dtypes": "dtype",
-    "keys": "require",
-    "required": "require",
-    "forbidden": "forbid",
-    "max_size": "max-bytes",
-    "size": "max-bytes",
-    "no_nan": "finite",
-    "nan": "finite",
-}
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 
@@ -101,7 +93,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             from ..base.nearest import nearest
 
             keys = [field.replace("_", "-") for field in _KEYS]
-            near = nearest(_SYNONYMS.get(name, name).replace("_", "-"), [*keys, *(["files"] if path else [])], 1)
+            near = nearest(name.replace("_", "-"), [*keys, *(["files"] if path else [])], 1)
             step = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
             raise TargetError(f"unknown policy key {key!r}", path=path, next=step)
         fields[name] = _value(name, key, value, path)
@@ -168,8 +160,7 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
     if policy.include:
         yield _included(checkpoint, policy)
     if policy.layout:
-        layout, _ = layout_of(checkpoint)
-        yield _check("layout", f"the layout is {policy.layout}", layout != policy.layout, f"it is {layout}")
+        yield _layout(checkpoint, policy.layout)
     if policy.prefix:
         yield _prefix(checkpoint, policy.prefix, keys, of)
     if policy.device:
@@ -191,11 +182,32 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
         yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {join_limited(reasons)}")
 
 
-def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding] = ()) -> Check:
+def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding] = (), step: AnyStep = "") -> Check:
+    """Return a check that passes or fails; ``step`` is the edit after which it passes, or advice."""
     if not failed:
         return Check(name, "expectations", PASS, good)
     message = f"expected: {good}; {bad}"
-    return Check(name, "expectations", FAIL, message, tuple(notes) or (Finding.of(name, "error", message),))
+    first, *rest = notes or [Finding.of(name, "error", message)]
+    return Check(name, "expectations", FAIL, message, (first._replace(next=step), *rest))
+
+
+def _layout(checkpoint: Checkpoint, wanted: str) -> Check:
+    layout, _ = layout_of(checkpoint)
+    keys = [item for item in checkpoint.state_dicts if item.confidence == "high"]
+    step: AnyStep = ""
+    if (layout, wanted) == ("bare", "wrapped"):
+        step = edit_step("edit", checkpoint.path, word="nested", extension=_pickled(checkpoint), wrap="state_dict")
+    elif (layout, wanted) == ("wrapped", "bare") and keys:
+        several = "each state dict makes a file of its own: extract them"
+        step = several if len(keys) > 1 else edit_step("extract", checkpoint.path, keys[0].path, word="weights")
+    return _check("layout", f"the layout is {wanted}", layout != wanted, f"it is {layout}", step=step)
+
+
+def _pickled(checkpoint: Checkpoint) -> str:
+    """Return the suffix for a file with entries or devices, if the checkpoint is in a format without them, or ""."""
+    own = OUTPUTS.get(checkpoint.traits.writes_as)
+    flat = isinstance(checkpoint.source, FolderSource) or (own is not None and own.one_state_dict)
+    return ".pth" if flat else ""
 
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
@@ -227,7 +239,20 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
         if wrong:
             notes.append(Finding.of("prefix", "error", message, item.path))
     good = ("no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key") + of
-    return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
+    step = _prefix_step(checkpoint, wanted, [{str(nodes[key]) for key, _ in item.items} for item in state_dicts])
+    return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes, step)
+
+
+def _prefix_step(checkpoint: Checkpoint, wanted: str, names: Sequence[set[str]]) -> AnyStep:
+    """Return the edit that gives all keys the prefix, or advice where keys would collide."""
+    if wanted == "none":
+        prefix = wrapper_prefix([name for own in names for name in own]).name
+        pairs = any(name.startswith(prefix) and name[len(prefix) :] in own for own in names for name in own if prefix)
+        edit = edit_step("strip-module", checkpoint.path, word="plain", wrappers=prefix != "module.")
+        return "remove one key of each pair with drop" if pairs else edit
+    if any(name.startswith(wanted.rstrip(".") + ".") for own in names for name in own):
+        return "some keys have the prefix already: take it off them first, with strip-module"
+    return edit_step("add-module", checkpoint.path, word="prefixed", add_prefix=wanted)
 
 
 def accepts(wanted: Sequence[str], tag: str) -> bool:
@@ -245,7 +270,14 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
         for tag, count in counts.items()
     ]
     bad = join_limited([note.message for note in notes])
-    return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes)
+    names = (tag.replace("*", "0") if tag.endswith(":*") else "cuda:0" if tag == "cuda" else tag for tag in wanted)
+    device = next(names, "")
+    step: AnyStep = ""
+    if restorable(device):
+        also, extension = "cpu" in counts, _pickled(checkpoint)
+        word = device.replace(":", "")
+        step = edit_step("remap", checkpoint.path, word=word, extension=extension, to=device, include_cpu=also)
+    return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes, step)
 
 
 def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
@@ -260,7 +292,10 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     notes = [Finding.of("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
     which = "floating-point tensors" if only_floating else "tensors"
-    return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bool(notes), bad, notes)
+    step: AnyStep = ""
+    if wrong and BY_NAME[wanted[0]].floating and (only_floating or all(entry in floating for entry in wrong)):
+        step = edit_step("cast", checkpoint.path, word=wanted[0], to_dtype=wanted[0])
+    return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bool(notes), bad, notes, step)
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:

@@ -3,80 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ..base.findings import (
     ADAPTER,
-    CUT,
-    DAMAGED,
-    DEFLATED,
-    EDITED,
+    DANGEROUS_CALL,
     EMPTY_WEIGHTS,
     FLAT_MESSAGE,
     FLAT_PARAMETERS,
-    INNER,
-    JOINED,
-    MISPLACED,
-    NO_INDEX,
-    OTHER_FILES,
-    PROGRAM,
-    STALE_INDEX,
-    TRANSFORMED,
-    UNJOINED,
-    Effect,
     Finding,
-    codes,
 )
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.patterns import escaped
 from ..base.prefixes import Naming, Prefix, adapter_keys
-from ..base.steps import RENAME_BACK, AnyStep, advised, as_step, command, option, rename_step, undo_step
+from ..base.steps import AnyStep, advised, as_step, option
 from ..base.text import human_bytes, join_limited, pluralize, shown
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
-from ..checkpoint.checkpoint import Checkpoint, rescue_step
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import spell_key
-from ..checkpoint.programs import convert_step, program_of
+from ..checkpoint.programs import program_of
 from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource
-from ..formats.rank_part import WHOLE, part_of, shards_of
-from ..safety.calls import has_acting_call, suspicious_calls
-from ..safety.torch_lists import list_of
-from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction
+from ..formats.rank_part import part_of, shards_of
 from .edit_steps import (
     TOGETHER,
     as_one_file,
     companions_step,
     edit_step,
-    sanitize_step,
     stops_edits,
     together,
-    where_installed,
 )
-from .facts import facts
+from .facts import WEIGHTS_ONLY, Facts, weights_step
 
 _LEVELS: Final = ("error", "warning", "note")
-#: Beginnings of classes that torch adds to its list when one of its modules is imported, and that module.
-_REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 
 
 def findings(
     checkpoint: Checkpoint,
+    known: Facts,
     account: Account,
-    verdict: LoadPrediction,
-    flaws: Sequence[Finding],
     namings: Sequence[Naming],
     map_location: MapLocation = None,
     quantized: Quantization | None = None,
     *,
     steps: bool = True,
 ) -> list[Finding]:
-    """Return the findings, errors first. A device that ``map_location`` replaces is not reported.
+    """Return the ``known`` facts and remarks on the contents, errors first. A device that ``map_location`` replaces is
+    not reported.
 
     ``namings`` are the namings of the state dicts, in order. Without ``steps``, no finding has a next step, and none
     is there for the sake of its step.
@@ -84,14 +63,16 @@ def findings(
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
     refused = any(stops_edits(problem) or problem.level == "error" for problem in problems)
-    if refused or any(flaw.refused for flaw in flaws):
+    if refused or any(fact.refused for fact in known.others):
         # An edit would be refused, or would keep the damage, so its command would not help.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
+    runs = any(fact.code == DANGEROUS_CALL for fact in known.others)
+    swapped = Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
     every = [
-        *_container(checkpoint),
-        *_without_repeats(checkpoint, facts(checkpoint, flaws)),
-        *_weights_only(checkpoint, verdict),
+        *known.problems,
+        *([swapped] if checkpoint.container.byteorder == "big" else ()),
+        *_without_repeats(checkpoint, [fact for fact in known.others if not (runs and fact.code == WEIGHTS_ONLY)]),
         *_companions(checkpoint),
         *_adapter(checkpoint),
         *edits,
@@ -105,9 +86,9 @@ def findings(
     if not steps:
         every.sort(key=lambda finding: _LEVELS.index(finding.level))
         return [item._replace(next="") for item in every[: LIMITS.listed]]
-    if any(finding.code == "dangerous-call" for finding in every):
+    if runs:
         # Suggest no command that writes another file that runs code.
-        every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]
+        every = [finding if finding.code == DANGEROUS_CALL else finding._replace(next="") for finding in every]
     if part is not None and part.cut and part.folder:
         # An edit of one part would make nothing useful, so the whole checkpoint comes first.
         every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
@@ -140,7 +121,7 @@ def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
 def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a note on a folder that only one library loads, with the command that makes it one file."""
     loads = checkpoint.container.only_loader
-    if loads and (step := _weights_step(checkpoint)):
+    if loads and (step := weights_step(checkpoint)):
         message = f"{loads}; the weights as one file for the rest"
         yield Finding.of("in-pieces", "note", message, next=step)
 
@@ -176,47 +157,6 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding.of(code, "note", message, next=f"for plain tensors, load it {where} and save them again")
 
 
-#: Codes of damage for which ``salvage`` helps. Compressed or encrypted values are not damaged.
-_BLOCKING: Final = {name for name, code in codes().items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
-
-
-def problem_steps(checkpoint: Checkpoint, codes: Collection[str]) -> dict[str, AnyStep]:
-    """Map these codes of container problems to the next step; codes without a step may be missing or have ""."""
-    path = checkpoint.path
-    # Functions, because each step looks for a free file name, and most files have no problem.
-    known: dict[str, Callable[[], AnyStep]] = {
-        CUT: lambda: rescue_step(checkpoint),
-        "legacy-untyped": lambda: sanitize_step(checkpoint),
-        DAMAGED: lambda: "get the file again",
-        **dict.fromkeys((DEFLATED, NO_INDEX, STALE_INDEX), lambda: edit_step("edit", path, word="clean", repack=True)),
-        UNJOINED: lambda: WHOLE,
-        MISPLACED: lambda: RENAME_BACK,
-        "torch-tar": lambda: edit_step("convert", path, word="converted"),
-        "unpacked": lambda: edit_step("convert", path, extension=".pth"),
-        "no-folder": lambda: edit_step("edit", path, word="clean", repack=True),
-        "in-pieces": lambda: edit_step("convert", path, extension=".safetensors"),
-        JOINED: lambda: _weights_step(checkpoint),
-        EDITED: lambda: edit_step("edit", path, word="clean", repack=True),
-        "unfinished-edit": lambda: undo_step(path),
-        PROGRAM: lambda: convert_step(checkpoint) if checkpoint.survey.tensors else "",
-    }
-    if isinstance(checkpoint.source, FolderSource):
-        known = {**dict.fromkeys(_BLOCKING, known[CUT]), **known}
-    return {code: known[code]() for code in dict.fromkeys(codes) if code in known}
-
-
-def _container(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the problems of the container."""
-    container = checkpoint.container
-    steps = problem_steps(checkpoint, [problem.code for problem in container.problems])
-    for problem in container.problems:
-        elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
-        step = command("inspect", problem.where) if elsewhere else steps.get(problem.code, "")
-        yield problem._replace(next=step)
-    if container.byteorder == "big":
-        yield Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
-
-
 def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the facts, those of one code as one finding. Missing parts of a folder are reported by file instead."""
     in_files = isinstance(checkpoint.source, FolderSource)
@@ -229,65 +169,6 @@ def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterat
         rest = len(facts_of_code) - shown(1)
         message = "; ".join(fact.message for fact in facts_of_code[: shown(1)])
         yield facts_of_code[0]._replace(message=message + (f" (and {rest:,} more)" if rest > 0 else ""))
-
-
-def _weights_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the command that makes one file of weights that are in pieces, or "" if some are missing."""
-    survey = checkpoint.survey
-    chosen = [item for item in survey.state_dicts if item.confidence == "high"]
-    if not (checkpoint.container.in_pieces and chosen) or any(
-        stops_edits(item) or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
-    ):
-        return ""
-    path = chosen[0].path
-    tensors = survey.tensors_in([path])
-    storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
-    whole = len(chosen[0].items) if path else len(survey.entries)
-    tied, others = len(set(storages)) < len(storages), len(tensors) < whole
-    return edit_step(
-        "convert",
-        checkpoint.path,
-        extension=".safetensors",
-        key=path,
-        tied="keep-first" if tied else "",
-        allow_loss="entries" if others else "",
-    )
-
-
-def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[Finding]:
-    calls = suspicious_calls(checkpoint.graph)
-    names = [blocker.name for blocker in verdict.blockers if blocker.name]
-    known = {problem.message for problem in checkpoint.container.problems}
-    rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
-    code, call = "weights-only", "torch.load(weights_only=True)"
-    if calls:
-        step: AnyStep = "do not load it; delete it, or report it where it came from"
-        if not has_acting_call(checkpoint.graph):
-            step = sanitize_step(checkpoint) or "load it only if you trust the one who made it"
-        yield Finding.of(
-            "dangerous-call",
-            "error",
-            f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}",
-            next=step,
-        )
-    elif not checkpoint.pickled:
-        suffix = checkpoint.container.misnamed(checkpoint.source)
-        for blocker in rules if suffix else ():
-            yield Finding.of(code, "warning", blocker.rule, next=rename_step(checkpoint.path, suffix))
-    elif names:
-        modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
-        if modules:
-            message = f"{call} takes {join_limited(names, most=2)} only when {modules[0]} is imported"
-            yield Finding.of(code, "warning", message, next=f"import {modules[0]} before torch.load")
-            return
-        message = f"{call} refuses it: {join_limited(names)} not on {list_of(verdict.torch, names)}"
-        if any(blocker.called for blocker in verdict.blockers):
-            message += f"; with weights_only=False {'its' if len(names) == 1 else 'their'} code runs"
-        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) or where_installed(checkpoint, names))
-    elif rules and not any(problem.refused for problem in checkpoint.container.problems):
-        message = f"{call} refuses it: {join_limited(rule_texts(rules, checkpoint.graph.style.protocol))}"
-        mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
-        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) if mendable else "")
 
 
 def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -314,19 +195,6 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
 
     if message := description(checkpoint):
         yield Finding.of(ADAPTER, "note", message, next=step_with_base(checkpoint))
-
-
-def _begins(name: str, start: str) -> bool:
-    return name.startswith(start) and not name.startswith("torch.distributed._shard")
-
-
-def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
-    """Return the rules that stop weights_only, with the opcodes of a newer protocol as one rule."""
-    opcodes = [blocker.rule.removeprefix("opcode ") for blocker in rules if blocker.rule.startswith("opcode ")]
-    others = [blocker.rule for blocker in rules if blocker.rule and not blocker.rule.startswith("opcode ")]
-    if len(opcodes) > 1 and protocol != 2:
-        return [f"it was saved with pickle protocol {protocol}, weights_only reads protocol 2", *others]
-    return [f"its pickle uses {join_limited(opcodes)}", *others] if opcodes else others
 
 
 def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -24,9 +24,9 @@ from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.outcomes import UNKNOWN
-from ..safety.storages import storage_flaws
 from ..safety.verdict import Verdict
-from ..safety.weights_only import LoadPrediction, weights_only
+from ..safety.weights_only import LoadPrediction
+from .facts import facts
 from .findings import findings
 from .loads import VerdictReport, checkpoint_verdict, verdict_report
 
@@ -219,8 +219,7 @@ def inspection(
     checkpoint = checkpoint.lenient()
     survey = checkpoint.survey
     sums = account(survey)
-    flaws = storage_flaws(checkpoint)
-    verdict = weights_only(checkpoint, flaws)
+    known = facts(checkpoint, steps=steps)
     layout, container = layout_of(checkpoint)
     program = program_of(checkpoint)
     shards = shards_of(checkpoint)
@@ -270,7 +269,7 @@ def inspection(
             {"path": name.path, "device": name.device, "kind": "torch.device" if name.is_object else "str"}
             for name in survey.devices
         ],
-        "weights_only": _weights_only(verdict),
+        "weights_only": _weights_only(known.verdict),
         "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True) if judged else Verdict(UNKNOWN)),
         "findings": [
             {
@@ -279,7 +278,7 @@ def inspection(
                 "message": finding.message,
                 "next": as_step(finding.next).line,
             }
-            for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location, quantized, steps=steps)
+            for finding in findings(checkpoint, known, sums, namings, map_location, quantized, steps=steps)
         ],
     }
 

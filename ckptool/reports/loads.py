@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import UnreadableError
-from ..base.findings import Finding
 from ..base.map_location import MapLocation
 from ..base.records import TypedDict
 from ..base.steps import command, suggested_output
@@ -19,9 +17,10 @@ from ..files.sources import FolderSource, Span
 from ..formats import carried_pickles
 from ..formats.opening import in_several_files, open_checkpoint
 from ..safety.torch_lists import DEFAULT
-from ..safety.verdict import ExaminedPickle, Verdict, examine, verdict_of
+from ..safety.verdict import Verdict, examine, verdict_of
 
 if TYPE_CHECKING:
+    from .checks import Checked
     from .companions import Companions
 
 
@@ -39,27 +38,26 @@ def checkpoint_verdict(
     torch: str = DEFAULT,
     *,
     quick: bool = False,
-    pickles: Sequence[ExaminedPickle] | None = None,
-    audited: Sequence[Finding] | None = None,
+    checked: Checked | None = None,
     companions: Companions | None = None,
 ) -> Verdict:
     """Return the verdict on a checkpoint and, if that is a folder, on all files in it.
 
-    ``pickles``, ``audited`` (the problems that ``Container.audit`` found) and ``companions`` can be passed if they are
-    already known. ``quick`` relies on the directory, without searching every header for records that it does not list.
+    ``checked`` and ``companions`` can be passed if they are already known. ``quick`` relies on the directory, without
+    searching every header for records that it does not list.
     """
-    program = program_of(checkpoint)
-    container = checkpoint.container
-    if audited is None:
-        audited = () if quick else container.audit(checkpoint.survey.reader.storages)
-    unclear = [problem.message for problem in (*container.problems, *audited) if problem.ambiguous]
-    unclear += [
-        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unsupported.values())
-    ]
-    if pickles is None:
+    program, container = program_of(checkpoint), checkpoint.container
+    if checked is not None:
+        pickles, problems = list(checked.pickles), list(checked.problems)
+    else:
         own = program.own_names if program is not None else ()
         every = container.pickles(quick=quick) if checkpoint.pickled else ()
         pickles = list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
+        problems = [*container.problems, *(() if quick else container.audit(checkpoint.survey.reader.storages))]
+    unclear = [problem.message for problem in problems if problem.ambiguous]
+    unclear += [
+        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unsupported.values())
+    ]
     if isinstance(checkpoint.source, FolderSource):
         from .companions import check_companions  # imported only for folders
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
@@ -18,15 +19,15 @@ from ..base.errors import (
     TargetError,
     UnreadableError,
 )
-from ..base.findings import DEFLATED, EMPTY_WEIGHTS, FLAT_PARAMETERS, NO_INDEX, Finding
+from ..base.findings import DANGEROUS_CALL, FLAT_PARAMETERS, Finding
 from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.records import TypedDict
-from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
+from ..base.steps import AnyStep, advised, as_step
 from ..base.text import join_limited, pluralize
-from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.programs import convert_step, program_of
+from ..checkpoint.checkpoint import Checkpoint, away, rescue_step
+from ..checkpoint.programs import program_of
 from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
@@ -34,17 +35,15 @@ from ..files.downloads import check_unchanged, expect_reads
 from ..files.folders import folder_at
 from ..files.sources import FolderSource, Source
 from ..formats import folder_format
-from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
-from ..formats.rank_part import WHOLE, part_of
 from ..formats.search.pickle_search import find_pickles
 from ..safety.calls import has_acting_call
 from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
-from ..safety.verdict import examine_all, verdict_of
+from ..safety.verdict import ExaminedPickle, examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, read_for, storage_reader
 from ..values.torch.loads import need_torch
-from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Safety, broken_check, check_checkpoint, check_pickles
+from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, broken_check, check_checkpoint, check_pickles
 from .companions import (
     CompanionReport,
     Companions,
@@ -53,11 +52,9 @@ from .companions import (
     companion_names,
     other_checkpoints,
 )
-from .edit_steps import edit_step
+from .edit_steps import as_one_file, companions_step, edit_step, together
 from .expectations import Policy, expectations, policy_of
-from .findings import problem_steps
 from .loads import VerdictReport, checkpoint_verdict, load_report, verdict_report
-from .remedies import remedy
 from .scan import FileScan, scan_path
 from .summary import safety_words
 
@@ -210,7 +207,7 @@ def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path that leads to no file: an empty folder, or a glob without a match."""
-    report = _report(path, [_unreadable(error)], Safety(), Policy(), DEFAULT, UNREADABLE)
+    report = _report(path, [_unreadable(error)], None, Policy(), DEFAULT, UNREADABLE)
     report["damaged"] = False
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
@@ -220,7 +217,7 @@ def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a missing file that a folder's lock names."""
     note = Finding.of("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
-    return _report(path, checks, Safety(), policy, DEFAULT, INVALID)
+    return _report(path, checks, None, policy, DEFAULT, INVALID)
 
 
 def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
@@ -236,7 +233,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
     if safe and not known:
         checks.append(_safe({"verdict": scan["verdict"] or UNKNOWN, "reasons": [words]}))
     status = INVALID if (policy.strict or safe) and not known else PASSED_OVER
-    report = _report(scan["path"], checks, Safety(), policy, torch, status)
+    report = _report(scan["path"], checks, None, policy, torch, status)
     report["bytes"], report["format"] = scan["bytes"], scan["kind"] or None
     if scan["verdict"] is not None:
         report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
@@ -259,9 +256,8 @@ def _checked(
     path: str, checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None
 ) -> ValidateReport:
     checkpoint = checkpoint.lenient()
-    checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
-    assert safety.verdict is not None
-    checks += expectations(checkpoint, policy, safety.verdict)
+    checked = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
+    checks = [*checked.checks, *expectations(checkpoint, policy, checked.verdict)]
     content = False
     for lock, include, exclude in dict.fromkeys((item.lock, item.include, item.exclude) for item in policy.each):
         if not lock:
@@ -281,20 +277,20 @@ def _checked(
     check_unchanged(checkpoint.sources)
     files: list[CompanionReport] = []
     companions: Companions | None = None
-    own = safety.pickles
+    pickles = [*checked.pickles]
     if isinstance(checkpoint.source, FolderSource):
         companions = check_companions(checkpoint.source, torch)
         files = companions.files
         checks += companions.checks
-        safety = safety._replace(pickles=[*safety.pickles, *companions.pickles])
+        pickles += companions.pickles
     inherent = [] if quick or not checkpoint.traits.no_checksums else ["checksums"]
     if inherent and content:
         checks, inherent = [_as_locked(check) for check in checks], []
-    verdict = checkpoint_verdict(checkpoint, torch, pickles=own, audited=safety.audited, companions=companions)
+    verdict = checkpoint_verdict(checkpoint, torch, checked=checked, companions=companions)
     if any(item.safe for item in policy.each):
         others = [scan for folder in other_checkpoints(checkpoint.source) for scan in scan_path(folder, torch)]
         checks.append(_safe(verdict_report(verdict), others))
-    report = _report(path, checks, safety, policy, torch, "", inherent)
+    report = _report(path, checks, pickles, policy, torch, "", inherent)
     step = as_step(_next_step(checkpoint, policy, checks))
     report["files"], report["advice"], report["next"] = files, step.advice, step.line
     report["safety"] = verdict_report(verdict)
@@ -318,54 +314,37 @@ def _as_locked(check: Check) -> Check:
     return check._replace(status=PASS, message="none in this format; the content of every tensor is as locked")
 
 
-def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> AnyStep:
-    """Return the command that fixes failures and warnings, or ""."""
-    damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
-    errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
-    if errors and errors <= {DEFLATED, NO_INDEX} and program_of(checkpoint) is None:
-        return edit_step("edit", checkpoint.path, word="clean", repack=True)
-    if any(problem.ambiguous for problem in checkpoint.container.problems):
+def _next_step(checkpoint: Checkpoint, policy: Policy, checks: Sequence[Check]) -> AnyStep:
+    """Return the command that fixes failures and warnings, advice, or ""."""
+    path, problems = checkpoint.path, checkpoint.container.problems
+    bad = [(check, note) for check in checks if check.status in (FAIL, WARNING) for note in check.notes]
+    damage = [note for check, note in bad if check.status == FAIL and check.name in _SALVAGE and note.level == "error"]
+    if any(problem.ambiguous for problem in problems):
         return ""
-    if errors == {EMPTY_WEIGHTS}:
-        return gather_step(checkpoint)
-    if damaged and isinstance(checkpoint.source, FolderSource):
-        codes = [note.code for check in damaged for note in check.notes if note.level == "error"]
-        steps = problem_steps(checkpoint, codes)
-        return next((step for step in steps.values() if step), rescue_step(checkpoint))
-    if damaged:
-        return rescue_step(checkpoint) if checkpoint.pickled else _DAMAGED_FILE
-    bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-    if not bad:
-        return ""
-    locked = {note.code for check in checks if check.name in ("lock", "lock-content") for note in check.notes}
-    return _remedy(checkpoint, policy, bad, relocked=bool(locked) and locked <= {"lock-container", "lock-layout"})
-
-
-def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, relocked: bool) -> AnyStep:
-    """Return the command that fixes ``bad`` checks; ``relocked`` says that only the container differs from the lock."""
-    path = checkpoint.path
-    if "program" in bad:
-        return convert_step(checkpoint) if checkpoint.survey.tensors else ""
-    if bad.get("globals") == FAIL and has_acting_call(checkpoint.graph):
+    if damage:
+        whole = checkpoint.pickled or isinstance(checkpoint.source, FolderSource)
+        return next((note.next for note in damage if note.next), rescue_step(checkpoint) if whole else _DAMAGED_FILE)
+    if has_acting_call(checkpoint.graph) and any(note.code == DANGEROUS_CALL for _, note in bad):
         return ""  # a file that runs a command when it is loaded should be deleted, not repaired
-    part = part_of(checkpoint)
-    if part is not None and part.cut and part.folder:
-        return command("inspect", part.folder)  # an edit of the part alone would be useless
-    if bad.get("part") == FAIL and part is not None:
-        return part.whole if part.cut else "get the missing parts into this folder"
-    if bad.get("shards") == FAIL:
-        return part.whole if part is not None else WHOLE
-    if bad.get("lock") == FAIL and relocked:
-        locked = command("lock", path, output=suggested_output(path, extension=".lock.json"))
-        return "its tensors are as locked, in another container, which has a lock of its own: " + locked
-    if any(problem.code == FLAT_PARAMETERS for problem in checkpoint.container.problems):
-        return "convert gives its flat parameters names and shapes, with `--unflatten OTHER`"
-    if step := remedy(checkpoint, policy, bad):
-        return step
-    if "load" in bad and checkpoint.traits.loads == "converted":
-        return edit_step("convert", path, extension=".pth")
-    suffix = checkpoint.container.misnamed(checkpoint.source)
-    return rename_step(path, suffix) if "weights-only" in bad and suffix else ""
+    if any(problem.code == FLAT_PARAMETERS for problem in problems):
+        return ""  # its message says what to do
+    for check, note in bad:
+        if note.next and check.name in ("program", "part", "shards"):
+            return note.next  # an edit of a part alone would be useless
+    if program_of(checkpoint) is not None:
+        return ""
+    # Two policies may expect the same thing differently.
+    times = Counter(check.name for check in checks)
+    steps = [note.next for check, note in bad if note.next and times[check.name] == 1]
+    if any(check.name == "beside" for check, _ in bad):
+        steps.append(companions_step(checkpoint))
+    edits = [step for step in steps if as_step(step).commands]
+    if edits and not any(item.device for item in policy.each) and not policy.map_location and away(checkpoint):
+        edits.append(edit_step("remap", path, word="cpu", to="cpu"))  # without it only a machine with a GPU loads it
+    outputs = [command.output for step in edits for command in as_step(step).commands]
+    extension = ".pth" if any(name.endswith(".pth") for name in outputs) and not path.endswith(".pth") else ""
+    step = together(path, edits, extension) or next(iter(edits), "")
+    return as_one_file(checkpoint, step) or next((step for step in steps if step), "")
 
 
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
@@ -381,6 +360,8 @@ def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress
     if not notes:
         of = f", of {' and of '.join(only.words for only in choices)}" if all(choices) else ""
         return Check(name, group, PASS, f"no NaN and no Inf in any tensor{of}")
+    advice = "no edit mends NaN and Inf: take a checkpoint from before they appeared"
+    notes[0] = notes[0]._replace(next=advice)
     message = (
         f"{pluralize(len(notes), 'tensor')} with NaN or Inf: {join_limited([note.message for note in notes], most=3)}"
     )
@@ -440,7 +421,13 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     path, loads = checkpoint.path, checkpoint.traits.loads
     if loads == "converted":
         message = "torch.load reads files, and this is a folder of parts"
-        return Check(name, group, FAIL, message, (Finding.of("load", "error", message),))
+        return Check(
+            name,
+            group,
+            FAIL,
+            message,
+            (Finding.of("load", "error", message, next=edit_step("convert", path, extension=".pth")),),
+        )
     try:
         need_torch("really loading it", path)
     except UnreadableError as error:
@@ -453,18 +440,17 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     return Check(name, group, PASS, message)
 
 
-def _safety_of(path: str, torch: str) -> Safety:
-    """Return the checks of all pickles that can be found at a path, checkpoint or not."""
+def _pickles_at(path: str, torch: str) -> list[ExaminedPickle]:
+    """Return all pickles that can be found at a path, checkpoint or not."""
     try:
         folder = folder_at(path)
         if folder is not None and folder_format(folder) is not None:
             names = islice(companion_names(folder, ()), LIMITS.listed)
-            files = (check_companion(folder, name, torch) for name in names)
-            return check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
+            return [pickle for name in names for pickle in check_companion(folder, name, torch).pickles]
         with closing(open_any(path)) as source:
-            return check_pickles(examine_all(find_pickles(source), torch), torch, None)
+            return examine_all(find_pickles(source), torch)
     except UnreadableError:
-        return Safety()
+        return []
 
 
 def _without_container(
@@ -474,22 +460,22 @@ def _without_container(
 
     The pickles of a remote file that is too large to be downloaded are not searched either.
     """
-    safety = Safety() if isinstance(error, RefusedError) else _safety_of(path, torch)
-    checks = [check, *(safety.checks if safety.pickles else [])]
+    pickles = [] if isinstance(error, RefusedError) else _pickles_at(path, torch)
+    checks = [check, *(check_pickles(pickles, torch) if pickles else [])]
     locked, finite = (any(wanted) for wanted in zip(*((item.lock, item.finite) for item in policy.each)))
     wanted = {"lock": locked, "finite": finite, "load": policy.load}
     expected = [name for name, asked in wanted.items() if asked]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
-    verdict = verdict_of(safety.pickles, torch, unclear=unclear)
-    if any(item.safe for item in policy.each) and (safety.pickles or unclear):
+    verdict = verdict_of(pickles, torch, unclear=unclear)
+    if any(item.safe for item in policy.each) and (pickles or unclear):
         checks.append(_safe(verdict_report(verdict)))
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
     if any(note.code == "dangerous-call" for item in checks for note in item.notes):
         status = INVALID  # whatever the file is, that is an answer
-    report = _report(path, checks, safety, policy, torch, status)
-    if safety.pickles:
+    report = _report(path, checks, pickles, policy, torch, status, whole=False)
+    if pickles:
         report["safety"] = verdict_report(verdict)
     what = str(error).removeprefix(f"{error.path}: ")
     report["error"], report["next"] = advised(what, error.step), error.step.line
@@ -500,11 +486,13 @@ def _without_container(
 def _report(
     path: str,
     checks: list[Check],
-    safety: Safety,
+    pickles: Sequence[ExaminedPickle] | None,
     policy: Policy,
     torch: str,
     status: str,
     inherent: Sequence[str] = (),
+    *,
+    whole: bool = True,
 ) -> ValidateReport:
     """Return the report on these checks; ``status`` is "" if they decide it.
 
@@ -513,7 +501,7 @@ def _report(
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
     skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]
-    names = [item for pickle in safety.pickles for item in pickle.names]
+    names = [item for pickle in pickles or () for item in pickle.names]
     complete = not status and not skipped
     if not status:
         strict = policy.strict and (warnings or set(skipped) - set(inherent))
@@ -531,13 +519,13 @@ def _report(
         "policy": policy.source,
         "coverage": "complete" if complete else "partial",
         "inherent": [name for name in inherent if name in skipped],
-        "not_checked": skipped if safety.verdict is not None else ["everything that needs a whole container"],
+        "not_checked": skipped if whole and pickles is not None else ["everything that needs a whole container"],
         "failures": failures,
         "warnings": warnings,
         "torch": torch,
         "safety": None,
         "checks": [_check_report(check) for check in checks],
-        "pickles": [pickle.where for pickle in safety.pickles],
+        "pickles": [pickle.where for pickle in pickles or ()],
         "globals": [cast("GlobalReport", item._asdict()) for item in names[: LIMITS.listed]],
         "globals_in_all": len(names),
         "files": [],

@@ -69,11 +69,11 @@ def test_the_next_step_makes_a_checkpoint_as_the_policy_expects(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (shutil.copytree if (FIXTURES / name).is_dir() else shutil.copy)(FIXTURES / name, name)
-    path = name
+    path, words = name, []
     for _ in range(2):  # a pickled module is a state dict first, which may have a prefix
-        words = shlex.split(ckptool.validate(path, policy)["next"])
-        assert run(words[1:]) == 0
-        path = words[-1]
+        line = shlex.split(ckptool.validate(path, policy)["next"])
+        assert run(line[1:]) == 0
+        path, words = line[-1], words + line
         if path != name and ckptool.validate(path, policy)["valid"]:
             break
     report = ckptool.validate(path, policy)

@@ -16,14 +16,14 @@ from ...edits.flat_params import flat_state_dicts
 from ...formats.opening import open_checkpoint
 from ...formats.rank_part import part_of
 from ...safety.storages import storage_flaws
-from ..edit_steps import sanitize_step
+from ..edit_steps import edit_step, sanitize_step
 from ..inspection import inspection
 from ..validate import report_on
 from .facts import NAMED, contents, fitting_case, global_names, runnable, signs, step_of, words
 from .file_answers import ANSWERS, Answer, line_step
+from .key_lists import Details
 from .known_errors import (
     Case,
-    Details,
     KnownError,
     as_python,
     command_line,
@@ -226,8 +226,8 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
     own = {item["code"] for item in mine}
     if own <= _DEVICES:
         # A machine that names its number of GPUs has one.
-        remap = error.step if error.step.startswith("remap ") else "remap {path} --to cpu -o {path:cpu}"
-        step = command_line(remap, path, details)
+        step = edit_step("remap", path, word="cpu", to="cpu").line
+        step = command_line(error.step, path, details) if error.step.startswith("remap ") else step
     elif own <= _CLASSES:
         step = as_step(sanitize_step(checkpoint)).line
     sure = error.topic.sure and not errors

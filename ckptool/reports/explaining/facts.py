@@ -24,8 +24,8 @@ from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
 from ..edit_steps import edit_step, sanitize_step
 from ..inspection import inspection
-from .key_lists import MODEL_ENTRIES
-from .known_errors import Case, Details, command_line, filled, named
+from .key_lists import MODEL_ENTRIES, Details
+from .known_errors import Case, command_line, filled, named
 
 #: State dicts and findings named in an answer.
 NAMED: Final = 3

@@ -25,8 +25,8 @@ from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizer
 from ...formats.empty_weights import empty_weights, gather_step
 from ..edit_steps import edit_step
 from .facts import NAMED, contents, pickled_suffix
-from .key_lists import COMPUTED, sentence
-from .known_errors import Details, KnownError, load_lines
+from .key_lists import COMPUTED, Details, sentence
+from .known_errors import KnownError, load_lines
 
 
 class Answer(NamedTuple):
