@@ -15,7 +15,6 @@ from ..base.steps import (
     NextStep,
     Step,
     argument,
-    as_step,
     command,
     folder_of,
     option,
@@ -215,13 +214,6 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
             error.step = "make plain tensors of the arrays first: " + command(
                 "sanitize", checkpoint.path, output=plain_name
             )
-        elif not holds_one and program is None:
-            from .sanitize.trial import loadable, loadable_step  # imported only after a refusal
-
-            if not loadable(checkpoint):
-                # If torch.load refuses the object, it would also refuse it in the new format.
-                more = (Step("to_format", output.name),)
-                error.step = as_step(loadable_step(checkpoint, more, extension=output.extension))
         raise
 
 
