@@ -31,20 +31,6 @@ def number(value: object) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else text(f"{float(str(value)):.4g}")
 
 
-def chart(counts: Sequence[int]) -> str:
-    """Return a histogram as an SVG picture; "" for fewer than two bins."""
-    if len(counts) < 2:
-        return ""
-    most, wide = max(counts), 60 / len(counts)
-    bars = "".join(
-        f"M{place * wide:g} 20v{-max(20 * count / most, 1):.1f}h{wide - 1:g}V20z"
-        for place, count in enumerate(counts)
-        if count
-    )
-    picture = '<svg class=chart width=60 height=20 viewBox="0 0 60 20" fill="currentColor" aria-hidden=true>'
-    return f'{picture}<path d="{bars}"/></svg>'
-
-
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], more: int = 0) -> str:
     """Return a table without a style, whose cells are markup; the number of ``more`` rows is shown below."""
     head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in headings)}</tr>" if headings else ""

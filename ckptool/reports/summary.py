@@ -120,17 +120,9 @@ def safety_words(safety: VerdictReport) -> str:
     return words + (f", and {pluralize(rest, 'more reason')}" if rest else "")
 
 
-def _without_list(verdict: str, report: InspectReport) -> str:
-    """Return the words of a verdict, without the names after their colon if a finding has them."""
-    word, _, reason = verdict.partition(": ")
-    why, _, names = reason.partition(": ")
-    first = names.partition(",")[0]
-    return f"{word}: {why}" if word == "unknown" and first and _is_named(first, report) else verdict
-
-
 def facts(report: InspectReport) -> list[tuple[str, str]]:
     """Return the lines of the summary as (label, text)."""
-    safety = ("safety", _without_list(safety_words(report["safety"]), report))
+    safety = ("safety", safety_words(report["safety"]))
     is_safe = report["safety"]["verdict"] == "weights-only"
     lines = [] if is_safe else [safety]  # a warning comes first
     if report["tensors"]:
@@ -206,17 +198,8 @@ def _verdict(report: InspectReport) -> str:
         return "it is not clear which records torch reads"
     if verdict["loads"]:
         return f"weights_only=True{_versions(report)} loads {_loads(report)}"
-    names = [item["global"] for item in verdict["blockers"] if "global" in item]
-    rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
-    # The findings name the rules. The many opcodes of a protocol would hide everything else here.
-    reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
-    listed = "" if _is_named(reasons[0], report) else f": {join_limited(reasons, most=4)}"
-    return f"weights_only=True{_versions(report)} refuses it{listed}"
-
-
-def _is_named(name: str, report: InspectReport) -> bool:
-    """Return whether a finding names it, so that the lines above the findings need not repeat the list."""
-    return any(name in finding["message"] for finding in report["findings"])
+    why = f": {verdict['blockers'][0]['rule']}" if "program" in report else ""  # otherwise the findings say why
+    return f"weights_only=True{_versions(report)} refuses it{why}"
 
 
 def _loaded(load: LoadReport) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.text import human_bytes, join_limited, pluralize, shape_text
-from ..html import chart, middle, number, text
+from ..html import middle, number, text
 from ..inspection import InspectReport
 from ..summary import entry_rows, facts
 from ..validate import ValidateReport
@@ -242,7 +242,10 @@ def _typed(item: Mapping[str, Any]) -> str:
 
 
 def tensors(content: Content) -> str:
-    """Return the table of the first tensors, of a comparison the changed ones first; the program has all."""
+    """Return the table of the first tensors, of a comparison the changed ones first.
+
+    The program replaces it by one of all tensors, with charts and figures.
+    """
     head = [("name", "name", False)]
     head += _CHANGE if content.comparison is not None else ()
     head += _IDENTITY
@@ -251,18 +254,22 @@ def tensors(content: Content) -> str:
         known = {by for by, _, _ in _NUMBERS if any(row.get(by) is not None for row in rows)}
         head += [item for item in _NUMBERS if item[0] in known or item[0] in ("chart", "bad")]
     cells = "".join(
-        f'<th scope=col data-by="{by}"{" class=n" if right else ""}{_hint(by)}>{label}</th>'
+        f'<th scope=col data-by="{by}"{" class=n" if right else ""}'
+        f"{f' title={chr(34)}{_HINTS[by]}{chr(34)}' if by in _HINTS else ''}>{label}</th>"
         for by, label, right in head
     )
     lines = []
     places = list(range(len(content.tensors.rows)))
-    if content.comparison is not None:
-        fates = content.comparison.fate
-        places.sort(key=lambda place: fates[place] == SAME)
+    fates = [""] * len(places) if content.comparison is None else content.comparison.fate
+    places.sort(key=lambda place: fates[place] == SAME)
     for place in places[:_ROWS]:
-        values = {by: _cell(by, content.tensors.rows[place], content.comparison, place) for by, _, _ in head}
-        inner = "".join(f"<td{' class=n' if right else ''}>{values[by]}</td>" for by, _, right in head[1:])
-        lines.append(f"<tr><th scope=row>{values['name']}</th>{inner}</tr>")
+        row = content.tensors.rows[place]
+        name = middle(row["path"] if row["state_dict"] is None else row["key"]) or "."
+        texts = {"dtype": text(row["dtype"]), "shape": shape_text(row["shape"]), "bytes": human_bytes(row["bytes"])}
+        texts |= {"fate": text(fates[place]), "chart": text(row.get("reason") or "")}
+        each = ((texts[by] if by in texts else number(row.get(by)), right) for by, _, right in head[1:])
+        inner = "".join(f"<td{' class=n' if right else ''}>{cell}</td>" for cell, right in each)
+        lines.append(f"<tr><th scope=row>{name}</th>{inner}</tr>")
     total = len(content.tensors.rows)
     more = f"<p class=more id=rest>and {total - _ROWS:,} more</p>" if total > _ROWS else ""
     return (
@@ -270,37 +277,6 @@ def tensors(content: Content) -> str:
         f"<caption class=unseen>All tensors</caption><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody>"
         f"</table></div>{more}"
     )
-
-
-def _hint(by: str) -> str:
-    return f' title="{_HINTS[by]}"' if by in _HINTS else ""
-
-
-def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place: int) -> str:
-    """Return a cell in the table of tensors."""
-    if by == "name":
-        return middle(row["path"] if row["state_dict"] is None else row["key"]) or "."
-    if by in ("dtype", "shape"):
-        return text(row["dtype"] if by == "dtype" else shape_text(row["shape"]))
-    if by == "bytes":
-        return human_bytes(row["bytes"])
-    if by == "chart":
-        return text(row["reason"]) if row["reason"] else chart((row["histogram"] or {"counts": ()})["counts"])
-    partner = None if comparison is None else comparison.partners.get(place)
-    if by == "bad":
-        sides = {"" if comparison is None else "A: ": row}
-        if comparison is not None and partner is not None:
-            sides["B: "] = comparison.tensors.rows[partner]
-        counts = (
-            (side, of[name], word) for side, of in sides.items() for name, word in (("nans", "NaN"), ("infs", "Inf"))
-        )
-        return join_limited([f"{side}{count:,} {word}" for side, count, word in counts if count])
-    if comparison is not None and by == "fate":
-        return text(comparison.fate[place])
-    if comparison is not None and by in _MEASURED:
-        same = comparison.fate[place] == SAME
-        return _figure(by, int(by == "cosine") if same else comparison.figures.get(place, {}).get(by))
-    return number(row.get(by))
 
 
 def _figure(by: str, value: object) -> str:
