@@ -26,7 +26,7 @@ from ..values.elements import storage_reader
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
 from .recompute import Recomputation, quantized_refusal
-from .storages import has_bits
+from .storages import has_bits, tensors_of
 
 #: Dtypes that have a mean: floating point, one number per element.
 _DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.name != "float4_e2m1fn_x2")
@@ -82,8 +82,8 @@ def average(
     layouts: dict[str, set[object]] = {}
     integers = tensors = differing = 0
     for state_dict in selected(first, key):
-        tables = [_tensors(other, _partner_dict(first, other, state_dict)) for other in others]
-        for name, tensor in _tensors(first, state_dict).items():
+        tables = [tensors_of(other, _partner_dict(first, other, state_dict)) for other in others]
+        for name, tensor in tensors_of(first, state_dict).items():
             if not only.match(name, spell_key(state_dict.path, name)):
                 continue
             partners = [_partner(first, other, table, name, tensor) for other, table in zip(others, tables)]
@@ -202,11 +202,6 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
             next="name the one to average with `--key=`",
         )
     return candidates[0]
-
-
-def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
-    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    return {str(nodes[name]): tensor for name, ref in state_dict.items if (tensor := reader.tensor(ref)) is not None}
 
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:

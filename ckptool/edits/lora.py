@@ -32,7 +32,7 @@ from .adapters import description, weight_changes
 from .average import one_for_each
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
-from .storages import refuse_bits
+from .storages import refuse_bits, tensors_of
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -141,7 +141,7 @@ class _Merge:
         nodes = work.checkpoint.graph.nodes
         #: The tensors, and the references of their values, by key.
         self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
-        self.tensors = {name: item for name, ref in self.refs.items() if (item := work.reader.tensor(ref)) is not None}
+        self.tensors = tensors_of(work.checkpoint, self.state_dict)
         if work.quantized or self.config.get("quantization_config"):
             sign = work.quantized.words if work.quantized else f"{CONFIG} has a quantization_config"
             message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"

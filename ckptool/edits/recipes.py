@@ -32,9 +32,9 @@ from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.rank_part import part_of
 from ..formats.recipes.evaluation import (
     Block,
-    LackingError,
     Output,
     Result,
+    UnfitError,
     UnknownError,
     View,
     apply,
@@ -43,13 +43,13 @@ from ..formats.recipes.evaluation import (
     named,
 )
 from ..formats.recipes.inverse import refuse_one_way
-from ..formats.recipes.numbers import CONFIGURATIONS, UnfitError, configurations, described, model_type
+from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, model_type
 from ..formats.recipes.recipe import Recipe, built_in, built_in_both_ways, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
 from .recompute import Recomputation, quantized_refusal
-from .storages import refuse_bits
+from .storages import refuse_bits, tensors_of
 from .ties import equal_values
 
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
@@ -92,7 +92,7 @@ def named_as(
     """
     known = families()
     if family not in known:
-        possible = [each for each in _possible(checkpoint, key) if each in known]
+        possible = [each for each in _possible(checkpoint, key, list(_described_beside(checkpoint))) if each in known]
         library, _, model = family.rpartition(":")
         like = possible or [each for each in known if model in each or each.partition(":")[0] == library] or known
         what = f"{family!r} is not a family of names"
@@ -123,7 +123,7 @@ def apply_recipe(
         return _applied(checkpoint, [recipe], "", key, config)
     found = built_in(recipe) if recipe in built_in_names() else read_recipe(recipe)
     turned = found.reversed()
-    own = [name for state_dict in selected(checkpoint, key) for name in _tensors(checkpoint, state_dict)]
+    own = [name for state_dict in selected(checkpoint, key) for name in tensors_of(checkpoint, state_dict)]
     directions = [found] if fits(found, own) and fits(turned, own) else [found, turned]
     return _applied(checkpoint, directions, "", key, config)
 
@@ -171,7 +171,7 @@ def _applied(
     config: str | Mapping[str, Any] | None,
     allow_loss: Collection[str] = (),
 ) -> Checkpoint:
-    given = [*_given(config)]
+    given = _given(config)
     facts = [*given, *_facts(checkpoint)]
     quantized = quantization(checkpoint)
     try:
@@ -190,7 +190,7 @@ def _applied(
     graph, work = checkpoint.graph, Recomputation(checkpoint)
     refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}
     known: dict[object, Ref] = {}
-    places = {name: at for at, name in enumerate(_tensors(checkpoint, state_dict))}
+    places = {name: at for at, name in enumerate(tensors_of(checkpoint, state_dict))}
     made: dict[str, tuple[int, tuple[Ref, Ref]]] = {}
     for output in result.outputs:
         made[output.name] = output.place, (work.editor.add(output.name), _made(work, output, refs, known))
@@ -235,7 +235,7 @@ def _refuse_torn(checkpoint: Checkpoint, quantized: Quantization, edited: Checkp
 
 def _refuse_untied(checkpoint: Checkpoint, recipe: Recipe, state_dict: StateDict, result: Result) -> None:
     """Raise RefusedError if a tensor that the other layout lacks differs from the one that takes its place there."""
-    tensors = _tensors(checkpoint, state_dict)
+    tensors = tensors_of(checkpoint, state_dict)
     for name in result.ignored:
         other = recipe.tied.get(name, "")
         if other not in tensors or equal_values(checkpoint, tensors[name], tensors[other]):
@@ -285,32 +285,26 @@ def _config(
         step = f"give the {CONFIG} of the new layout: {option('config', CONFIG)}"
         what = f"{CONFIG} describes {recipe.a}, and for {recipe.b} it is not made: {join_limited(unknown)} not known"
         raise RefusedError(what, path=checkpoint.path, next=step)
-    if unknown:
-        return b"", [f"{CONFIG} is not made: {join_limited(unknown)} not known"]
-    if not recipe.config:
-        return b"", []
+    if unknown or not recipe.config:
+        return b"", [f"{CONFIG} is not made: {join_limited(unknown)} not known"] if unknown else []
     sizes: Counter[str] = Counter()
     for entry in checkpoint.survey.tensors:
         sizes[entry.tensor.dtype] += entry.tensor.own_bytes
     config["torch_dtype"] = max(sizes, key=lambda dtype: sizes[dtype])
-    notes = [f"{CONFIG} made, for an output that is a folder"]
     usual = [f"{name} {json.dumps(value)}" for name, value in absent.items()]
-    notes += [f"not recorded, so the usual values are taken: {join_limited(usual, most=9)}"] if usual else []
-    return (json.dumps(config, indent=2) + "\n").encode(), notes
+    notes = [f"not recorded, so the usual values are taken: {join_limited(usual, most=9)}"] if usual else []
+    return (json.dumps(config, indent=2) + "\n").encode(), [f"{CONFIG} made, for an output that is a folder", *notes]
 
 
 def _chosen(
-    checkpoint: Checkpoint,
-    recipes: Sequence[Recipe],
-    family: str,
-    key: str | None,
-    facts: Sequence[Mapping[str, Any]],
+    checkpoint: Checkpoint, recipes: Sequence[Recipe], family: str, key: str | None, facts: Sequence[Mapping[str, Any]]
 ) -> _Choice:
     """Return the only recipe and state dict that fit together; raise RefusedError if none do, or several."""
-    refusals: list[tuple[bool, int, bool, RefusedError]] = []
+    best: tuple[bool, int, RefusedError | None] = (False, 0, None)
+    there = False
     found: list[_Choice] = []
     for state_dict in selected(checkpoint, key):
-        views = {name: _view(tensor) for name, tensor in _tensors(checkpoint, state_dict).items()}
+        views = {name: _view(tensor) for name, tensor in tensors_of(checkpoint, state_dict).items()}
         for recipe in recipes:
             try:
                 result = apply(recipe, views, facts)
@@ -318,10 +312,9 @@ def _chosen(
             except RefusedError as error:
                 error.path = checkpoint.path
                 count, whole = named(recipe, views)
-                unfit = isinstance(error, UnfitError)
-                by_name = isinstance(error, UnfitError) and error.by_name
-                whole = whole and not by_name and not isinstance(error, LackingError)
-                refusals.append((whole, count or by_name, not unfit, error))
+                whole = whole and not isinstance(error, UnfitError)
+                best = max(best, (whole, count, error), key=lambda item: item[:2])
+                there = there or (family != "" and _applies(recipe.reversed(), views, facts))
                 continue
             choice = _Choice(recipe, state_dict, result)
             same = ((other.state_dict, other.result.outputs, other.result.ignored) for other in found)
@@ -334,67 +327,34 @@ def _chosen(
         what = f"the recipe fits {pluralize(len(paths), 'state dict')}: {join_limited([repr(path) for path in paths])}"
         raise TargetError(what, path=checkpoint.path, next=f"choose one, for example {option('key', paths[0] or '.')}")
     if found:
-        names = join_limited([choice.recipe.a for choice in found])
-        raise RefusedError(
-            f"it may be {names}: their names are the same, and they differ in layout", path=checkpoint.path
-        )
-    best = max(refusals, key=lambda item: item[:3], default=None)
-    there = bool(family) and any(
-        _applies(recipe.reversed(), {name: _view(tensor) for name, tensor in _tensors(checkpoint, item).items()}, facts)
-        for recipe in recipes
-        for item in selected(checkpoint, key)
-    )
-    if best is not None and best[1] and (best[0] or not there):
-        raise best[3]
+        what = f"it may be {join_limited([choice.recipe.a for choice in found])}: their names are the same"
+        raise RefusedError(f"{what}, and they differ in layout", path=checkpoint.path)
+    whole, count, refusal = best
+    if refusal is not None and count and (whole or not there):
+        raise refusal
     if there:
         raise RefusedError(f"it has the names of {family} already", path=checkpoint.path)
-    known = sorted({recipe.a for recipe in recipes})
-    possible = _possible(checkpoint, key, facts=facts) if family else []
-    if possible:
-        what = f"no recipe leads from its names to {family}, only to {join_limited(possible, most=len(possible))}"
-        raise RefusedError(what, path=checkpoint.path)
     what = f"no recipe leads from its names to {family}" if family else "no tensor has a name of the recipe"
-    step = (
-        f"recipes lead there from {join_limited(known, most=12)}; see its names with "
-        if family
-        else "see its names with "
-    )
-    raise RefusedError(what, path=checkpoint.path, next=(step + command("keys", checkpoint.path)))
+    if possible := _possible(checkpoint, key, facts) if family else []:
+        raise RefusedError(f"{what}, only to {join_limited(possible, most=len(possible))}", path=checkpoint.path)
+    raise RefusedError(what, path=checkpoint.path, next="see its names with " + command("keys", checkpoint.path))
 
 
 def _applies(recipe: Recipe, views: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a recipe fits a model, perhaps once a number is known."""
-    if not fits(recipe, views):
-        return False
     try:
-        apply(recipe._replace(model_types=((), ())), views, facts)
+        return fits(recipe, views) and bool(apply(recipe._replace(model_types=((), ())), views, facts))
     except RefusedError as error:
         return isinstance(error, UnknownError)
-    return True
 
 
-def _possible(
-    checkpoint: Checkpoint, key: str | None, wanted: str = "", facts: Sequence[Mapping[str, Any]] = ()
-) -> list[str]:
-    """Return the families, beginning with ``wanted``, that built-in recipes lead to from the names of a model, if its
-    configuration states a type that they describe.
-    """
-    types = {kind for _, kind in model_type(facts or _described_beside(checkpoint))}
-    tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
-    found = set()
-    for recipe in map(built_in, built_in_names()):
-        for family in (recipe.b, recipe.a):
-            if family.startswith(wanted) and family not in found:
-                turned = recipe if family == recipe.b else recipe.reversed()
-                known = not turned.model_types[0] or types <= {*turned.model_types[0]}
-                found |= {family} if known and any(fits(turned, names) for names in tensors) else set()
-    return sorted(found)
-
-
-def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
-    tensors = ((str(graph.nodes[name]), reader.tensor(ref)) for name, ref in state_dict.items)
-    return {name: tensor for name, tensor in tensors if tensor is not None}
+def _possible(checkpoint: Checkpoint, key: str | None, facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the families that built-in recipes lead to from the names of a model, if they describe its type."""
+    types = {kind for _, kind in model_type(facts)}
+    tensors = [list(tensors_of(checkpoint, item)) for item in selected(checkpoint, key)]
+    turned = (each for recipe in map(built_in, built_in_names()) for each in (recipe, recipe.reversed()))
+    known = (recipe for recipe in turned if not recipe.model_types[0] or types <= {*recipe.model_types[0]})
+    return sorted({recipe.b for recipe in known if any(fits(recipe, names) for names in tensors)})
 
 
 def _view(tensor: Tensor) -> View:
@@ -451,15 +411,12 @@ def _chunk(work: Recomputation, block: Block, tensor: Tensor, dtype: Dtype, name
     return Chunk(block.box, body.piece.source, begin)
 
 
-def _given(config: str | Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the numbers that the user gave."""
-    if isinstance(config, str):
-        content = read_object(config)
-        if content is None:
-            raise MalformedError("it is not a JSON object", path=config)
-        yield content
-    elif config is not None:
-        yield config
+def _given(config: str | Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the numbers that the user gave, in a list."""
+    content = read_object(config) if isinstance(config, str) else config
+    if content is None and isinstance(config, str):
+        raise MalformedError("it is not a JSON object", path=config)
+    return [] if content is None else [content]
 
 
 def _described_beside(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
@@ -473,19 +430,15 @@ def _described_beside(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
 def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
     yield from _described_beside(checkpoint)
-    source = checkpoint.source
-    beside = source.beside if isinstance(source, FolderSource) else ()
-    own = arguments(checkpoint.graph)
-    for path in beside if not own else ():
+    source, graph = checkpoint.source, checkpoint.graph
+    own = arguments(graph)
+    for path in source.beside if isinstance(source, FolderSource) and not own else ():
         if os.path.basename(path) == _COMMON:
             with closing(open_checkpoint(path)) as other:
                 own = arguments(other.graph)
-    graph = checkpoint.graph
     values = values_of(graph, graph.root)
-    entries = [
-        {field: graph.nodes[ref] for field, ref in values_of(graph, values[name]).items()}
-        for name in sorted(values.keys() & _ENTRIES)
-    ]
+    entries = [values_of(graph, values[name]) for name in sorted(values.keys() & _ENTRIES)]
+    described = [{field: graph.nodes[ref] for field, ref in entry.items()} for entry in entries]
     # In arguments of Megatron-LM, model_type means something else.
-    for each in ([own] if own else []) + entries:
+    for each in ([own] if own else []) + described:
         yield {field: value for field, value in each.items() if field != "model_type"}

@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.selection import dotted, selected_tensors
-from ..checkpoint.survey import TensorEntry
+from ..checkpoint.survey import StateDict, TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 from ..safety.storages import storage_flaws
@@ -55,6 +55,12 @@ def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> list
     tensors = selected_tensors(checkpoint, key)
     only = dotted(only, checkpoint)
     return [entry for entry in tensors if only.match(entry.key, entry.path)] if only else tensors
+
+
+def tensors_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
+    """Return the tensors of a state dict by key."""
+    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
+    return {str(nodes[name]): tensor for name, ref in state_dict.items if (tensor := reader.tensor(ref)) is not None}
 
 
 def chosen_storages(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str]:

@@ -20,15 +20,15 @@ from ..pieces.boxes import Box
 from .axes import PADDING, part_and_whole, sizes
 from .blocks import all_tags, grid_of, merged, steps_of
 from .names import NamePattern, parsed
-from .numbers import UnfitError, contradicted, known_numbers, refuse_other_models
+from .numbers import contradicted, known_numbers, refuse_other_models
 from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs
 
 #: The most outputs, and blocks of one output.
 _MOST: Final = 1 << 20
 
 
-class LackingError(RefusedError):
-    """Nothing becomes a tensor that every model on the other side has."""
+class UnfitError(RefusedError):
+    """The names of the tensors show that the recipe does not fit the model."""
 
 
 class UnknownError(RefusedError):
@@ -293,9 +293,7 @@ class _Application:
         for refusal in self.recipe.refusals:
             odd = next((name for name in rest if refusal.name and fnmatchcase(name, refusal.name)), "")
             if odd:
-                error = UnfitError(f"{refusal.why}: {quoted(odd)}")
-                error.by_name = True
-                raise error
+                raise UnfitError(f"{refusal.why}: {quoted(odd)}")
 
     def _check_outputs(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if nothing becomes a tensor that every model on side b has."""
@@ -306,7 +304,7 @@ class _Application:
             missing = next((each.name for each in rule.b if not rule.optional and each.name.text not in made), None)
             if missing is not None:
                 name = missing.filled(dict.fromkeys(missing.symbols, 0) | self.known)
-                raise LackingError(f"a model of {self.recipe.b} has {quoted(name)}, and nothing here becomes that")
+                raise UnfitError(f"a model of {self.recipe.b} has {quoted(name)}, and nothing here becomes that")
 
     def _share_numbers(self, uses: Sequence[_Use]) -> None:
         """Add the numbers that only shapes tell, from whichever rule tells them; refuse those that contradict."""

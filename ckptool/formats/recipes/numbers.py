@@ -26,12 +26,6 @@ _LARGEST: Final = 1 << 40
 _INNER: Final = ("", "model", "text_config", "args", "dims", "config")
 
 
-class UnfitError(RefusedError):
-    """The recipe says that it does not fit the model. ``by_name``: names of tensors show it, not the configuration."""
-
-    by_name = False
-
-
 def configurations(paths: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the content of each file that describes a model, once; files with other names or contents are skipped."""
     for path in dict.fromkeys(paths):
@@ -107,14 +101,14 @@ def refuse_other_models(recipe: Recipe, facts: Sequence[Mapping[str, Any]]) -> N
     for field, kind in model_type(facts) if types else ():
         if kind not in types:
             what = f"its configuration says {field} = {kind!r}, and {recipe.a} is a layout of {join_limited(types)}"
-            raise UnfitError(f"{what}: other models compute otherwise", next=leave)
+            raise RefusedError(f"{what}: other models compute otherwise", next=leave)
     for why, field, unless, needed, _ in recipe.refusals:
         value = fact(field, facts) if field else None
         # ">=max_position_embeddings" fits numbers that are at least another field.
         least = [fact(each[2:], facts) for each in unless if isinstance(each, str) and each[:2] == ">="]
         reaches = type(value) is int and any(type(each) is int and value >= each for each in least)
         if value is not None and value not in unless and not reaches:
-            raise UnfitError(f"{why} ({field} = {value!r}), unlike a model of {recipe.b}", next=leave)
+            raise RefusedError(f"{why} ({field} = {value!r}), unlike a model of {recipe.b}", next=leave)
         if value is None and needed:
             step = "give the configuration of the model in a JSON file: `--config config.json`"
             raise RefusedError(f"{field} is not known, and other values of it mean another layout", next=step)
