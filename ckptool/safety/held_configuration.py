@@ -6,7 +6,7 @@ runs ``cfg`` as Python (mmengine/infer/infer.py), and hydra's ``instantiate`` ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -36,7 +36,7 @@ def held_findings(graph: Graph) -> tuple[list[ActivePart], str]:
 
     The remark says where the pickle holds settings as text, which torch.load does not read; it may be "".
     """
-    if not may_be_configuration(graph.strings):
+    if acting_rules().keys().isdisjoint(graph.strings) and not any(map(_may_be_text, graph.strings)):
         return [], ""
     # imported only if something looks like configuration
     from .configuration import ActivePart, holds_settings, key_findings, string_findings
@@ -76,11 +76,6 @@ def held_findings(graph: Graph) -> tuple[list[ActivePart], str]:
                 under = f" under {quoted(cut(place, 120))}" if place else ""
                 remark = f"holds {human_bytes(len(text))} of text{under}; programs that evaluate it run it"
     return found, remark
-
-
-def may_be_configuration(strings: Collection[str]) -> bool:
-    """Return whether ``held_findings`` may find anything in a pickle with these strings."""
-    return not acting_rules().keys().isdisjoint(strings) or any(map(_may_be_text, strings))
 
 
 def _may_be_text(text: str) -> bool:
