@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Said, say
+from command_line import say
 from remote.server import MIB, Server
 
 from ckptool.base.errors import RefusedError
@@ -73,14 +73,6 @@ def test_a_tensor_is_refused_by_its_own_size(server: Server, monkeypatch: pytest
         monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "900000")
 
 
-@pytest.mark.parametrize("limit", ["3MB", "2.5 MiB", "0"])
-def test_the_limit_may_have_a_unit(limit: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "")
-    assert say("hash", A, "--max-download", limit).code == 4
-    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", limit)
-    assert say("hash", A).code == 4
-
-
 def test_a_limit_that_is_no_number_is_never_ignored(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert say("hash", A, "--max-download", "1X").code == 2
     monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "1X")
@@ -105,15 +97,6 @@ def test_the_files_of_a_command_count_together(server: Server, monkeypatch: pyte
     assert "s3://bucket/b.pth: it would download 5." in said.all
     assert " after 5." in said.all
     assert ANNOUNCED.get() is None
-
-
-def test_a_call_of_the_library_counts_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckptool
-
-    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", str(8 * MIB))
-    assert len({ckptool.hash(path)["content"] for path in (A, B, A, B)}) == 2
-    with pytest.raises(RefusedError, match="it would download"):
-        ckptool.diff(A, B)
 
 
 def test_bytes_that_several_pieces_read_count_once(server: Server) -> None:
@@ -156,37 +139,3 @@ def test_a_folder_is_refused_as_a_whole(call: list[str], dcp: str, server: Serve
     assert said.code in (3, 4)
     assert "it would download 3." in said.all and "more than 2.00 MB" in said.all
     assert server.down < MIB
-
-
-@pytest.mark.parametrize(
-    ("call", "requests", "round_trips"),
-    [
-        (["keys"], 5, 3),
-        (["validate", "--quick"], 40, 9),
-        (["scan"], 40, 9),
-        (["hash"], 30, 6),
-        (["validate"], 64, 11),
-        (["convert", "-o", "OUT.safetensors"], 64, 11),
-    ],
-)
-def test_items_come_in_one_batch(
-    call: list[str],
-    requests: int,
-    round_trips: int,
-    dcp: str,
-    server: Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One by one, 24 tensors would take as many round trips."""
-    out = tmp_path / "out.safetensors"
-
-    def run() -> Said:
-        out.unlink(missing_ok=True)
-        return say(*(word.replace("OUT.safetensors", str(out)) for word in call), "s3://bucket/dcp")
-
-    monkeypatch.setenv("CKPTOOL_MAX_DOWNLOAD", "1GB")
-    said = server.slowly(run, round_trips)
-    assert said.code == 0, said.err
-    assert server.count() <= requests
-    assert server.round_trips <= round_trips

@@ -147,12 +147,6 @@ def test_every_other_command(name: str, server: Server, monkeypatch: pytest.Monk
         assert say(*words, f"s3://bucket/{name}").code in (3, 4)
 
 
-@pytest.mark.parametrize("name", ["dcp4", "dcp4/"])
-def test_a_folder_with_and_without_its_slash(name: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FIXTURES)
-    assert plain(say("keys", f"s3://bucket/{name}")) == plain(say("keys", name))
-
-
 def test_two_files_and_a_member(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
     one, two = "bare.pth", "bare_module.pth"
@@ -194,20 +188,6 @@ def test_an_edit_expands_a_pattern_of_inputs(server: Server, tmp_path: Path) -> 
         server.buckets["bucket"].pop("bare*.pth", None)
 
 
-def test_an_edit_expands_no_braces(server: Server) -> None:
-    said = say("strip-module", "s3://bucket/{bare,bare_module}.pth", "--dry-run")
-    assert said.code == 3 and "expands no patterns of addresses, and no file has this name; name each file" in said.err
-
-
-def test_a_missing_output(server: Server) -> None:
-    """--in-place is suggested for files on the disk alone."""
-    said = say("strip-module", "s3://bucket/bare_module.pth")
-    assert said.code == 2
-    assert "in-place" not in said.all
-    assert "say where to write" in said.err
-    assert "in-place" in say("strip-module", FIXTURES / "bare_module.pth").err
-
-
 def test_addresses_that_differ_in_their_query_alone(server: Server) -> None:
     server.put("plain", "x.pth", (FIXTURES / "bare.pth").read_bytes())
     plain, signed = f"{server.url}/plain/x.pth", f"{server.url}/plain/x.pth?id=1"
@@ -229,17 +209,6 @@ def test_files_around_a_file_on_a_web_server(server: Server) -> None:
     assert remote.code == 0
     assert plain(Said(0, remote.out.replace(place, str(folder)), "")) == plain(local)
     assert say("inspect", f"{server.url}/plain/shards/model-00001-of-00002.safetensors").code == 0
-
-
-def test_a_log_in_a_bucket_is_explained(server: Server) -> None:
-    server.put("bucket", "train.log", b"step 1\nKeyError: 'state_dict'\n")
-    said = say("explain", "s3://bucket/train.log", "s3://bucket/bare.pth")
-    assert said.code == 0
-    assert "KeyError: 'state_dict'" in said.out
-    assert "s3://bucket/none.log: no such file" in say("explain", "s3://bucket/none.log", "s3://bucket/bare.pth").err
-    assert (
-        'In Python, with the file downloaded:\n    state = torch.load("bare.pth"' in said.out
-    )  # torch opens no address
 
 
 def test_what_a_remote_file_cannot(server: Server) -> None:
@@ -419,47 +388,6 @@ def test_the_options_of_remote_files(
         server.signed = True
 
 
-def test_requests_of_commands(server: Server) -> None:
-    for words, most in ((["keys"], 2), (["inspect"], 2), (["scan"], 2), (["validate"], 4)):
-        server.clear()
-        assert say(*words, "s3://bucket/bare.pth").code == 0
-        assert server.count() <= most
-
-
-@pytest.mark.parametrize(
-    ("call", "requests", "round_trips"),
-    [
-        (["--key", "model"], 2, 2),  # the listing, and .metadata
-        ([], 6, 3),  # and the objects, in four files
-    ],
-    ids=("tensors", "objects"),
-)
-def test_requests_of_dcp(call: list[str], requests: int, round_trips: int, server: Server, tmp_path: Path) -> None:
-    folder, copy = FIXTURES / "dcp4", tmp_path / "copy"
-    if call:
-        assert say("convert", folder, *call, "--to-format", "dcp", "-o", copy).code == 0
-        folder = copy
-    for path in folder.iterdir():
-        server.put("bucket", f"counted{len(call)}/{path.name}", path.read_bytes())
-    assert server.slowly(lambda: say("keys", f"s3://bucket/counted{len(call)}/"), round_trips).code == 0
-    assert server.count() <= requests
-    assert server.round_trips == round_trips
-
-
-def test_a_pointer_instead_of_a_data_file(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are too small for their items are looked at, so the answer is the same as locally."""
-    shutil.copytree(FIXTURES / "dcp4", tmp_path / "pulled")
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 19113\n"
-    (tmp_path / "pulled" / "__1_0.distcp").write_bytes(pointer)
-    for path in (tmp_path / "pulled").iterdir():
-        server.put("bucket", f"pulled/{path.name}", path.read_bytes())
-    monkeypatch.chdir(tmp_path)
-    for command in ("keys", "inspect", "validate"):
-        said = say(command, "s3://bucket/pulled", "-v")
-        assert "__1_0.distcp cannot be read: it is a Git LFS pointer" in said.all
-        assert plain(said) == plain(say(command, "pulled", "-v"))
-
-
 @pytest.mark.parametrize(
     ("kind", "call", "requests", "round_trips"),
     [
@@ -533,42 +461,6 @@ def test_a_bar_counts_what_arrives(impatient: None, capsys: pytest.CaptureFixtur
     with progress.progress_bar(-1, "reading") as step:
         ARRIVED.add(2000)
         wait_for("2.00 kB, ")
-
-
-@pytest.mark.parametrize(
-    "call", [["validate"], ["validate", "--json"], ["hash"], ["lock", "--content"], ["stats"], ["diff"]], ids=" ".join
-)
-def test_commands_show_what_arrives(call: list[str], impatient: None, large: list[bytes], server: Server) -> None:
-    server.put("bucket", "one.pth", large[0])
-    server.put("bucket", "two.pth", large[1])
-    server.delay = 0.02
-    try:
-        for _ in range(5):  # on a busy machine, all may arrive before the bar is looked at
-            said = say(*call, "s3://bucket/one.pth", *(["s3://bucket/two.pth"] if call == ["diff"] else []))
-            if "of 2.8" in said.err or "of 5." in said.err:
-                return
-    finally:
-        server.delay = 0
-    raise AssertionError(said.all)
-
-
-def test_a_folder_shows_what_arrives(impatient: None, server: Server) -> None:
-    """Its size is not known before it is opened."""
-    torch, save = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").save
-    names = [f"model-0000{at}-of-00002.safetensors" for at in (1, 2)]
-    for name in names:
-        server.put("shards", f"model/{name}", save({name: torch.ones(600_000)}))
-    index = {"metadata": {}, "weight_map": {name: name for name in names}}
-    server.put("shards", "model/model.safetensors.index.json", json.dumps(index).encode())
-    server.delay = 0.02
-    try:
-        for _ in range(5):  # as above
-            said = say("lock", "--content", "s3://shards/model")
-            if re.search(r"hashing .* [\d.]+ MB, [\d.]+ .?B/s", said.err):
-                return
-    finally:
-        server.delay = 0
-    raise AssertionError(said.all)
 
 
 @pytest.mark.parametrize("filler", [0, 300_000])

@@ -25,13 +25,12 @@ from remote.server import MIB, Server
 
 from ckptool.base.errors import OutputError, ReadBackError
 from ckptool.base.limits import LIMITS
-from ckptool.files.sources import BytesSource, Computed, Plan, SliceSource, Span, size_of
+from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
 from ckptool.files.write.planned import PlanSource
 from ckptool.remote import obstores, publishing
-from ckptool.remote import source as remote_source
-from ckptool.remote.publishing import cut_into_parts, publish, traffic_of
+from ckptool.remote.publishing import cut_into_parts, publish
 from ckptool.remote.s3 import S3
-from ckptool.remote.source import ENDS, open_remote, open_store
+from ckptool.remote.source import open_remote, open_store
 from ckptool.remote.store import Failed, Settings
 from ckptool.remote.wire import Reply
 
@@ -152,30 +151,6 @@ def test_the_read_back_of_a_large_last_tensor(words: list[str], server: Server) 
     said = say(words[0], "s3://bucket/one.safetensors", *words[1:], "-o", TARGET, "--max-download", str(len(data)))
     assert said.code == 0, said.all
     assert server.down < len(data) + 100_000
-
-
-def test_pieces_are_asked_for_in_their_order_in_the_output(
-    large: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A safetensors file has its tensors by name: what is asked for ahead must not be forgotten before."""
-    monkeypatch.setattr(remote_source, "LIMITS", remote_source.LIMITS._replace(remote_bytes=12 * MIB))
-    local = tmp_path / "new.safetensors"
-    assert say("convert", large, "--key", "state_dict", "-o", local).code == 0
-    said = say("convert", SOURCE, "--key", "state_dict", "-o", "s3://bucket/out/new.safetensors")
-    assert said.code == 0 and server.get("bucket", "out/new.safetensors") == local.read_bytes()
-    assert server.down < large.stat().st_size + 2 * MIB
-
-
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
-def test_without_copies_it_streams(
-    edit: list[str], shorter: Path, server: Server, tmp_path: Path, without_copies: None
-) -> None:
-    local = tmp_path / "new.pth"
-    assert say(edit[0], shorter, *edit[1:], "-o", local).code == 0
-    said = say(edit[0], SHORTER, *edit[1:], "-o", TARGET)
-    assert said.code == 0, said.all
-    assert server.get("bucket", "out/new.pth") == local.read_bytes()
-    assert (server.copied, server.uploads) == (0, {})
 
 
 @pytest.mark.parametrize("scheme", ["gs://bucket", "az://bucket", "abfs://bucket@account"])
@@ -564,10 +539,6 @@ def test_streams_are_bounded(server: Server, without_copies: None) -> None:
     assert server.down < 2 * MIB and server.up == 0
 
 
-def test_copies_are_not_downloads(server: Server) -> None:
-    assert say("strip-module", SOURCE, "-o", TARGET, "--max-download", "10MB").code == 0
-
-
 @pytest.mark.parametrize(
     "address", ["https://host.invalid/x.pth", "hf://org/model/x.pth", "s3://bucket", "s3://bucket/x/"]
 )
@@ -607,18 +578,6 @@ def test_empty_parts_of_keys(server: Server) -> None:
     assert server.get("bucket", "small.pth") == before and [one for one in server.seen if one.method == "PUT"] == []
 
 
-def test_archives_are_not_written_into(server: Server) -> None:
-    said = say("strip-module", "s3://bucket/small.pth", "-o", "s3://bucket/out/z.zip!y.pth")
-    assert said.code == 5 and "archives are not written into" in said.err, said.all
-
-
-def test_a_dry_run_finds_the_output(server: Server) -> None:
-    server.put("bucket", "out/new.pth", b"there")
-    said = say("strip-module", SOURCE, "-o", TARGET, "--dry-run")
-    assert said.code == 4 and "the output exists" in said.err
-    assert say("strip-module", SOURCE, "-o", TARGET, "--dry-run", "--force").code == 0
-
-
 def test_an_output_that_cannot_be_read_again(command: list[str], server: Server) -> None:
     """It is visible, so the error does not speak of a failed upload."""
     assert say(*command, "-o", TARGET).code == 0
@@ -631,15 +590,6 @@ def test_an_output_that_cannot_be_read_again(command: list[str], server: Server)
         said = say(*command, "-o", TARGET)
         assert said.code == 5 and "it was written, but cannot be read again: " in said.err, said.all
         assert server.get("bucket", "out/new.pth")
-
-
-def test_traffic_of_a_local_output(large: Path, server: Server) -> None:
-    source = open_remote(SOURCE)
-    plan = Plan((b"head", Span(source, 0, source.size)))
-    assert traffic_of([plan, plan], ())[1:] == (source.size, 0, 0)
-    member = SliceSource(source, 1 << 20, 1000, "a member of an archive")
-    assert traffic_of([Plan((Span(member, 10, 500),))], ())[:3] == (3, 2 * ENDS + 500, 0)
-    source.close()
 
 
 @pytest.mark.parametrize("answer", ["uploads", "partNumber", "x-amz-copy-source"])

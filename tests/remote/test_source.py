@@ -8,7 +8,6 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, Unread
 from ckptool.base.limits import LIMITS
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.formats import read_container
-from ckptool.remote import obstores, source, store, wire
+from ckptool.remote import obstores, source, store
 from ckptool.remote.source import ENDS, Allowance, RemoteSource, open_remote
 from ckptool.remote.store import Facts, Settings
 
@@ -178,25 +177,6 @@ def test_threads_read_one_source(server: Server) -> None:
     assert wrong == []
 
 
-def test_threads_that_go_straight_on_share_what_they_read_ahead(server: Server) -> None:
-    server.put("bucket", "a", DATA)
-    found = open_remote("s3://bucket/a", Settings(server.url))
-    places, taken = iter(range(0, len(DATA), 50_000)), threading.Lock()
-
-    def read() -> None:
-        while True:
-            with taken:
-                place = next(places, None)
-            if place is None:
-                return
-            assert found.read(place, 50_000) == DATA[place : place + 50_000]
-
-    with ThreadPoolExecutor(4) as pool:
-        for one in [pool.submit(read) for _ in range(4)]:
-            one.result()
-    assert server.down == len(DATA)
-
-
 # -- bounds ---------------------------------------------------------------------------------------------------
 
 
@@ -301,14 +281,6 @@ def test_one_fault_at_any_request(kind: str, fault: str, server: Server) -> None
             assert not any(text in f"{error} {error.next}" for text in ("SECRET", "http error", "Generic"))
     expected = "" if fault in PASSING else "ChangedError" if fault == "etag" else "UnreadableError"
     assert outcomes == [expected] * 5
-
-
-def test_a_server_that_stalls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LIMITS", wire.LIMITS._replace(retries=0, read_seconds=0.3))
-    server.put("plain", "a", DATA)
-    server.faults = {1: "stall"}
-    with pytest.raises(UnreadableError, match="does not answer"):
-        open_remote(f"{server.url}/plain/a", Settings())
 
 
 # -- other processes ------------------------------------------------------------------------------------------
