@@ -22,45 +22,9 @@ _RESTORABLE = regex(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED_BACKENDS)})(?::(?:0
 _DEVICE = regex(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)})(?::\d{{1,4}})?\Z")
 
 
-#: A device within a call or an expression of Python: 'cuda:1', torch.device('cuda', 1), .cuda(1), .cpu(), .to('mps').
-_QUOTED = regex(r"""(['"])([a-z]+)(:\d{1,4})?\1(?:\s*,\s*(?:index\s*=\s*)?(\d{1,4}))?""")
-_METHOD = regex(r"\.(cpu|cuda)\(\s*(?:device\s*=\s*)?(\d{0,4})\s*\)")
-_PYTHON = regex(r"\s*(?:(?:map_location|device)\s*=|lambda\b|torch\.device\b|device\s*\(|[{'\"(]|dict\s*\()")
-
-
-def from_python(text: str) -> str:
-    """Return a ``map_location`` that is written as in Python in ckptool's own form; "" for any other text.
-
-    >>> from_python("{'cuda:1': 'cuda:0'}"), from_python("lambda storage, loc: storage")
-    ('cuda:1=cuda:0', 'cpu')
-    """
-    if not _PYTHON.match(text) or len(text) > 1000:
-        return ""
-    text = re.sub(r"^\s*(?:map_location|device)\s*=\s*", "", text)
-    if is_device(text.strip()):
-        return text.strip()
-    devices = [
-        f"{kind}:{number}" if number else kind + (index or "") for _, kind, index, number in _QUOTED.findall(text)
-    ]
-    devices += [f"{kind}:{number}" if number else kind for kind, number in _METHOD.findall(text)]
-    if not all(map(is_device, devices)):
-        return ""
-    if text.lstrip()[:1] == "{" and len(devices) % 2 == 0:
-        return ",".join(map("=".join, zip(devices[::2], devices[1::2])))
-    if not devices:
-        return "cpu" if re.match(r"\s*lambda\s+(\w+)\s*,\s*\w+\s*:\s*\1\s*$", text) else ""
-    return devices[0] if len(devices) == 1 else ""
-
-
 def is_device(text: str) -> bool:
     """Return whether a string is exactly the name of a device."""
     return _DEVICE.match(text) is not None
-
-
-def is_device_map(text: str) -> bool:
-    """Return whether a text is FROM=TO with devices, or several of these with commas."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    return all(equals and is_device(old.replace(":*", "")) and is_device(new) for old, equals, new in pairs)
 
 
 def restorable(device: str) -> bool:
@@ -79,8 +43,6 @@ def check_device(device: str) -> None:
         hint = "write 'cpu'"
     elif guess != device and _RESTORABLE.match(guess):
         hint = f"write {guess!r}"
-    elif meant := from_python(device):
-        hint = f"write {meant!r}"
     elif backend == "gpu":
         hint = f"write 'cuda:{index or 0}'"
     raise TargetError(f"{device!r} is not a device that torch can restore", next=hint)
@@ -93,7 +55,7 @@ def parse_map_location(text: str | None) -> MapLocation:
     """
     if text is None or not text.strip():
         return None
-    if "=" not in text or from_python(text):
+    if "=" not in text:
         check_device(text.strip())
         return text.strip()
     pairs = {}

@@ -47,14 +47,13 @@ def completion(shell: str) -> None:
     emit(found(root, {}, "ckptool", VARIABLE).source().rstrip("\n"))
 
 
-def keys(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Return the entries and keys of the typed file that begin with ``incomplete``."""
-    return _beginning(incomplete, _file(ctx, 0), _keys)
-
-
-def state_dicts(ctx: click.Context, incomplete: str, other: bool) -> list[CompletionItem]:
-    """Return the state dicts of the first typed file (the second if ``other``) that begin with ``incomplete``."""
-    return _beginning(incomplete, _file(ctx, int(other)), _state_dicts)
+def values(kind: str, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the values that begin with ``incomplete``: keys of the typed file, its state dicts, or fixed words."""
+    if kind == "words":
+        return words(param.metavar or "", incomplete)
+    if kind == "keys":
+        return _beginning(incomplete, _file(ctx, 0), _keys)
+    return _beginning(incomplete, _file(ctx, int(param.name == "other_key")), _state_dicts)
 
 
 def words(metavar: str, incomplete: str) -> list[CompletionItem]:

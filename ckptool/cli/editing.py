@@ -15,12 +15,11 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
+from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.findings import EDITED, RANK_SETS
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple
-from ..base.steps import argument, as_step, is_remote
-from ..base.text import join_limited
+from ..base.steps import as_step, is_remote
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import dotted
 from ..edits.outputs import Conversion, refuse_key
@@ -198,8 +197,6 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         if output == "-":
             raise click.UsageError("ckptool does not write to stdout: name a file.")
         if len(paths) > 1:
-            _refuse_incomplete(paths)
-            _refuse_copies(paths)
             raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
     if not how.dry_run:
@@ -208,42 +205,6 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
         itself = ", edit the file itself with --in-place," if on_disk else ","
         raise click.UsageError(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.")
     return [None] * len(paths)
-
-
-def _refuse_copies(paths: Sequence[str]) -> None:
-    """Raise UsageError if the inputs hold equal tensors, as the files of DDP ranks do: each is the checkpoint."""
-    if len({"".join(filter(str.isalpha, os.path.basename(path))) for path in paths}) == 1 and _are_equal(paths):
-        copies = f"These are {len(paths):,} equal copies, as each DDP rank saves one"
-        raise click.UsageError(f"{copies}: take one of them, such as {clean(paths[0])}.")
-
-
-def _are_equal(paths: Sequence[str]) -> bool:
-    """Return whether all files hold the same tensors under the same names, by their recorded checksums."""
-    from ..formats.opening import open_checkpoint
-    from ..formats.rank_part import are_copies
-
-    try:
-        with open_checkpoint(paths[0]) as first:
-            for path in paths[1:]:
-                with open_checkpoint(path) as other:
-                    names = ([entry.path for entry in each.survey.tensors] for each in (first, other))
-                    if next(names) != next(names) or not are_copies(first, other):
-                        return False
-            return bool(first.survey.tensors)
-    except CkptoolError:
-        return False
-
-
-def _refuse_incomplete(paths: Sequence[str]) -> None:
-    """Raise TargetError if the inputs are only some of the files that form one checkpoint."""
-    from ..formats.checkpoint_search import as_one
-    from ..formats.fsdp.patterns import left_out
-
-    others = left_out(paths)
-    every = as_one([*paths, *others]) if others else paths
-    if len(every) == 1:
-        what = f"rank files make one output together, and {join_limited(others)} is not among them"
-        raise TargetError(what, path=every[0], next=f"name all of them, or their pattern: {argument(every[0])}")
 
 
 def _with_fields(result: Checkpoint | WithFields) -> WithFields:
@@ -403,8 +364,6 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
 
 def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputReport:
     """Append the edit to its own file. Return the report fields about it."""
-    if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
-        say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
     saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, dry_run=how.dry_run)
     source = edited.source.local_file()
     assert source is not None
@@ -420,11 +379,6 @@ def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputR
     if how.reclaim:
         report["reclaimed"] = saved.reclaimed
     return report
-
-
-def _gives_back(edited: Checkpoint) -> bool:
-    """Return whether an edit in place would free disk space, so that it cannot be undone."""
-    return save_in_place(edited, reclaim=True, dry_run=True).reclaimed is not None
 
 
 def _refuse_inputs(request: EditRequest, target: str) -> None:

@@ -25,9 +25,7 @@ from .options import (
     InputPath,
     Writing,
     choosing,
-    complete_keys,
-    complete_words,
-    device,
+    completed,
     exclude_option,
     in_place_option,
     include_option,
@@ -161,9 +159,9 @@ def _added(
     if parameter.kind == "file":
         given["type"] = InputPath()
     if parameter.kind == "keys":
-        given["shell_complete"] = complete_keys
+        given["shell_complete"] = completed("keys")
     if parameter.metavar in ("DEVICE", "DTYPE", "FAMILY"):
-        given["shell_complete"] = complete_words
+        given["shell_complete"] = completed("words")
     if parameter.argument:
         return click.argument(
             _variable(parameter),
@@ -171,8 +169,6 @@ def _added(
             required=not parameter.metavar.startswith("["),
             **given,
         )
-    if parameter.kind == "device":
-        given["callback"] = device
     if parameter.choices:
         given |= {"type": click.Choice(parameter.choices), "metavar": None}
     if not parameter.metavar:

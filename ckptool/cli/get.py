@@ -20,7 +20,7 @@ from ..formats.claims import claims_of
 from ..reports.entries import entry_lines, find_value, json_pieces
 from ..values.npy import array_of, npy_plan
 from .help import GroupedCommand
-from .options import AnyPath, complete_keys, force_option, format_option, one_path
+from .options import AnyPath, completed, force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
 GET_EPILOG = """\b
@@ -43,7 +43,7 @@ widened to float32, which has all their values.
 
 @click.command(cls=GroupedCommand, epilog=GET_EPILOG)
 @one_path
-@click.argument("key", metavar="KEY", shell_complete=complete_keys)
+@click.argument("key", metavar="KEY", shell_complete=completed("keys"))
 @click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="Save the tensor as .npy, for numpy.load.")
 @force_option
 @format_option()

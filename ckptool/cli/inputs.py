@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, cast
 from ..base.errors import UnreadableError
 from ..base.records import NamedTuple
 from ..base.steps import concealed
-from .options import EVERY, Command, engine_options, list_options, refuse_keys
+from .options import EVERY, Command, engine_options, list_options
 from .progress import BarUpdate, progress_bar
 from .terminal import watched
 
@@ -98,8 +98,6 @@ def input_options(command: Command) -> Command:
 
     @wraps(command)
     def with_inputs(*args: Any, paths: tuple[str, ...], files_from: str | None, chosen: slice, **options: Any) -> Any:
-        if len(paths) > 1:
-            refuse_keys(paths)
         return command(*args, inputs=Inputs(paths, files_from, chosen), **options)
 
     return list_options(engine_options(cast(Command, with_inputs)))

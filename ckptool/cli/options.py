@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
-from ..base.errors import CkptoolError, EngineError, TargetError, lost_a_slash, without_secrets
-from ..base.globs import Globs, is_pattern
+from ..base.errors import EngineError, lost_a_slash, without_secrets
+from ..base.globs import Globs
 from ..base.records import NamedTuple
-from ..base.steps import command as command_line
-from ..base.steps import concealed, is_remote, shell_words
+from ..base.steps import concealed, is_remote
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -113,8 +112,6 @@ def paths(command: Command, *, local: bool = False) -> Command:
 
     @wraps(command)
     def with_files(*args: Any, paths: tuple[str, ...], files_from: str | None, chosen: slice, **how: Any) -> Any:
-        if len(paths) > 1:
-            refuse_keys(paths)
         if any(set("*?[") & {*path} for path in paths) and not (local and any(map(is_remote, paths))):
             from ..formats.checkpoint_search import expanded  # only for patterns
 
@@ -134,43 +131,24 @@ def one_path(command: Command) -> Command:
     return click.argument("path", metavar="PATH", type=InputPath())(command)
 
 
-def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Complete entries and keys in a shell."""
-    from .completion import keys
+def completed(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """Return the function that completes a value in a shell: "keys", "state_dicts", or fixed "words" by the metavar."""
 
-    return keys(ctx, incomplete)
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from . import completion  # only a shell asks
 
+        return completion.values(kind, ctx, param, incomplete)
 
-def complete_state_dicts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Complete paths of state dicts in a shell."""
-    from .completion import state_dicts
-
-    return state_dicts(ctx, incomplete, other=param.name == "other_key")
-
-
-def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Complete a device, a dtype or another fixed word in a shell."""
-    from .completion import words
-
-    return words(param.metavar or "", incomplete)
+    return complete
 
 
 KEY = "One state dict, by its path ('.' is the root)."
 
 
-def key_option(command: Command) -> Command:
-    option = click.option(
-        "--key", metavar="KEY", help=KEY, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
-    )
-    return option(command)
-
-
-def other_key_option(command: Command) -> Command:
-    text = "The state dict of the second file."
-    option = click.option(
-        "--other-key", metavar="KEY", help=text, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
-    )
-    return option(command)
+def _one_key(name: str, text: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option which names one state dict."""
+    complete = completed("state_dicts")
+    return click.option(name, metavar="KEY", help=text, multiple=True, callback=_only_one, shell_complete=complete)
 
 
 def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
@@ -179,26 +157,54 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     return values[0] if values else None
 
 
-def ignore_option(command: Command) -> Command:
-    text = "Words that diff --help explains, with commas"
-    return repeatable("--ignore", metavar="WORDS", help=text, callback=_words, shell_complete=complete_words)(command)
-
-
 def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
     return [word.strip() for text in values for word in text.split(",") if word.strip()]
 
 
-def no_values_option(command: Command) -> Command:
-    text = "Do not read tensor values."
-    return click.option("--no-values", is_flag=True, help=text)(command)
+def repeatable(*names: str, metavar: str, help: str, **how: Any) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option which may be given several times."""
+    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", **how)
 
 
-def include_option(command: Command) -> Command:
-    return repeatable("--include", metavar="GLOB", help="Only keys that match a glob or re:REGEX")(command)
+def flag(*names: str, help: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds a flag."""
+    return click.option(*names, is_flag=True, help=help)
 
 
-def exclude_option(command: Command) -> Command:
-    return repeatable("--exclude", metavar="GLOB", help="No keys that match a glob or re:REGEX")(command)
+key_option = _one_key("--key", KEY)
+other_key_option = _one_key("--other-key", "The state dict of the second file.")
+ignore_option = repeatable(
+    "--ignore",
+    metavar="WORDS",
+    help="Words that diff --help explains, with commas",
+    callback=_words,
+    shell_complete=completed("words"),
+)
+include_option = repeatable("--include", metavar="GLOB", help="Only keys that match a glob or re:REGEX")
+exclude_option = repeatable("--exclude", metavar="GLOB", help="No keys that match a glob or re:REGEX")
+no_values_option = flag("--no-values", help="Do not read tensor values.")
+strict_option = flag("--strict", help="Fail on warnings and on data that is left out.")
+quiet_option = flag("-q", "--quiet", help="Print errors only.")
+force_option = flag("--force", help="Replace an existing output.")
+dry_run_option = flag("--dry-run", help="Show what would be done; write nothing.")
+reclaim_option = flag("--reclaim", help="With --in-place: free the dropped bytes on the disk; undo is then impossible.")
+in_place_option = flag("--in-place", help="Edit the file itself, reversible with ckptool undo.")
+model_option = click.option(
+    "--model",
+    metavar="MODULE:CALLABLE",
+    help="Use the model that this callable makes on the meta device, not a file. This runs your code.",
+)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options, in the order of the help."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def choosing(command: Command) -> Command:
@@ -219,55 +225,6 @@ def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everyt
     return [f"ckptool: {checkpoint.path}: {step.advice}", *([f"  -> {step.line}"] if step.line else [])]
 
 
-def refuse_keys(paths: Sequence[str]) -> None:
-    """Raise UsageError if later inputs are no files, but keys or entries of the first file, or parts of them."""
-    from ..files.archives import exists
-
-    missing = [path for path in paths[1:] if not exists(path)]
-    if not missing or not os.path.isfile(paths[0]):
-        return
-    from ..checkpoint.selection import dotted, lookup
-    from ..formats.opening import open_checkpoint
-
-    have = {name for param in click.get_current_context().command.params for name in param.opts}
-    if "--rename" in have and len(missing) == 2:
-        return  # OLD NEW, as for other tools
-    try:
-        with open_checkpoint(paths[0]) as checkpoint:
-            dicts = [item.path for item in checkpoint.state_dicts]
-            tensors = checkpoint.survey.tensors
-
-            def globs_for(names: Sequence[tuple[str, str]], *forms: str) -> list[str]:
-                """Return a pattern for each word that matches some of the names, or [] if a word matches none."""
-                globs = []
-                for word in missing:
-                    tried = (word,) if is_pattern(word) else (word, *(form.format(word) for form in forms))
-                    chosen = ((glob, dotted(Globs([glob]), checkpoint)) for glob in tried)
-                    globs += [glob for glob, only in chosen if any(only.match(*name) for name in names)][:1]
-                return globs if len(globs) == len(missing) else []
-
-            keys = globs_for([(entry.key, entry.path) for entry in tensors if entry.state_dict >= 0], "*{}*")
-            globs = keys or globs_for([(entry.key, entry.path) for entry in tensors], "{}.*", "*{}*")
-            place = f"{missing[0]}: no such file, but"
-            if missing[0] in dicts and len(missing) == 1 and "--key" in have:
-                raise click.UsageError(f"{place} a state dict of {paths[0]}: choose it with --key {missing[0]}")
-            # Patterns of validate choose what its expectations are about.
-            if globs and "--include" in have and "--policy" not in have:
-                more = [word for glob in globs for word in ("--include", glob)]
-                more = more if keys or "--all" not in have else ["--all", *more]
-                kind = "keys" if keys else "tensors"
-                raise click.UsageError(f"{place} {kind} of {paths[0]} match it: choose them with {shell_words(more)}")
-            try:
-                step = command_line("get", paths[0], lookup(checkpoint, missing[0]).path)
-            except TargetError:
-                if not globs:
-                    return
-                step = command_line("keys", paths[0], include=globs, all=not keys)
-    except CkptoolError:
-        return
-    raise TargetError(f"{place} {paths[0]} has something by this name", next=step)
-
-
 def choosing_keys(command: Command) -> Command:
     """Add --key, --include and --exclude; the command gets ``key`` and ``only``."""
     return key_option(choosing(command))
@@ -278,39 +235,6 @@ def listing(command: Command) -> Command:
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
     return option(choosing(command))
-
-
-def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Reject the name of a format, and a ``map_location`` of Python. The edit itself reports other invalid devices."""
-    from ..base.map_location import is_device_map
-    from ..formats.outputs import TARGETS
-
-    for text in (value,) if isinstance(value, str) else value or ():
-        if text in TARGETS:
-            raise click.BadParameter(f"{text!r} is a format, not a device: convert has --to-format", ctx, param)
-        if param.opts[-1] == "--to" and is_device_map(text):
-            raise click.BadParameter(f"{text!r} maps one device to another, which --map does", ctx, param)
-        location(ctx, param, text)
-    return value
-
-
-def location(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Reject a ``map_location`` that is written as in Python."""
-    from ..base.map_location import from_python
-
-    if isinstance(value, str) and (meant := from_python(value)):
-        raise click.BadParameter(f"{value!r} is Python; here it is {meant}", ctx, param)
-    return value
-
-
-def repeatable(*names: str, metavar: str, help: str, **how: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds an option which may be given several times."""
-    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", **how)
-
-
-def model_option(command: Command) -> Command:
-    text = "Use the model that this callable makes on the meta device, not a file. This runs your code."
-    return click.option("--model", metavar="MODULE:CALLABLE", help=text)(command)
 
 
 def sort_option(orders: Sequence[str], default: str = "file") -> Callable[[Command], Command]:
@@ -336,23 +260,6 @@ def format_option(formats: tuple[str, ...] = REPORT_FORMATS, default: str = "tab
         return cast(Command, style(short(with_format)))
 
     return decorate
-
-
-def strict_option(command: Command) -> Command:
-    text = "Fail on warnings and on data that is left out."
-    return click.option("--strict", is_flag=True, help=text)(command)
-
-
-def quiet_option(command: Command) -> Command:
-    return click.option("-q", "--quiet", is_flag=True, help="Print errors only.")(command)
-
-
-def force_option(command: Command) -> Command:
-    return click.option("--force", is_flag=True, help="Replace an existing output.")(command)
-
-
-def dry_run_option(command: Command) -> Command:
-    return click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")(command)
 
 
 class Workers:
@@ -419,26 +326,6 @@ class Writing(NamedTuple):
     working: Workers = Workers()
 
 
-_OUTPUT = "The file to write."
-_OUT_DIR = "The folder for the outputs of several inputs."
-_LINKS = "Also copy files that links point to outside of the folder."
-_CONFIG = "Also update the config.json of a folder where the edit makes it wrong."
-#: Options of ``writing``, in reverse order of the help. Those of ``converting`` come between the two groups.
-_REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    quiet_option,
-    format_option(),
-    work_options,
-    dry_run_option,
-    click.option("--follow-links", is_flag=True, help=_LINKS),
-    click.option("--update-config", is_flag=True, help=_CONFIG),
-    force_option,
-)
-_WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--out-dir", type=AnyPath(), metavar="DIR", help=_OUT_DIR),
-    click.option("-o", "--output", type=AnyPath(), metavar="OUT", help=_OUTPUT),
-)
-
-
 def as_writing(command: Command) -> Command:
     """Collect the fields of ``Writing`` and the options of ``converting`` in one ``Writing``, passed as ``how``."""
 
@@ -463,32 +350,19 @@ def converting(command: Command) -> Command:
     from ..formats.losses import KINDS
     from ..formats.outputs import TARGETS
 
-    for option in (
-        repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add to the header of safetensors"),
-        click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB."),
-        click.option(
-            "--tied",
-            type=click.Choice(("keep-first", "clone")),
-            metavar="WORD",
-            help="Tensors that share memory: keep-first or clone.",
-        ),
-        click.option(
-            "--allow-loss",
-            multiple=True,
-            metavar="KIND",
-            type=click.Choice((*KINDS, "all")),
-            help="Accept this loss, see convert --help; repeatable.",
-        ),
+    formats, kinds = click.Choice(TARGETS), click.Choice((*KINDS, "all"))
+    tied, tied_text = click.Choice(("keep-first", "clone")), "Tensors that share memory: keep-first or clone."
+    loss, shards = "Accept this loss, see convert --help", "Write a folder of shards: 5GB, 200MB."
+    text = f"{', '.join(TARGETS)}; by default as -o says."
+    options = together(
+        click.option("--to-format", type=formats, metavar="FORMAT", help=text),
         strict_option,
-        click.option(
-            "--to-format",
-            type=click.Choice(TARGETS),
-            metavar="FORMAT",
-            help=f"{', '.join(TARGETS)}; by default as -o says.",
-        ),
-    ):
-        command = option(command)
-    return command
+        repeatable("--allow-loss", type=kinds, metavar="KIND", help=loss),
+        click.option("--tied", type=tied, metavar="WORD", help=tied_text),
+        click.option("--max-shard-size", metavar="SIZE", help=shards),
+        repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add to the header of safetensors"),
+    )
+    return options(command)
 
 
 def _conversion(
@@ -513,32 +387,21 @@ def _conversion(
     return Conversion(to_format or "", tied or "", allow_loss, metadata, size, strict=strict)
 
 
-def writing_steps(command: Command) -> Command:
-    """Add the options of ``writing`` except --key, which ``edit`` allows several times."""
-    decorated: Callable[..., Any] = as_writing(command)
-    for option in _REPORTING:
-        decorated = option(decorated)
-    decorated = converting(decorated)
-    for option in _WRITING:
-        decorated = option(decorated)
-    return cast(Command, decorated)
-
-
-def writing(command: Command) -> Command:
-    """Add the options of every command that writes; the command gets them as ``how``."""
-    return key_option(writing_steps(command))
-
-
-def writing_in_place(command: Command) -> Command:
-    """Add the options of ``writing`` and --in-place, for commands that change only metadata."""
-    return in_place_option(writing(command))
-
-
-def reclaim_option(command: Command) -> Command:
-    text = "With --in-place: free the dropped bytes on the disk; undo is then impossible."
-    return click.option("--reclaim", is_flag=True, help=text)(command)
-
-
-def in_place_option(command: Command) -> Command:
-    text = "Edit the file itself, reversible with ckptool undo."
-    return click.option("--in-place", is_flag=True, help=text)(command)
+#: The options of every command that writes, except --key, which ``edit`` allows several times.
+writing_steps = together(
+    click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="The file to write."),
+    click.option("--out-dir", type=AnyPath(), metavar="DIR", help="The folder for the outputs of several inputs."),
+    converting,
+    force_option,
+    flag("--update-config", help="Also update the config.json of a folder where the edit makes it wrong."),
+    flag("--follow-links", help="Also copy files that links point to outside of the folder."),
+    dry_run_option,
+    work_options,
+    format_option(),
+    quiet_option,
+    as_writing,
+)
+#: The options of every command that writes; the command gets them as ``how``.
+writing = together(key_option, writing_steps)
+#: The same for commands that change only metadata.
+writing_in_place = together(in_place_option, writing)

@@ -30,7 +30,6 @@ from .options import (
     format_option,
     key_option,
     listing,
-    location,
     sort_option,
     unmatched_lines,
 )
@@ -62,7 +61,6 @@ Examples:
 @click.option(
     "--map-location",
     metavar="SPEC",
-    callback=location,
     help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
 )
 @click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")

@@ -43,11 +43,10 @@ from .inputs import COUNTED, FolderFile, Inputs, input_options
 from .options import (
     InputPath,
     Workers,
-    complete_words,
+    completed,
     exclude_option,
     format_option,
     include_option,
-    location,
     repeatable,
     strict_option,
 )
@@ -86,7 +85,7 @@ those above it, up to that with .git. One that is found can only add requirement
     "--dtype",
     metavar="DTYPE",
     help="Expect this floating-point dtype",
-    shell_complete=complete_words,
+    shell_complete=completed("words"),
 )
 @repeatable("--require", metavar="GLOB", help="Expect a matching key")
 @repeatable("--forbid", metavar="GLOB", help="Expect no matching key")
@@ -105,7 +104,6 @@ those above it, up to that with .git. One that is found can only add requirement
 @click.option(
     "--map-location",
     metavar="SPEC",
-    callback=location,
     help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
 )
 @click.option(

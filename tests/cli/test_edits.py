@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import say
 from conftest import FIXTURES
 from lora_adapters import factors, write_adapter
@@ -232,17 +231,3 @@ def test_a_quoted_glob_names_its_files(name: str, folder: Path) -> None:
         results += [(written, said.err)]
     assert results[:2] == results[2:]
     assert "Usage" not in str(results)
-
-
-def test_equal_copies_of_ranks_are_told(folder: Path) -> None:
-    for rank in range(3):
-        saved = torch.load(folder / "in.pth", map_location="cpu", weights_only=True)
-        torch.save({**saved, "rank": rank}, folder / f"ddp_rank{rank}.pth")
-    for paths in (["ddp_rank*.pth"], [f"ddp_rank{rank}.pth" for rank in range(3)]):
-        said = say("convert", *paths, "-o", "one.pth")
-        assert said.code == 2
-        assert "3 equal copies" in said.err
-        assert "take one of them, such as ddp_rank0.pth" in said.err
-    saved["state_dict"]["module.stem.0.weight"] += 1
-    torch.save(saved, folder / "ddp_rank1.pth")
-    assert "equal copies" not in say("convert", "ddp_rank*.pth", "-o", "one.pth").err

@@ -68,13 +68,6 @@ def pattern_of(paths: Sequence[str]) -> str:
     return pattern if of_one_save(pattern) else ""
 
 
-def left_out(paths: Sequence[str]) -> list[str]:
-    """Return the other files that belong to the sets of the paths by their names; [] if there are none."""
-    folder = os.path.dirname(paths[0])
-    names = {os.path.basename(path) for path in paths}
-    return sorted(os.path.join(folder, name) for name in mates(names, open_folder(folder).names()) - names)
-
-
 def pattern_among(names: Collection[str], among: Collection[str]) -> str:
     """Return a pattern that matches exactly these names among the names in a folder."""
     start = _common(names)

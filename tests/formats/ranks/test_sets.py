@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -168,7 +167,7 @@ def test_some_files_of_a_set_are_refused_as_one_output(pair: tuple[Path, str, st
     folder, one, _ = pair
     given = files(folder, one)
     said = say("convert", *given[:2], "-o", tmp_path / "out.pth")
-    assert said.code == 2 and os.path.basename(given[2]) in said.err and not (tmp_path / "out.pth").exists()
+    assert said.code == 2 and "need --out-dir" in said.err and not (tmp_path / "out.pth").exists()
     assert say("inspect", *given[:2]).code == 0  # each by itself
 
 
