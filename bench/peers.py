@@ -32,25 +32,22 @@ class Peer(NamedTuple):
 PEERS = (
     Peer(
         "sft-cli", ("sft-cli",), "sft", False,
-        "reads and edits safetensors files and refuses a .pth, but for `convert`, which loads it with torch. Compared "
-        "on the same tensors as a .safetensors file: `tree` with `keys`, `rename` with `strip-module`, `stat` with "
-        "`stats`. It has no location tags, no sharing and no `_metadata` to keep.",
+        "edits safetensors files: `tree` is compared with `keys`, `rename` with `strip-module`, `stat` with `stats`, on "
+        "the same tensors. It has no location tags, no sharing and no `_metadata` to keep.",
     ),
     Peer(
         "ckptkit", ("ckptkit[cli]",), "ckptkit", True,
-        "`info` lists the tensors of a .pth through `torch.load`, sorted by name: compared with `keys`. Its `validate` "
-        "looks at no more of a .pth than that it is not empty, its `diff` compares names, shapes and dtypes and no "
-        "values, its `stats` counts parameters: not the same jobs. It writes no .pth.",
+        "`info` lists the tensors of a .pth through `torch.load`: compared with `keys`. Its `validate`, `diff` and "
+        "`stats` are other jobs.",
     ),
     Peer(
         "weightlens", ("weightlens",), "lens", True,
-        "`lens analyze` computes mean, variance, norm, zeros, NaN, Inf and an estimated 99th percentile of each "
-        "tensor, after `torch.load(weights_only=True)`: compared with `stats`. It neither edits nor scans.",
+        "`lens analyze` computes numbers of each tensor, after `torch.load(weights_only=True)`: compared with `stats`.",
     ),
     Peer(
         "picklescan", ("picklescan",), "picklescan", False,
-        "looks for dangerous imports in pickles: compared with `validate --quick`, which looks at the same pickles, "
-        "and at the structure, too. It reads no tensor, so it is no match for the whole of `validate`.",
+        "looks for dangerous imports in pickles: compared with `scan`, and with `validate --quick`, which looks at the "
+        "structure, too.",
     ),
     Peer(
         "hayward", ("hayward",), "hayward", False,
@@ -58,8 +55,7 @@ PEERS = (
     ),
     Peer(
         "safetensors-print", ("safetensors-print",), "safetensors-print", False,
-        "prints and checks the header of a safetensors file: `--tensors` is compared with `keys`, on the same tensors "
-        "as a .safetensors file. It reads no other format.",
+        "prints and checks the header of a safetensors file: `--tensors` is compared with `keys`.",
     ),
     Peer(
         "whybig", ("whybig",), "whybig", False,
@@ -72,9 +68,8 @@ PEERS = (
     ),
     Peer(
         "fickling", ("fickling", "typing_extensions"), "fickling", False,
-        "decompiles pickles and rates their safety. Its command `--check-safety` takes bare pickles; the same check is "
-        "measured through its library, `scan_zip_archive`, too. typing_extensions, which it imports without asking "
-        "for it, is installed with it.",
+        "decompiles pickles and rates their safety. `--check-safety` takes bare pickles; `scan_zip_archive` of its "
+        "library is measured, too.",
     ),
     Peer(
         "deepspeed", ("deepspeed", "huggingface_hub", "safetensors"), "python", True,

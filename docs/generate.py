@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Final
+from typing import Final
 
 import click
 from tabulate import tabulate
@@ -205,7 +204,7 @@ _FEW: Final = 6
 
 
 def options() -> str:
-    """Return the table of options: the meaning of each, and the commands that have it, or their number."""
+    """Return the list of options: the commands that have each, or their number, and its meaning."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name in main.COMMANDS:
         command = main.cli.get_command(click.Context(main.cli), name)
@@ -215,10 +214,10 @@ def options() -> str:
                 value = "" if option.is_flag or not option.metavar else f" {option.metavar}"
                 names = ", ".join((*option.opts, *option.secondary_opts)) + value
                 rows.setdefault((names, option.help or ""), []).append(name)
-    lines = ["| option | what it means | commands |", "| --- | --- | --- |"]
-    for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2]):
-        lines.append(f"| `{names}` | {_cell(text)} | {', '.join(having) if len(having) <= _FEW else len(having)} |")
-    return "\n".join(lines)
+    return "\n".join(
+        f"- `{names}` ({', '.join(having) if len(having) <= _FEW else len(having)}): {_cell(text)}"
+        for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2])
+    )
 
 
 def _cell(text: str) -> str:
@@ -352,37 +351,6 @@ _LOOK: Final = "inspect {path}"
 _SENTENCE: Final = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 #: The most characters of a message on the page, which is not wrapped, so that a search finds it.
 _LONGEST: Final = 130
-
-
-#: Each situation, and what happens in it; a test in this folder records it.
-SITUATIONS: Final = ROOT / "tests" / "situations" / "situations.json"
-#: A thread of a project on GitHub; threads after a comma are of the same project if they name none.
-_THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
-
-
-def situations() -> str:
-    """Return how many situations end well, and for each what is typed, answered and typed next."""
-    groups = json.loads(SITUATIONS.read_text(encoding="utf-8"))
-    records = [record | happened for rows in groups.values() for record, happened in rows.values()]
-    well = sum(not record["wrong"] for record in records)
-    lines = [f"{len(records)} situations were rebuilt; {well} end well."]
-    for group, rows in groups.items():
-        lines += ["", f"## {group}", ""]
-        for record, happened in rows.values():
-            lines += _situation(record | happened)
-    return "\n".join(lines)
-
-
-def _situation(record: dict[str, Any]) -> list[str]:
-    """Return the item of a situation: what happened, and the commands of one way to ask, or the answer without one."""
-    where = _THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record.get("where", ""))
-    chain = next((each for each in record["commands"] if each[0].startswith("explain")), record["commands"][0])
-    commands = chain[1:] if chain[0].startswith("explain") else [f"ckptool {chain[0]}", *chain[1:]]
-    lines = [f"- {record['what']}{f' ({where})' if where else ''}"]
-    lines += [f"`{command}`" for command in commands] or [_cell(_shortened(record["says"], 100))]
-    if record["wrong"]:
-        lines.append(f"**not right**: {_cell(record['wrong'])}")
-    return ["\\\n  ".join(lines)]
 
 
 def _shortened(text: str, most: int) -> str:

@@ -1,4 +1,4 @@
-"""Each situation is tried, and ends as ``situations.json`` says, which docs/situations.md shows.
+"""Each situation is tried, and ends as ``situations.json`` says.
 
 ``CKPTOOL_UPDATE=1`` records what happens now.
 """
