@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,13 @@ from crafted_files import SYSTEM, TENSOR, dumped, legacy, plain
 from dcp_folders import write_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_files import tarred
 from safetensors.torch import save_file
 
 import ckptool
 from ckptool.base.limits import LIMITS
 from ckptool.cli.main import run
 from ckptool.reports import companions
-
-
-def tarred(data: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        member = tarfile.TarInfo("pickle")
-        member.size = len(data)
-        archive.addfile(member, io.BytesIO(data))
-    return out.getvalue()
-
 
 EVIL = {
     "zip": plain(SYSTEM),

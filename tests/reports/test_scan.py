@@ -11,7 +11,6 @@ import lzma
 import os
 import pickle
 import shutil
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from conftest import FIXTURES, MANIFEST, corpus_files, needs_corpus
 from crafted_files import SYSTEM, TENSOR, by_key, call, dumped, legacy, name, plain
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_files import Recorded, object_array, tarred, zipped
 
 import ckptool
 from ckptool.files.sources import BytesSource
@@ -46,38 +46,6 @@ EVIL = {
 }
 
 
-class Recorded:
-    """Makes an unpickler record what it would call."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("true",)
-
-
-def zipped(data: bytes, member: str = "policy.dat", method: int = zipfile.ZIP_STORED) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        archive.writestr("readme.txt", "hello")
-        archive.writestr(member, data)
-    return out.getvalue()
-
-
-def tarred(data: bytes, member: str = "x/policy.dat", mode: str = "w") -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
-        info = tarfile.TarInfo(member)
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def objects(data: bytes) -> bytes:
-    """An .npy file of objects, in which the pickle of the array is another one."""
-    out = io.BytesIO()
-    np.save(out, np.array([None], dtype=object), allow_pickle=True)
-    size = int.from_bytes(out.getvalue()[8:10], "little")
-    return out.getvalue()[: 10 + size] + data
-
-
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zip": zipped,
     "deflated zip": lambda data: zipped(data, method=zipfile.ZIP_DEFLATED),
@@ -95,9 +63,9 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zlib": zlib.compress,
     "gzip in a tar": lambda data: tarred(gzip.compress(data)),
     "cut gzip": lambda data: gzip.compress(data + os.urandom(4000))[:-100],
-    "npy of objects": objects,
-    "npy of objects in a zip": lambda data: zipped(objects(data), "x.npy"),
-    "npy of objects in a tar": lambda data: tarred(objects(data), "x.npy"),
+    "npy of objects": object_array,
+    "npy of objects in a zip": lambda data: zipped(object_array(data), "x.npy"),
+    "npy of objects in a tar": lambda data: tarred(object_array(data), "x.npy"),
     "after an array": lambda data: array() + data,
 }
 SUFFIXES = (".pkl", ".bin", ".joblib", ".dat", ".pt", ".pth.tar", ".ckpt", ".zip", ".png", ".txt", ".md", "", ".gguf")

@@ -10,13 +10,11 @@ import random
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from command_line import say
@@ -37,6 +35,7 @@ from crafted_files import (
     put,
     with_record,
 )
+from packed_files import Recorded, object_array, tarred, zipped
 
 import ckptool
 from ckptool.formats import FOLDERS, folder_format
@@ -45,11 +44,6 @@ from ckptool.reports.scan import scan_file
 from ckptool.safety.calls import STANDARD_LIBRARY
 
 EVIL = dumped(SYSTEM)
-
-
-class Recorded:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("true",)
 
 
 def scanned(path: Path, data: bytes, torch: str = "2.15") -> tuple[str | None, bool]:
@@ -136,38 +130,13 @@ STOPPERS = {
 def test_an_error_in_a_pickle_hides_no_call(stopper: bytes, tmp_path: Path) -> None:
     before = b"\x80\x02" + SYSTEM.raw + stopper + b"."
     after = b"\x80\x02" + stopper + SYSTEM.raw + b"."
-    for wrap in (lambda raw: raw, lambda raw: plain(pickled=raw), lambda raw: legacy(object=raw), in_tar, in_zip):
+    for wrap in (lambda raw: raw, lambda raw: plain(pickled=raw), lambda raw: legacy(object=raw), tarred, zipped):
         assert scanned(tmp_path / "a.pth", wrap(before)) == ("unsafe", True)
         assert scanned(tmp_path / "a.pth", wrap(after))[0] in ("unsafe", "unknown")
         assert scanned(tmp_path / "a.pth", wrap(after + EVIL))[0] in ("unsafe", "unknown")
 
 
 # -- within one file -------------------------------------------------------------------------------------------------
-
-
-def in_tar(data: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as whole:
-        for member, content in (("notes.txt", b"hello"), ("policy.dat", data), ("last", b"x" * 600)):
-            info = tarfile.TarInfo(member)
-            info.size = len(content)
-            whole.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
-def in_zip(data: bytes) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as whole:
-        for member, content in (("notes.txt", b"hello"), ("policy.dat", data), ("last", b"x" * 600)):
-            whole.writestr(member, content)
-    return out.getvalue()
-
-
-def objects(data: bytes) -> bytes:
-    out = io.BytesIO()
-    np.save(out, np.array([None], dtype=object), allow_pickle=True)
-    size = int.from_bytes(out.getvalue()[8:10], "little")
-    return out.getvalue()[: 10 + size] + data
 
 
 #: Files of every kind of container, with the pickle stored in them as it is.
@@ -178,11 +147,11 @@ CONTAINERS: dict[str, bytes] = {
     "behind a legacy file": legacy({"w": TENSOR}) + EVIL,
     "behind a torch zip": plain({"w": TENSOR}) + EVIL,
     "behind a torch tar": (FIXTURES / "torch01.tar").read_bytes() + EVIL,
-    "tar": in_tar(EVIL),
-    "zip": in_zip(EVIL),
-    "zip in a tar": in_tar(in_zip(EVIL)),
-    "tar in a zip": in_zip(in_tar(EVIL)),
-    "array of objects": objects(EVIL),
+    "tar": tarred(EVIL),
+    "zip": zipped(EVIL),
+    "zip in a tar": tarred(zipped(EVIL)),
+    "tar in a zip": zipped(tarred(EVIL)),
+    "array of objects": object_array(EVIL),
     "bare": dumped({"a": 1}) + EVIL,
     "two pickles": EVIL + dumped({"a": 1}),
     "behind safetensors": b"\x08\0\0\0\0\0\0\0{}      " + EVIL,
@@ -235,7 +204,7 @@ def test_every_kind_of_placeholder_is_tried() -> None:
 def test_what_begins_like_a_placeholder_is_not_weights_only(kind: str, suffix: str, tmp_path: Path) -> None:
     for filler in (b"", b" " * 5000):
         assert scanned(tmp_path / f"a{suffix}", _SHORT[kind] + filler + EVIL)[0] in ("unsafe", "unknown", None)
-        assert scanned(tmp_path / "a.zip", in_zip(_SHORT[kind] + filler + EVIL))[0] in ("unsafe", "unknown")
+        assert scanned(tmp_path / "a.zip", zipped(_SHORT[kind] + filler + EVIL))[0] in ("unsafe", "unknown")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

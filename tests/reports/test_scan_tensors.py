@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from crafted_files import SYSTEM, by_key, dumped
 from dcp_folders import write_ranks
+from packed_files import Recorded, tarred, zipped
 from safetensors.torch import save_file
-from test_scan_text import _tarred, _zipped
 
 from ckptool.reports.scan import FileScan, scan_files
 from ckptool.reports.validate import validation_report
@@ -25,11 +23,6 @@ from ckptool.reports.validate import validation_report
 def _scan(path: str) -> FileScan:
     (report,) = scan_files([path])
     return report
-
-
-class Recorded:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("true",)
 
 
 CALLS = {
@@ -123,12 +116,12 @@ def _save_dcp(state: dict[str, torch.Tensor], folder: Path) -> Path:
 
 def _save_in_zip(state: dict[str, torch.Tensor], folder: Path) -> Path:
     data = _save_safetensors(state, folder).read_bytes()
-    (folder / "x.zip").write_bytes(_zipped("model.safetensors", data))
+    (folder / "x.zip").write_bytes(zipped(data, "model.safetensors"))
     return folder / "x.zip"
 
 
 def _save_in_tar(state: dict[str, torch.Tensor], folder: Path) -> Path:
-    (folder / "x.tar.gz").write_bytes(_tarred("a/m.pth", _save_zip(state, folder).read_bytes(), "w:gz"))
+    (folder / "x.tar.gz").write_bytes(tarred(_save_zip(state, folder).read_bytes(), "a/m.pth", "w:gz"))
     return folder / "x.tar.gz"
 
 

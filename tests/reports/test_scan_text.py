@@ -24,6 +24,7 @@ import torch
 from conftest import sample
 from crafted_files import by_key
 from dcp_folders import archive
+from packed_files import tarred, zipped
 from safetensors.torch import save
 
 from ckptool.formats.search.inert import encoding_of
@@ -167,31 +168,17 @@ def _indented(text: str) -> str:
 # -- ways to pack a text ---------------------------------------------------------------------------------------------
 
 
-def _zipped(name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        archive.writestr(name, data)
-    return out.getvalue()
-
-
-def _tarred(name: str, data: bytes, mode: str = "w") -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "file": lambda data: data,
-    "zip": lambda data: _zipped("config.json", data),
-    "deflated zip": lambda data: _zipped("x/settings", data, zipfile.ZIP_DEFLATED),
-    "tar": lambda data: _tarred("./model_config.yaml", data),
-    "tar.gz": lambda data: _tarred("config.yaml", data, "w:gz"),
+    "zip": lambda data: zipped(member="config.json", data=data),
+    "deflated zip": lambda data: zipped(member="x/settings", data=data, method=zipfile.ZIP_DEFLATED),
+    "tar": lambda data: tarred(member="./model_config.yaml", data=data),
+    "tar.gz": lambda data: tarred(member="config.yaml", data=data, mode="w:gz"),
     "gzip": gzip.compress,
-    "tar in a zip": lambda data: _zipped("x.nemo", _tarred("model_config.yaml", data)),
-    "zip in a zip in a tar": lambda data: _tarred("a.zip", _zipped("b.zip", _zipped("data", data))),
+    "tar in a zip": lambda data: zipped(member="x.nemo", data=tarred(member="model_config.yaml", data=data)),
+    "zip in a zip in a tar": lambda data: tarred(
+        member="a.zip", data=zipped(member="b.zip", data=zipped(member="data", data=data))
+    ),
     "torch archive": lambda data: _beside_tensors(data),
 }
 
@@ -263,7 +250,7 @@ SAVED: dict[str, Callable[[Any], bytes]] = {
     "torch.save": archive,
     "the legacy format": _in_a_legacy_file,
     "pickle": lambda value: pickle.dumps(value, 2),
-    "in an archive": lambda value: _tarred("x/model.pth", archive(value)),
+    "in an archive": lambda value: tarred(member="x/model.pth", data=archive(value)),
 }
 
 
@@ -509,7 +496,7 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
     text = json.dumps(HARMLESS[name], indent=2)
     assert _scanned(text.encode(), tmp_path, name) == (None, "")
     assert _scanned(yaml.safe_dump(HARMLESS[name]).encode(), tmp_path, f"{name}.yaml")[0] == "unknown"
-    assert _scanned(_zipped(name, text.encode()), tmp_path, "x.zip") == ("weights-only", "")
+    assert _scanned(zipped(member=name, data=text.encode()), tmp_path, "x.zip") == ("weights-only", "")
     assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
     for held in (HARMLESS[name], text):
         assert _scanned(archive({"w": torch.ones(2), "config": held}), tmp_path, "x.pth") == ("weights-only", "")
@@ -524,14 +511,21 @@ def test_text_for_people_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", [b"", b"/some/path\n", b"\xef\xbb\xbf", b"# words\r", b"x\x0c"])
 def test_lines_of_a_site_file_are_never_weights_only(line: str, start: bytes, tmp_path: Path) -> None:
     data = start + line.encode() + b"\n"
-    for pack, packed in (("file", data), ("zip", _zipped("x.pth", data)), ("tar.gz", _tarred("x.pth", data, "w:gz"))):
+    for pack, packed in (
+        ("file", data),
+        ("zip", zipped(member="x.pth", data=data)),
+        ("tar.gz", tarred(member="x.pth", data=data, mode="w:gz")),
+    ):
         verdict, reasons = _scanned(packed, tmp_path, "distutils-precedence.pth" if pack == "file" else "x")
         assert verdict == "unknown", (pack, reasons)
 
 
 @pytest.mark.parametrize("name", ["modeling.py", "lib.so", "run.sh", "x.pyc", "native.dll", "tool.exe", "train.gin"])
 def test_code_in_an_archive_is_a_program(name: str, tmp_path: Path) -> None:
-    for pack, packed in (("zip", _zipped(name, b"import os")), ("tar", _tarred(f"x/{name}", b"import os"))):
+    for pack, packed in (
+        ("zip", zipped(member=name, data=b"import os")),
+        ("tar", tarred(member=f"x/{name}", data=b"import os")),
+    ):
         verdict, reasons = _scanned(packed, tmp_path)
         assert verdict == "program" and name in reasons, pack
 
@@ -557,7 +551,7 @@ def test_archives_that_are_loaded_by_their_configuration_are_never_weights_only(
             tar.addfile(info, io.BytesIO(text.encode()))
     for data in (out.getvalue(), tarred.getvalue(), gzip.compress(tarred.getvalue())):
         assert _scanned(data, tmp_path, name)[0] == "unknown"
-        assert _scanned(_zipped(name, data), tmp_path, "outer.zip")[0] == "unknown"
+        assert _scanned(zipped(member=name, data=data), tmp_path, "outer.zip")[0] == "unknown"
 
 
 def test_a_keras_config_in_hdf5_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import pickle
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import sample
+from packed_files import tarred, zipped
 from safetensors.torch import save, save_file
 
 from ckptool.reports.scan import scan, scan_file
@@ -52,25 +52,9 @@ TEXTS = {
 }
 
 
-def _zipped(name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+def _saved(value: Any, new: bool = True) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        archive.writestr(name, data)
-    return out.getvalue()
-
-
-def _tarred(name: str, data: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def _saved(value: Any, zipped: bool = True) -> bytes:
-    out = io.BytesIO()
-    torch.save({"w": torch.ones(2), "meta": value}, out, _use_new_zipfile_serialization=zipped)
+    torch.save({"w": torch.ones(2), "meta": value}, out, _use_new_zipfile_serialization=new)
     return out.getvalue()
 
 
@@ -83,11 +67,14 @@ def _beside_tensors(name: str, data: bytes) -> bytes:
 
 #: Files that hold the text: a function of its file name and text, and the name of the file that it makes.
 PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
-    "zip": (lambda name, text: _zipped(name, text.encode()), "x.zip"),
-    "deflated zip": (lambda name, text: _zipped(f"a/{name}", text.encode(), zipfile.ZIP_DEFLATED), "x"),
-    "tar": (lambda name, text: _tarred(f"./{name}", text.encode()), "x.tar"),
-    "tar.gz": (lambda name, text: gzip.compress(_tarred(name, text.encode())), "x.tar.gz"),
-    "zip in a tar": (lambda name, text: _tarred("a.zip", _zipped(name, text.encode())), "x.tar"),
+    "zip": (lambda name, text: zipped(member=name, data=text.encode()), "x.zip"),
+    "deflated zip": (
+        lambda name, text: zipped(member=f"a/{name}", data=text.encode(), method=zipfile.ZIP_DEFLATED),
+        "x",
+    ),
+    "tar": (lambda name, text: tarred(member=f"./{name}", data=text.encode()), "x.tar"),
+    "tar.gz": (lambda name, text: gzip.compress(tarred(member=name, data=text.encode())), "x.tar.gz"),
+    "zip in a tar": (lambda name, text: tarred(member="a.zip", data=zipped(member=name, data=text.encode())), "x.tar"),
     "torch archive": (lambda name, text: _beside_tensors(name, text.encode()), "x.pt"),
     "torch.save": (lambda name, text: _saved({"cfg": text}), "x.pth"),
     "torch.save, in a list": (lambda name, text: _saved(["a", [text]]), "x.pth"),
@@ -178,7 +165,7 @@ def test_the_templates_of_models_are_data(template: str, tmp_path: Path) -> None
         "processor_config.json": json.dumps({"chat_template": [{"name": "default", "template": template}]}),
     }
     for name, text in texts.items():
-        (tmp_path / "x.zip").write_bytes(_zipped(name, text.encode()))
+        (tmp_path / "x.zip").write_bytes(zipped(member=name, data=text.encode()))
         report = scan_file(str(tmp_path / "x.zip"))
         assert report["verdict"] == "weights-only", report["reasons"]
 

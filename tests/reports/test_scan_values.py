@@ -7,7 +7,6 @@ import bz2
 import gzip
 import io
 import lzma
-import os
 import pickle
 import random
 import shutil
@@ -22,20 +21,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import sample
+from packed_files import Recorded, tarred, zipped
 from safetensors.torch import save
-from test_scan import tarred, zipped
 
 import ckptool
 from ckptool.pickles.lexer import CALLS, ENDS, NAMES, outcome
 from ckptool.reports.scan import scan_file
-
-
-class Recorded:
-    """Makes an unpickler record what it would call."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("true",)
-
 
 #: Opcodes that leave the stack unchanged, as pairs or alone: every way of making an object, and of storing it.
 TRIVIAL = (
