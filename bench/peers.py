@@ -32,8 +32,8 @@ class Peer(NamedTuple):
 PEERS = (
     Peer(
         "sft-cli", ("sft-cli",), "sft", False,
-        "edits safetensors files: `tree` is compared with `keys`, `rename` with `strip-module`, `stat` with `stats`, on "
-        "the same tensors. It has no location tags, no sharing and no `_metadata` to keep.",
+        "edits safetensors files: `tree` is compared with `keys`, `rename` with `strip-module`, `stat` with `stats`, "
+        "on the same tensors. It has no location tags, no sharing and no `_metadata` to keep.",
     ),
     Peer(
         "ckptkit", ("ckptkit[cli]",), "ckptkit", True,

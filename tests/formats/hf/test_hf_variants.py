@@ -172,7 +172,7 @@ def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.Captu
     told = capsys.readouterr().out
     assert all(part in told for part in found) and "3 files" in told
     assert run(["validate", str(top)]) == 0
-    with pytest.raises(UnreadableError, match="diffusers pipeline with .*: text_encoder, unet and vae"):
+    with pytest.raises(UnreadableError, match=r"diffusers pipeline with .*: text_encoder, unet and vae"):
         ckptool.open(top)
     assert run(["add-module", str(top / "unet"), "-o", str(tmp_path / "out")]) == 0
     found_there = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
