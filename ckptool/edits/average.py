@@ -75,12 +75,13 @@ def average(
     first, *others = opened
     only = dotted(only, first)
 
-    def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
+    def refusal(message: str, step: AnyStep = "") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
     plan: dict[str, list[str]] = {}
     layouts: dict[str, set[object]] = {}
-    integers = tensors = differing = 0
+    integers = tensors = 0
+    apart = "slim each of them first"
     for state_dict in selected(first, key):
         tables = [tensors_of(other, _partner_dict(first, other, state_dict)) for other in others]
         for name, tensor in tensors_of(first, state_dict).items():
@@ -94,33 +95,28 @@ def average(
                 integers += 1
                 continue
             keys = [tensor.storage, *(partner.storage for partner in partners)]
-            if plan.setdefault(tensor.storage, keys) != keys:
-                raise refusal(f"{quoted(name)} shares its storage with others in one checkpoint and not in another")
-            differing += any(_layout(partner) != _layout(tensor) for partner in partners)
+            if plan.setdefault(tensor.storage, keys) != keys or {*map(_layout, partners)} - {_layout(tensor)}:
+                raise refusal(f"{quoted(name)} lies in its storage in another way than in another checkpoint", apart)
             layouts.setdefault(tensor.storage, set()).add(_layout(tensor))
             tensors += 1
-    if differing:
-        raise refusal(f"{pluralize(differing, 'tensor')} are laid out differently in another checkpoint")
     for name, keys in plan.items():
         path = next((entry.path for entry in first.survey.tensors if entry.tensor.storage == name), "a tensor")
         items = [each.storage(key, path) for each, key in zip(works, keys)]
         item = items[0]
-        if work.is_pinned(name) or any(_layout(use.tensor) not in layouts[name] for use in item.uses):
-            step = "slim each of them first, or average both"
-            raise refusal(f"{path} shares its storage with a tensor that is not averaged", step)
+        if (
+            work.is_pinned(name)
+            or item.dtype is None
+            or any(_layout(use.tensor) not in layouts[name] for use in item.uses)
+        ):
+            raise refusal(f"{path} shares its storage with a tensor that is not averaged", f"{apart}, or average both")
         bits = [sorted(has_bits(each.graph, use) for use in one.uses) for each, one in zip(opened, items)]
-        if bits.count(bits[0]) < len(bits):
-            message = f"{path} carries a negative bit in one checkpoint and not in another"
-            raise refusal(message, "leave it out")
-        if item.dtype is None:
-            raise refusal(f"storage {name!r} is read as two dtypes", "leave it out")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, opened, keys)}
-        if len(sizes) != 1 or None in sizes:
-            raise refusal(f"the storages {keys} differ in size", "slim each of them")
+        if bits.count(bits[0]) < len(bits) or len(sizes) != 1 or None in sizes:
+            raise refusal(f"{path} has a storage of another size, or a negative bit, in another checkpoint", apart)
         readers = tuple(map(storage_reader, others, keys[1:]))
         work.compute(item, Averaging(item.dtype, tuple(factors), base is not None), readers)
     if not tensors:
-        raise refusal("there is no floating tensor in a state dict to average", "")
+        raise refusal("there is no floating tensor in a state dict to average")
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in float64"
     if base is not None:
         terms = [f"{factor:+g} ({each.path} - {opened[-1].path})" for factor, each in zip(factors, others)]
@@ -195,12 +191,8 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
     if not candidates and len(sure) == 1 and len(selected(first, None)) == 1:
         candidates = sure
     if not candidates:
-        where = f" at {state_dict.path!r}" if state_dict.path else ""
-        raise RefusedError(
-            f"it has no state dict{where}",
-            path=other.path,
-            next="name the one to average with `--key=`",
-        )
+        what = f"it has no state dict{f' at {state_dict.path!r}' if state_dict.path else ''}"
+        raise RefusedError(what, path=other.path, next="name the one to average with `--key=`")
     return candidates[0]
 
 

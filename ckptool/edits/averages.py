@@ -172,26 +172,22 @@ def _alone(checkpoint: Checkpoint, source: _Source) -> Checkpoint:
     note = Change("use-ema", source.path, 0, len(source.values), "all weights are an average")
     checkpoint = checkpoint.changed(checkpoint.graph, [note])
     checkpoint = drop(checkpoint, counters, key=key) if counters else checkpoint
-    return (
-        strip_prefix(checkpoint, "module.", key=key)
-        if all(n.startswith("module.") for n in source.values)
-        else checkpoint
-    )
+    wrapped = all(name.startswith("module.") for name in source.values)
+    return strip_prefix(checkpoint, "module.", key=key) if wrapped else checkpoint
 
 
 def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str, AnyStep]:
     """Return why no average can be used, and the next step."""
-    beside = f"{os.path.normpath(checkpoint.path)}_ema"
     if sources:
         names = join_limited([_where(source) for source in sources])
         return f"no model in it has the names of the average ({names})", command("keys", checkpoint.path)
-    entries = values_of(checkpoint.graph, checkpoint.graph.root)
-    if "averaging_state" in entries and "state_dict" in entries:
+    if "averaging_state" in values_of(checkpoint.graph, checkpoint.graph.root):
         return "state_dict holds the averaged weights already (WeightAveraging of Lightning)", ""
     if checkpoint.survey.modules:
         steps = Step("sanitize"), Step("as_state_dict"), Step("use_ema")
         output = suggested_output(checkpoint.path, "ema")
         return "its models are pickled modules", command("edit", checkpoint.path, steps=steps, output=output)
+    beside = f"{os.path.normpath(checkpoint.path)}_ema"
     if os.path.isdir(beside):
         return "it holds no average; the folder beside it does", command("inspect", beside)
     return "it holds no averaged weights that ckptool can tell by name", tree_step(checkpoint.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.prefixes import adapter_keys, unwrapper
 from ..base.steps import command, is_remote, option, suggested_output, tree_step
-from ..base.text import join_limited, pluralize, quoted
+from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
@@ -61,12 +60,8 @@ def merge(
     graft = _Graft(with_plain_ids(checkpoint), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only)) is not None]
     if not changes:
-        from ..base.nearest import did_you_mean
-
         step = "find names that fit: " + command("match", other.path, checkpoint.path)
-        names = [str(other.graph.nodes[name]) for _, theirs in pairs for name, _ in theirs.items]
-        near = did_you_mean(only.include[0], names) if only.include else ""
-        raise RefusedError(f"nothing is taken: no key of it is chosen{near}", path=other.path, next=step)
+        raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
     return graft.done(changes)
 
 
@@ -149,7 +144,6 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs)
     parts += [f"{pluralize(len(new), 'key')} added"] if new else []
     summary = f"{' and '.join(parts)} from {there.path}"
     notes: tuple[str, ...] = (f"{pluralize(recast, 'key')} of another dtype now",) if recast else ()
-    notes += _untied_note(here, mapping(here.graph, ours.ref) or (), items)
     if not replaced and set(map(unwrapper(places), places)) & set(map(unwrapper(new), new)):
         step = command("match", there.path, here.path)
         notes += (f"apart from the names of wrappers these keys existed before, and now exist twice: {step}",)
@@ -164,20 +158,6 @@ def _refuse_torn(checkpoint: Checkpoint, state_dict: StateDict, taken: set[str])
         if torn := sorted(names - taken if names & taken else ()):
             message = f"{quoted(weight.name)} is quantized ({weight.format}), and {quoted(torn[0])} would be of another"
             raise RefusedError(message, path=checkpoint.path, next="take all tensors of a weight, or none")
-
-
-def _untied_note(
-    checkpoint: Checkpoint, before: Sequence[tuple[Ref, Ref]], items: Sequence[tuple[Ref, Ref]]
-) -> tuple[str, ...]:
-    """Return the note on keys that are no longer tied to another key; empty if there are none."""
-    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    tied: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
-    for (name, old), (_, new) in zip(before, items):
-        if (tensor := reader.tensor(old)) is not None and tensor.storage:
-            tied[tensor.storage].append((str(nodes[name]), old != new))
-    mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]
-    untied = [repr(name) for names in mixed for name, replaced in names if replaced]
-    return (f"no longer tied to what shared their storage: {join_limited(untied, most=3)}",) if untied else ()
 
 
 def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:

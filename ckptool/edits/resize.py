@@ -7,7 +7,6 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from math import prod
 from typing import Final, Literal
 
@@ -20,10 +19,9 @@ from ..base.steps import NextStep, command
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor, extent, is_contiguous
-from ..files.sources import Computed, Piece, Source, Span
+from ..checkpoint.tensors import Tensor, extent
+from ..files.sources import Computed
 from ..formats.opening import takes_path
-from ..formats.pieces.chunks import Chunk, joined
 from ..values.elements import StorageReader, as_in_file, elements, reblocked, storage_reader, swapped
 from ..values.torch.compute import mean_row
 from ..values.torch.loads import need_torch
@@ -42,8 +40,8 @@ _BIAS: Final = regex(
 )
 #: Bytes of rows that are summed at once.
 _STEP: Final = 4 << 20
-#: A number of tokens to add, of less than 12 digits.
-_MORE: Final = regex(r"\+0{0,9}[1-9][0-9]{0,10}")
+#: A number of tokens, or of those to add, of less than 12 digits.
+_COUNT: Final = regex(r"(?P<more>\+)?0{0,9}[1-9][0-9]{0,10}")
 _INCLUDE: Final = "name its tensors with `--include GLOB`"
 
 
@@ -84,17 +82,15 @@ def resize(
     >>> ckptool.resize("model.pth", 10, fill="zero", include="fc.*").changes[0].words
     'fc.weight and fc.bias: 2 -> 10 rows; new rows are zeros'
     """
-    added = int(vocab) if isinstance(vocab, str) and _MORE.fullmatch(vocab) else 0
-    if isinstance(vocab, str) and not added:
-        raise _not_a_count(vocab)
-    if not isinstance(vocab, str) and vocab < 1:
-        raise TargetError("a vocabulary has one token or more", next="`--vocab 32000`")
+    count = _COUNT.fullmatch(str(vocab))
+    if count is None:
+        raise TargetError(f"{str(vocab)!r} is not a number of tokens", next="`--vocab 32000`, or +64 for 64 more")
     if fill not in ("mean", "zero"):
         raise TargetError(f"{fill!r} is not a way to fill rows", next="`--fill mean`")
     work = Recomputation(checkpoint, key, Globs(include, exclude))
     tables = _tables(work, bool(include))
     old = tables[0].rows
-    rows = old + added if isinstance(vocab, str) else vocab
+    rows = int(count[0]) + (old if count["more"] else 0)
     if rows == old:
         return work.done([Change("resize", key or "", 0, len(tables), f"there are {old:,} rows already")])
     if rows > old and fill == "mean":
@@ -106,7 +102,11 @@ def resize(
         tensor = _checked(work, item, table, fill)
         # The bias of a tied head gets zeros, as transformers does it.
         mean = fill == "mean" and (not _BIAS.search(table.entry.key) or bool(include) or not heads <= embeddings)
-        work.reshape(item, table.shape(rows), _piece(work, tensor, table, rows, mean))
+        size = prod(table.shape(rows)) * BY_NAME[tensor.dtype].itemsize
+        kept = tensor._replace(shape=table.shape(min(rows, old)))
+        reader = storage_reader(work.checkpoint, tensor.storage)
+        piece = Computed(size, resized, (reader, kept, tensor, old, max(rows - old, 0), mean))
+        work.reshape(item, table.shape(rows), piece)
     notes = [f"new rows are {'the mean of the old ones' if fill == 'mean' else 'zeros'}"] if rows > old else []
     done = {table.entry.tensor.storage for table in tables}
     inside = [entry for entry in work.chosen if entry.state_dict >= 0 and entry.tensor.storage not in done]
@@ -180,12 +180,11 @@ def _checked(work: Recomputation, item: SharedStorage, table: _Table, fill: Fill
     """Return the tensor, which is the only view of its storage; raise RefusedError if it cannot be resized."""
     name, path, tensor = quoted(table.entry.key), work.checkpoint.path, table.entry.tensor
     dtype = BY_NAME.get(tensor.dtype)
-    if tensor.kind != "dense" or dtype is None or not dtype.floating or dtype.packed > 1:
+    plain = tensor.kind == "dense" and dtype is not None and dtype.floating and dtype.packed == 1
+    if dtype is None or not plain or (fill == "mean" and not has_arithmetic(tensor)):
         kind = tensor.kind if tensor.kind != "dense" else tensor.dtype
-        raise RefusedError(f"{name} is {kind}: only plain floating-point tensors can be resized", path=path)
-    if fill == "mean" and not has_arithmetic(tensor):
-        step = "fill with zeros: `--fill zero`"
-        raise RefusedError(f"{name} is {tensor.dtype}, which has no mean", path=path, next=step)
+        what = f"{name} is {kind}: only plain floating-point tensors can be resized, or filled with their mean"
+        raise RefusedError(what, path=path)
     if work.is_pinned(item.key) or item.view is None or any(has_bits(work.checkpoint.graph, use) for use in item.uses):
         what = f"{name} shares its storage with other tensors"
         raise RefusedError(what, path=path, next="first: " + command("slim", path))
@@ -195,77 +194,17 @@ def _checked(work: Recomputation, item: SharedStorage, table: _Table, fill: Fill
     return tensor
 
 
-def _piece(work: Recomputation, tensor: Tensor, table: _Table, rows: int, mean: bool) -> Piece:
-    """Return the bytes of the tensor with so many rows: those that it has, and new ones."""
-    reader, width = storage_reader(work.checkpoint, tensor.storage), BY_NAME[tensor.dtype].itemsize
-    kept = tensor._replace(shape=table.shape(min(rows, table.rows)))
-    made = tensor, table.rows, max(rows - table.rows, 0), mean
-    body = reader.body
-    if body is None or not isinstance(body.piece, Span) or body.compressed or not is_contiguous(kept):
-        return Computed(prod(table.shape(rows)) * width, resized, (reader, kept, *made))
-    source, begin = body.piece.source, body.piece.offset + tensor.offset * width
-    new = NewRows(reader, *made)
-    if not new.size:
-        return Span(source, begin, kept.numel * width)
-    length = tensor.numel // table.rows
-    chunks = [
-        Chunk(((0, 0), (table.rows, length)), source, begin),
-        Chunk(((table.rows, 0), (rows - table.rows, length)), new, 0),
-    ]
-    whole = joined(chunks, (rows, length), width, table.entry.key).span
-    assert whole is not None
-    return whole
-
-
-class NewRows(Source):
-    """The bytes of ``number`` rows to add to a tensor of ``rows`` rows: their mean, or zeros.
-
-    The mean is computed when the first byte is read.
-    """
-
-    def __init__(self, reader: StorageReader, tensor: Tensor, rows: int, number: int, mean: bool) -> None:
-        self.name = reader.path
-        self.reader, self.tensor, self.rows, self.number, self.mean = reader, tensor, rows, number, mean
-        self.size = number * (tensor.numel // rows) * BY_NAME[tensor.dtype].itemsize
-
-    @cached_property
-    def _row(self) -> bytes:
-        size = self.size // self.number
-        if not self.mean:
-            return bytes(size)
-        blocks = reblocked(elements(self.reader, self.tensor), max(_STEP // size, 1) * size)
-        row = mean_row(blocks, self.tensor.numel // self.rows, self.tensor.dtype)
-        return swapped(row, self.reader.width)
-
-    def read(self, offset: int, size: int) -> bytes:
-        size = min(size, self.size - offset)
-        if size <= 0:
-            return b""
-        begin = offset % len(self._row)
-        return (self._row * (-(-(begin + size) // len(self._row))))[begin : begin + size]
-
-    def origins(self, offset: int, size: int) -> Iterator[Span]:
-        if self.mean and self.reader.body is not None and isinstance(self.reader.body.piece, Span):
-            yield self.reader.body.piece
-
-
 def resized(reader: StorageReader, kept: Tensor, tensor: Tensor, rows: int, number: int, mean: bool) -> Iterator[bytes]:
-    """Yield the rows of ``kept``, then new rows, in the byte order of the file."""
+    """Yield the rows of ``kept``, in the byte order of the file, then ``number`` new rows.
+
+    New rows are the mean of the ``rows`` rows of ``tensor``, or zeros.
+    """
     yield from as_in_file(reader, kept)
-    new = NewRows(reader, tensor, rows, number, mean)
-    for offset in range(0, new.size, _STEP):
-        yield new.read(offset, _STEP)
-
-
-def parse_rows(text: str) -> int | str:
-    """Parse a number of tokens, or a text such as "+64" for that many more; raise TargetError for other texts."""
-    if _MORE.fullmatch(text):
-        return text
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text)):
-        raise _not_a_count(text)
-    return int(text)
-
-
-def _not_a_count(text: str) -> TargetError:
-    step = "`--vocab 32000`"
-    return TargetError(f"{text!r} is not a number of tokens", next=step + ", or +64 for 64 more")
+    size = tensor.numel // rows * BY_NAME[tensor.dtype].itemsize
+    row = bytes(size)
+    if mean and number:
+        blocks = reblocked(elements(reader, tensor), max(_STEP // size, 1) * size)
+        row = swapped(mean_row(blocks, tensor.numel // rows, tensor.dtype), reader.width)
+    at_once = max(_STEP // size, 1)
+    for first in range(0, number, at_once):
+        yield row * min(at_once, number - first)
