@@ -42,6 +42,7 @@ def rows(text: str) -> list[dict[str, Any]]:
 # -- engines
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_engine_gives_the_same(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [command, str(FIXTURES / "real"), *(str(FIXTURES / name) for name in NAMES), "--format", "jsonl"]
@@ -151,7 +152,7 @@ def test_a_list_may_have_folders_and_comes_after_the_paths(here: Path, capsys: p
 # -- rows
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("command", ["validate", "scan", "hash", "lock"])
 @pytest.mark.parametrize("engine", [[], ["--engine", "dask", "--jobs", "2"]])
 def test_rows_have_the_same_columns_and_types(

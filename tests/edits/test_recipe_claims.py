@@ -74,7 +74,7 @@ def converted(state: State, config: dict[str, Any], family: str, folder: Path) -
     return load_file(out)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_the_configuration_of_another_model_is_refused(kind: str, target: str, tmp_path: Path) -> None:
     """The way there and back works under the own configuration; under others neither does."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CORPUS, FIXTURES, needs_corpus
+from conftest import CORPUS, FIXTURES, needs_corpus, sample
 from torch_tar_files import Pickler as TarPickler
 from torch_tar_files import archive, dump, members, placeholder, typical
 
@@ -143,10 +143,11 @@ def _converted(path: Path, out: Path) -> Any:
     return torch.load(out, weights_only=True)
 
 
+@pytest.mark.sampled
 def test_changed_bytes_never_crash(tmp_path: Path) -> None:
     data = typical(tmp_path / "old.tar").read_bytes()
     bad = tmp_path / "bad.tar"
-    for at in range(0, len(data), 13):
+    for at in sample(range(0, len(data), 13), 4):
         for value in (0, 0x7F, 0xFF):
             bad.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
             try:

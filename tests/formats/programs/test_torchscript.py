@@ -539,7 +539,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_code_takes_bounded_memory(kind: str, script: Path, tmp_path: Path) -> None:
     out = tmp_path / "h.pt"

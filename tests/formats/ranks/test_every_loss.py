@@ -125,7 +125,7 @@ def damages(folder: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
         )
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *SETS, "pipeline"])
 def test_nothing_is_made_of_a_folder_in_which_a_file_is_not_what_it_was(layout: str, tmp_path: Path) -> None:
     folder, out, copy = build(layout, tmp_path / "sound"), tmp_path / "out.pth", tmp_path / "copy"
@@ -155,6 +155,7 @@ def test_a_flipped_bit_is_seen_in_every_file(layout: str, tmp_path: Path) -> Non
         assert said.code in (1, 3) and file.name in said.all, (layout, file)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("layout", SETS)
 def test_a_set_that_lost_a_file_leaves_no_other_set_as_the_checkpoint(layout: str, tmp_path: Path) -> None:
     """The command names the set, whichever of the two it is; the state of an optimizer is no model."""
