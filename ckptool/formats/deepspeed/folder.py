@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Final, TypeVar
 
+from ...base.dtypes import Dtype
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE, MISPLACED, OTHER_FILES
 from ...base.steps import RENAME_BACK
@@ -22,7 +24,7 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.objects import list_items, mapping, values_of
-from ...checkpoint.tensors import ViewId, view_id
+from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
@@ -32,15 +34,11 @@ from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, ZeroFiles, other_ste
 from ..names.hf import model_files
 from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Rows
-from ..pieces.copies import RANK_VALUES, STATISTICS, CopyPair, differ
+from ..pieces.copies import STATISTICS, CopyPair
 from .rounding import MOST_UNLIKE, unlike
-from .slices import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
+from .slices import Slices, Vector, slices_of_ranks, slices_of_vectors
 from .states import OF_PARTS, ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
 
-#: Bytes of a partition that are sampled for distinct values. With ``_FEW`` distinct values or fewer, equal partitions
-#: do not prove a copy.
-_SAMPLE: Final = 1 << 16
-_FEW: Final = 4
 #: Samples per rank when its 32-bit weights are compared with the rounded weights in the model file.
 _PIECES: Final = 16
 #: A file next to the step folder that describes the training, not the model.
@@ -67,18 +65,30 @@ class Deepspeed(RankFiles):
         if self._first.in_parts != files.in_parts:
             stages = ("3", "1 or 2") if self._first.in_parts else ("1 or 2", "3")
             raise MalformedError(f"the optimizer's files are of stage {stages[0]}, the model's files of {stages[1]}")
+        self._file = self.read_again(self._model.name)
+        self._module = values_of(self._file.graph, self._model.values["module"])
         self._ranks = self._counted()
-        self._note_absent(files)
-        self._note_copies([(state.name, state.checksums, state.flats) for state in self._states.values()])
-        self._note_copies(
-            [(model.name, model.checksums, tuple(model.fragments.values())) for model in self._models.values()]
-        )
+        for names in (files.optimizers, files.models) if files.in_parts else (files.optimizers,):
+            there = {rank: name for rank, name in names.items() if name not in self._left_over}
+            saved, like = pluralize(self._ranks, "rank"), next(iter(names.values()))
+            name_of = partial(name_like, like)
+            self.note_ranks(saved, range(self._ranks), there, name_of)
+        states, models = self._states.values(), self._models.values()
+        self.note_same((state.name, any(state.checksums) and state.checksums, state.flats) for state in states)
+        self.note_same((own.name, any(own.checksums) and own.checksums, [*own.fragments.values()]) for own in models)
         self._vectors = self._flats()
+        before = len(self.problems)
         self._slices = self._cut()
+        #: Whether all vectors have all elements of their parameters, so that no parameter needs to be looked at.
+        self._fits = len(self.problems) == before
         self._note_steps()
         self._compare_files()
-        self.build(self._whole(self.read_again(self._model.name), self.read_again(self._first.name)))
-        self.writer = self._words()
+        self.build(self._whole(self.read_again(self._first.name)))
+        kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
+        state = "all there" if is_complete(self.problems) else "incomplete"
+        self.rank_save = RankSave(self._ranks, self._model.number("global_steps"))
+        name = f"DeepSpeed {self._first.version}".rstrip()
+        self.writer = f"{name}, {kind}: {pluralize(self._ranks, 'rank')}, step {self.rank_save.step:,}, {state}"
         if not files.in_parts:
             # The model file is complete without the partitions.
             joined, self.whole_weights = frozenset(self._tensors), "module"
@@ -86,13 +96,6 @@ class Deepspeed(RankFiles):
                 problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
                 for problem in self.problems
             ]
-
-    def _words(self) -> str:
-        kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
-        state = "all there" if is_complete(self.problems) else "incomplete"
-        ranks, step = pluralize(self._ranks, "rank"), self._model.number("global_steps")
-        self.rank_save = RankSave(self._ranks, step)
-        return f"{f'DeepSpeed {self._first.version}'.rstrip()}, {kind}: {ranks}, step {step:,}, {state}"
 
     # -- the files
 
@@ -122,21 +125,15 @@ class Deepspeed(RankFiles):
         if not states:
             what = next(problem.message for problem in self.problems if problem.where in names.values())
             raise MalformedError(what, next=self.errors[0].step if self.errors else RENAME_BACK)
-        saves = Counter(tuple(state.save.items()) for state in states.values())
-        common = dict(saves.most_common(1)[0][0])
-        like = next(state.name for state in states.values() if state.save == common)
-        for rank, state in list(states.items()):
-            odd = [f"{name} {_value(value)}" for name, value in state.save.items() if common.get(name) != value]
-            if odd and (ranks := str(common.get("ranks", ""))).isdigit() and rank >= int(ranks):
-                what = f"{state.name} is left from another save, since this one has {ranks} ranks: it is not read"
+        common = Counter(str(state.save.get("ranks", "")) for state in states.values()).most_common(1)[0][0]
+        for rank in [rank for rank in states if common.isdigit() and rank >= int(common)]:
+            if str(states[rank].save.get("ranks", "")) != common:
+                name = states.pop(rank).name
+                what = f"{name} is left from another save, since this one has {common} ranks: it is not read"
                 self.note(OTHER_FILES, "warning", what)
-                self._left_over.add(state.name)
-                del states[rank]
-            elif odd:
-                other = [f"{name} {_value(value)}" for name, value in common.items() if state.save.get(name) != value]
-                what = f"{state.name} is of another save than {like}: {join_limited(odd)}, there {join_limited(other)}"
-                self.note_lost(what, state.name)
-                del states[rank]
+                self._left_over.add(name)
+        for rank in self.note_other_saves({rank: (state.name, state.save) for rank, state in states.items()}):
+            del states[rank]
         return states
 
     def _counted(self) -> int:
@@ -150,40 +147,13 @@ class Deepspeed(RankFiles):
             raise MalformedError(f"{self._first.name}: {counts[0]:,} ranks (partition_count)")
         return counts[0]
 
-    def _note_absent(self, files: ZeroFiles) -> None:
-        """Report ranks without a file, and files whose rank is beyond the number of ranks."""
-        kinds = [("optimizer", files.optimizers)] + [("model", files.models)] * files.in_parts
-        for kind, names in kinds:
-            absent = [rank for rank in range(self._ranks) if rank not in names]
-            if absent:
-                name = re.sub(r"(pp_rank_)\d+", rf"\g<1>{absent[0]}", next(iter(names.values())))
-                numbers = join_limited([str(rank) for rank in absent])
-                ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {numbers} of {self._ranks:,}"
-                what = f"the {kind} state of {ranks} is not there: {name}"
-                self.note_lost(what, name)
-            for rank, name in names.items():
-                if rank >= self._ranks and name not in self._left_over:
-                    what = f"{name} is of rank {rank}, and the others are of {pluralize(self._ranks, 'rank')}"
-                    self.note_lost(what, name)
-
-    def _note_copies(self, files: Sequence[tuple[str, Sequence[int], Sequence[Rows]]]) -> None:
-        """Report ranks with identical partitions. ``files``: (name, recorded checksums, partitions)."""
-        known: dict[Sequence[int], tuple[str, Sequence[Rows]]] = {}
-        for name, checksums, parts in files:
-            first, others = known.setdefault(checksums, (name, parts)) if any(checksums) else (name, parts)
-            if first != name and _is_copy(parts, others):
-                what = f"{name} has the partitions of {first}: one is a copy of the other"
-                self.note_lost(what, name)
-
     def _note_steps(self) -> None:
         """Warn if the step in the model file differs from the step that the optimizer has reached."""
-        done = self._model.number("global_steps") - self._model.number("skipped_steps")
+        name, done = self._model.name, self._model.number("global_steps") - self._model.number("skipped_steps")
         odd = next((step for step in self._first.steps if step >= 0 and step != done), None)
         if odd is not None and "global_steps" in self._model.save:
-            what = f"{self._model.name} is of step {done:,}, the optimizer's files of {odd:,g}"
-            self.note(
-                "other-step", "warning", f"{what}: of another save, or its state was not loaded", self._model.name
-            )
+            what = f"{name} is of step {done:,}, the optimizer's files of {odd:,g}"
+            self.note("other-step", "warning", f"{what}: of another save, or its state was not loaded", name)
 
     def _compare_files(self) -> None:
         """Compare the content that the files of one save share: configuration, buffers, 16-bit and 32-bit weights."""
@@ -214,73 +184,61 @@ class Deepspeed(RankFiles):
                     self.copies.add(pair)
                 elif self.copies.compare(pair) is False:
                     own.append(name)
-        if own:
-            names = join_limited([quoted(name) for name in dict.fromkeys(own)], most=3)
-            what = f"ranks have values of their own: {names}; those of {self._model.name} are taken"
-            self.note(RANK_VALUES, "warning", what)
+        self.note_own(map(quoted, own), self._model.name)
 
     def _compare_weights(self) -> None:
         """Compare a sample of each rank's 32-bit weights, rounded, with the weights in the model file.
 
         DeepSpeed copies them there after each step: stage_1_and_2.py (``step``), bf16_optimizer.py.
         """
-        file = self.read_again(self._model.name)
-        module = values_of(file.graph, self._model.values["module"])
         own: dict[int, list[tuple[str, Rows, int, int, int]]] = {}
         for name, cut in self._slices.items():
-            tensor = file.reader.tensor(module[name]) if name in module else None
-            if tensor is None or tensor.shape != cut.shape:
-                continue
-            vector = self._vectors[cut.group]
-            for at, count, rank, local in vector.pieces(cut.begin, prod(cut.shape)):
-                if (flat := vector.parts[rank]) is not None:
-                    own.setdefault(rank, []).append((name, flat, local, at, count))
-        odd: list[int] = []
+            tensor = self._tensor_in_model(name)
+            if tensor is not None and tensor.shape == cut.shape:
+                vector = self._vectors[cut.group]
+                for at, count, rank, local in vector.pieces(cut.begin, prod(cut.shape)):
+                    if (flat := vector.parts[rank]) is not None:
+                        own.setdefault(rank, []).append((name, flat, local, at, count))
+        odd: list[str] = []
         for rank, pieces in own.items():
             unequal = looked = 0
             for name, flat, local, at, count in pieces[:: -(-len(pieces) // _PIECES)]:
                 with suppress(MalformedError):
-                    values = rows(file, module[name])
-                    different, number = unlike(flat, local, values, at, count)
+                    different, number = unlike(flat, local, rows(self._file, self._module[name]), at, count)
                     unequal, looked = unequal + different, looked + number
             if unequal * MOST_UNLIKE > looked:
-                odd.append(rank)
-        for rank in odd if len(odd) < len(own) else ():
-            name = self._states[rank].name
-            what = f"the weights in {name} are not those of {self._model.name}, rounded: it is of another run"
-            self.note_lost(what, name)
-        if odd and len(odd) == len(own):
-            what = f"the weights in {self._model.name} are not the rounded weights of the optimizer's files"
-            self.note_lost(f"{what}: they are not of one run", self._model.name)
+                odd.append(self._states[rank].name)
+        self.note_unlike(odd, len(own), self._model.name)
+
+    def _tensor_in_model(self, name: str) -> Tensor | None:
+        return self._file.reader.tensor(self._module[name]) if name in self._module else None
 
     # -- the flat tensors
 
     def _flats(self) -> list[Vector]:
         """Return the weight vectors: one per parameter group, or one per rank with stage 3."""
         states = [self._states.get(rank) for rank in range(self._ranks)]
-        groups = range(len(self._first.flats))
+        own = [flat.shape[0] for flat in self._first.flats]
         if self._first.in_parts:
-            own = [flat.shape[0] for flat in self._first.flats]
             absent = Vector([None] * len(own), own)
-            return [absent if state is None else _vector(state.flats, own) for state in states]
+            return [absent if state is None else Vector(state.flats, own) for state in states]
         vectors = []
-        for group in groups:
+        for group in range(len(own)):
             parts = [None if state is None else state.flats[group] for state in states]
             largest = max(part.shape[0] for part in parts if part is not None)
-            vectors.append(_vector(parts, [largest] * len(parts)))
+            vectors.append(Vector(parts, [largest] * len(parts)))
         return vectors
 
     def _moments(self, name: str) -> list[Vector]:
         """Return the vectors of one optimizer state, in the same order as the weight vectors."""
-        states = [self._states.get(rank) for rank in range(self._ranks)]
+        moments = [state.moments if (state := self._states.get(rank)) else None for rank in range(self._ranks)]
         if self._first.in_parts:
-            pairs = zip(states, self._vectors)
             return [
-                vector if state is None else _vector([own.get(name) for own in state.moments], vector.sizes)
-                for state, vector in pairs
+                vector if own is None else Vector([part.get(name) for part in own], vector.sizes)
+                for own, vector in zip(moments, self._vectors)
             ]
         return [
-            _vector([None if state is None else state.moments[group].get(name) for state in states], vector.sizes)
+            Vector([None if own is None else own[group].get(name) for own in moments], vector.sizes)
             for group, vector in enumerate(self._vectors)
         ]
 
@@ -296,29 +254,26 @@ class Deepspeed(RankFiles):
             for rank, vector in enumerate(self._vectors):
                 if vector.size != size:
                     what = f"the partitions of rank {rank} have {vector.size:,} elements, its parameters take {size:,}"
-                    where = self._states[rank].name if rank in self._states else ""
-                    self.note_lost(what, where)
+                    self.note_lost(what, self._states[rank].name if rank in self._states else "")
             return slices
         if len(groups) != len(first.flats) or any(len(one) != len(two) for one, two in zip(groups, first.paddings)):
-            what = f"{self._model.name} describes other groups of parameters than {first.name} has"
-            raise MalformedError(what)
+            raise MalformedError(f"{self._model.name} describes other groups of parameters than {first.name} has")
         self._check_shapes()
         slices, sizes = slices_of_vectors(groups, first.paddings)
         multiple = 2 * self._ranks
         for number, (vector, size) in enumerate(zip(self._vectors, sizes)):
             # The end is padded to a multiple of twice the ranks (of the ranks before 0.3.11). The padding may have been
-            # stripped.
-            if vector.size < size or -(-vector.size // multiple) != -(-size // multiple):
-                there = "may have " if None in vector.parts else "have "
-                what = f"the partitions of group {number} {there}{vector.size:,} elements, its parameters take {size:,}"
-                if there == "have ":
-                    self.note_lost(what)
-                    continue
+            # stripped. The size of a missing partition is a guess.
+            fits = vector.size >= size and -(-vector.size // multiple) == -(-size // multiple)
+            if not fits and None not in vector.parts:
+                what = f"the partitions of group {number} have {vector.size:,} elements"
+                self.note_lost(f"{what}, its parameters take {size:,}")
+                continue
             parts = (multiple * -(-size // multiple) // self._ranks, -(-size // self._ranks))
-            odd = min((list(self._odd_partitions(number, size, part)) for part in parts), key=len)
-            for what, name in odd:
+            for what, name in min((list(self._odd_partitions(number, size, part)) for part in parts), key=len):
                 self.note_lost(f"{name}: {what}", name)
-        if not first.round_robin:  # else addresses follow the order before round robin
+        # Round robin: the addresses follow the order before. Missing partitions: their sizes are unknown.
+        if not first.round_robin and len(self._states) >= self._ranks:
             self._check_addresses(slices)
         return slices
 
@@ -341,71 +296,65 @@ class Deepspeed(RankFiles):
 
     def _check_shapes(self) -> None:
         """Report parameters whose shape in the model file differs from its own ``param_shapes``."""
-        file = self.read_again(self._model.name)
-        module = values_of(file.graph, self._model.values["module"])
+        name_of_file = self._model.name
         for name, shape in ((name, shape) for group in self._model.groups for name, shape in group.items()):
-            tensor = file.reader.tensor(module[name]) if name in module else None
+            tensor = self._tensor_in_model(name)
             if tensor is not None and 0 not in tensor.shape and tensor.shape != shape:
                 what = f"{quoted(name)} is of the shape {list(tensor.shape)}, and {list(shape)} in its param_shapes"
-                self.note_lost(f"{file.name}: {what}", file.name)
+                self.note_lost(f"{name_of_file}: {what}", name_of_file)
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
         """Report each rank whose file lists other parameter addresses than the computed ones."""
-        if len(self._states) < self._ranks:
-            return  # the sizes of missing partitions are unknown, so the computed addresses are a guess
         own: list[list[dict[str, tuple[int, int]]]] = [[{} for _ in self._vectors] for _ in range(self._ranks)]
         for name, cut in slices.items():
             for _, count, rank, local in self._vectors[cut.group].pieces(cut.begin, prod(cut.shape)):
                 own[rank][cut.group][name] = local, count
         for rank, state in self._states.items():
             pairs = zip(state.addresses, own[rank]) if rank < self._ranks else ()
-            odd = next((name for said, cut in pairs for name in said.keys() ^ cut.keys() | _other(said, cut)), None)
+            odd = next((name for said, cut in pairs for name, _ in said.items() ^ cut.items()), None)
             if odd is not None:
                 what = f"{state.name} says that it has another part of {quoted(odd)} than the model's file gives it"
                 self.note_lost(what, state.name)
 
     # -- the object
 
-    def _whole(self, model: RankFile, optimizer: RankFile) -> Ref:
+    def _whole(self, optimizer: RankFile) -> Ref:
         """Build the root object: the model file's entries, with joined tensors."""
-        items = []
-        values = {"module": -1, "optimizer": -1, **self._model.values}
-        for name, ref in values.items():
-            if name in OF_PARTS:
-                continue
-            own: Ref | None = None
+        items: dict[str, Ref | None] = {}
+        for name, ref in {"module": -1, "optimizer": -1, **self._model.values}.items():
             if name == "module":
-                own = self._weights(model)
+                items[name] = self._weights()
             elif name == "optimizer":
-                own = self._optimizer(optimizer)
-            elif ref >= 0:
-                own = self.graft(model, ref)
-            items += [] if own is None else [(name, own)]
-        return self.builder.mapping(items)
+                items[name] = self._optimizer(optimizer)
+            elif name not in OF_PARTS:
+                items[name] = self.graft(self._file, ref)
+        return self.builder.mapping((name, ref) for name, ref in items.items() if ref is not None)
 
-    def _weights(self, file: RankFile) -> Ref:
+    def _add(self, name: str, cut: Slices, vectors: Sequence[Vector], dtype: Dtype) -> Ref:
+        """Add a tensor that is cut over vectors."""
+        whole = self._fits and not any(None in vector.parts for vector in vectors)
+        return self.add_tensor(name, cut.joined(vectors, dtype), whole=whole or cut.is_whole(vectors))
+
+    def _weights(self) -> Ref:
         """Build the state dict: parameters from the partitions, all other entries from the model file."""
-        model = self._model
-        dtypes = [flat.dtype for flat in self._first.flats]
-        refs: dict[str, Ref] = {}
-        reach = reach_of(self._vectors)
-        for name, cut in self._slices.items():
-            tensor, whole = cut.joined(self._vectors, dtypes[cut.group]), cut.is_whole(self._vectors, reach)
-            refs[name] = self.add_tensor(name, tensor, whole=whole)
+        model, dtypes = self._model, [flat.dtype for flat in self._first.flats]
+        refs = {name: self._add(name, cut, self._vectors, dtypes[cut.group]) for name, cut in self._slices.items()}
         for name, shape in model.frozen.items() if self._first.in_parts else ():
             refs[name] = self._frozen(name, shape)
-        return state_dict_with(self, file, model, refs, in_parts=self._first.in_parts)
+        return state_dict_with(self, self._file, model, refs, in_parts=self._first.in_parts)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
-        """Build a frozen parameter that is split over the per-rank model files."""
+        """Build a frozen parameter: stage 3 cuts each by itself over the per-rank model files."""
         parts = {rank: model.fragments[name] for rank, model in self._models.items() if name in model.fragments}
-        dtypes = {part.dtype.name: part.dtype for part in parts.values()}
+        dtypes = {part.dtype for part in parts.values()}
         if len(dtypes) != 1:
             raise MalformedError(f"the frozen parameter {quoted(name)} is not in the files of the model")
-        tensor, whole = cut_evenly(shape, parts, self._ranks, *dtypes.values())
+        cut = Slices(shape, 0, 0, self._ranks)
+        whole = all(rank in parts and size <= parts[rank].shape[0] for rank, size, _ in cut.stretches())
         if not whole:
             self.note_lost(f"parts of the frozen parameter {quoted(name)} are not there")
-        return self.add_tensor(name, tensor, whole=whole)
+        vectors = [Vector([parts[rank]], [0]) for rank, _, _ in cut.stretches()] if whole else []
+        return self.add_tensor(name, cut.joined(vectors, *dtypes), whole=whole)
 
     def _optimizer(self, file: RankFile) -> Ref | None:
         """Build the optimizer state keyed by parameter name; report why and return None if that is impossible."""
@@ -418,7 +367,6 @@ class Deepspeed(RankFiles):
             self.note("no-moments", "warning", f"without the state of the optimizer: {why}", file.name)
             return None
         moments: dict[str, list[Vector]] = {}
-        reach: dict[str, list[int]] = {}
         items, names = [], dict[int, list[str]]()
         for name, cut in self._slices.items():
             names.setdefault(cut.group, []).append(name)
@@ -427,11 +375,8 @@ class Deepspeed(RankFiles):
                 key = f"optimizer.state.{name}.{slot}"
                 moment = self._first.moments[cut.group].get(slot)
                 if moment is not None:
-                    if slot not in moments:
-                        moments[slot] = self._moments(slot)
-                        reach[slot] = reach_of(moments[slot])
-                    own = moments[slot]
-                    part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own, reach[slot]))
+                    moments[slot] = moments.get(slot) or self._moments(slot)
+                    part = self._add(key, cut, moments[slot], moment.dtype)
                 elif file.reader.tensor(ref) is not None:
                     part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # torch counts steps per parameter
                 else:
@@ -439,15 +384,13 @@ class Deepspeed(RankFiles):
                 entries.append((slot, part))
             if entries:
                 items.append((name, builder.mapping(entries)))
-        groups = []
-        for group in list_items(graph.nodes[base["param_groups"]]):
-            fields = values_of(graph, group)
-            numbers = [graph.nodes[ref] for ref in list_items(graph.nodes[fields.pop("params", graph.root)])]
-            params = [name for number in numbers if type(number) is int for name in names.get(number, ())]
-            own_fields = [(name, self.graft(file, ref)) for name, ref in fields.items()]
-            own_fields.append(("params", builder.sequence(builder.add(name) for name in params)))
-            groups.append(builder.mapping(own_fields))
-        return builder.mapping([("state", builder.mapping(items)), ("param_groups", builder.sequence(groups))])
+
+        def params_of(fields: Mapping[str, Ref]) -> list[str]:
+            numbers = [graph.nodes[ref] for ref in list_items(graph.nodes[fields.get("params", graph.root)])]
+            return [name for number in numbers if type(number) is int for name in names.get(number, ())]
+
+        groups = groups_with(self, file, list_items(graph.nodes[base["param_groups"]]), params_of)
+        return builder.mapping([("state", builder.mapping(items)), ("param_groups", groups)])
 
     def _whole_slots(self, file: RankFile, number: int, states: Mapping[str, Ref]) -> Iterator[str]:
         """Yield the states of a group that do not belong to single parameters, such as the scales of 8-bit
@@ -459,31 +402,38 @@ class Deepspeed(RankFiles):
                 yield slot
 
     def other_dtypes(self, name: str) -> Mapping[str, str]:
-        if not self._first.in_parts:
-            return {}
         # In place of each weight, stage 3 saves an empty tensor with the training dtype. After each step, the 32-bit
         # partitions are cast to it (stage3.py, ``_reassign_or_swap_out_partitioned``).
-        file = self.read_again(self._model.name)
-        module = values_of(file.graph, self._model.values["module"])
-        tensors = {name: file.reader.tensor(ref) for name, ref in module.items() if name in self._slices}
-        return {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+        names = self._slices if self._first.in_parts else ()
+        tensors = {name: tensor for name in names if (tensor := self._tensor_in_model(name)) is not None}
+        return {name: tensor.dtype for name, tensor in tensors.items()}
 
     def other_weights(self, name: str) -> Graph:
         if name != "module":
             return super().other_weights(name)
         if self._first.in_parts:
             return self.graph  # the caller casts them: see ``other_dtypes``
-        file = self.read_again(self._model.name)
-        items = mapping(self.graph, self.graph.root) or []
         self.builder, self._grafts = Builder(), {}
         places: dict[Ref, Ref] = {}
-        own = {str(self.graph.nodes[key]): value for key, value in items}
-        module = self.graft(file, self._model.values["module"])
+        module = self.graft(self._file, self._model.values["module"])
         parts = [
             (key, module if key == "module" else self.builder.graft(self.graph, ref, places))
-            for key, ref in own.items()
+            for key, ref in values_of(self.graph, self.graph.root).items()
         ]
         return self.builder.graph(self.builder.mapping(parts), self.graph.style.protocol)
+
+
+def groups_with(
+    container: RankFiles, file: RankFile, groups: Sequence[Ref], params_of: Callable[[Mapping[str, Ref]], Iterable[str]]
+) -> Ref:
+    """Build the parameter groups of an optimizer, with the names of their parameters for the numbers in the file."""
+    builder, built = container.builder, []
+    for group in groups:
+        fields = values_of(file.graph, group)
+        own = [(key, container.graft(file, ref)) for key, ref in fields.items() if key != "params"]
+        own.append(("params", builder.sequence(builder.add(name) for name in params_of(fields))))
+        built.append(builder.mapping(own))
+    return builder.sequence(built)
 
 
 def state_dict_with(
@@ -529,30 +479,9 @@ def state_dict_with(
     return container.builder.mapping(items)
 
 
-def _vector(parts: Sequence[Rows | None], sizes: Sequence[int]) -> Vector:
-    """Return the vector of these tensors; ``sizes`` supplies the sizes of missing parts."""
-    return Vector(parts, [size if part is None else part.shape[0] for part, size in zip(parts, sizes)])
-
-
-def _is_copy(parts: Sequence[Rows], others: Sequence[Rows]) -> bool:
-    """Return whether all elements are equal, with enough distinct values to rule out untrained layers (zeros and
-    ones)."""
-    values: set[bytes] = set()
-    for part, other in zip(parts, others):
-        size = prod(part.shape) * part.dtype.itemsize
-        if part[:2] != other[:2] or differ(part.source, part.begin, other.source, other.begin, size):
-            return False
-        data, step = part.source.read(part.begin, min(size, _SAMPLE)), part.dtype.itemsize
-        values.update(data[at : at + step] for at in range(0, len(data), step))
-    return len(values) > _FEW
-
-
-def _other(said: Mapping[str, tuple[int, int]], cut: Mapping[str, tuple[int, int]]) -> set[str]:
-    return {name for name in said.keys() & cut.keys() if said[name] != cut[name]}
-
-
-def _value(value: object) -> str:
-    return join_limited([str(part) for part in value] or ["none"]) if isinstance(value, tuple) else str(value)
+def name_like(name: str, rank: int) -> str:
+    """Return the name of a rank's file, which is like another rank's."""
+    return re.sub(r"(p_rank_)\d+", rf"\g<1>{rank}", name, count=1)
 
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:

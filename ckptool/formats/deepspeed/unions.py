@@ -7,16 +7,15 @@ The checkpoint is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from math import prod
 from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import UNCHECKED
-from ...base.records import NamedTuple
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import RankSave
@@ -38,13 +37,11 @@ from ..names.deepspeed import (
     whole_file,
     whole_number,
 )
-from ..names.ranks import MAX_RANKS, StepFolder, by_number
+from ..names.ranks import MAX_RANKS, StepFolder
 from ..names.training import training_folder
 from ..pieces.chunks import Rows
-from .folder import state_dict_with
-from .listed import listed_in, without_tensors
-from .numbered import EXPERT_KEY, NumberedFiles, numbers_in
-from .pipelines import Pipeline
+from .folder import groups_with, name_like, state_dict_with
+from .numbered import EXPERT_KEY, NumberedFiles, Pipeline, listed_in, without_tensors
 from .rounding import MOST_UNLIKE, unlike
 from .states import OF_PARTS, ModelState, number_of, read_model
 
@@ -64,13 +61,6 @@ _RUN: Final = ("dp_world_size", "global_steps")
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
 
 
-class _Parameter(NamedTuple):
-    """One parameter of a universal checkpoint: paths relative to the folder, by state file name."""
-
-    name: str
-    files: Mapping[str, str]
-
-
 class Universal(RankFiles):
     """A universal checkpoint: one file per parameter and state."""
 
@@ -84,24 +74,23 @@ class Universal(RankFiles):
         model = read_model(file, 0)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
         self._module = file, values_of(file.graph, model.values["module"])
-        self._names = set(self._module[1])
         information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
         self._experts = _EXPERTS in information
         refs: dict[str, Ref] = {}
         states: list[tuple[str, Ref]] = []
         parameters = _parameters(folder)
-        self._slots = {slot for parameter in parameters for slot in parameter.files}
+        self._slots = {slot for files in parameters.values() for slot in files}
         self._steps: dict[str, float] = {}
         #: Parameters that the optimizer has updated; the others were copied from the model.
         self._updated: set[str] = set()
         #: The first file with each dtype.
         self._dtypes: dict[str, str] = {}
-        #: Weight files, mapped to whether they equal the model's weights when rounded.
-        self._alike: dict[str, bool] = {}
-        for parameter in parameters:
-            self._read(parameter, stack, refs, states)
-        self._note_other_runs()
-        self._note_unlike(model, parameters)
+        #: Weight files that were compared with the model, and those that are not its weights before rounding.
+        self._compared, self._odd = 0, list[str]()
+        for name, files in parameters.items():
+            self._read(name, files, stack, refs, states)
+        self.note_unlike(self._odd, self._compared, _MODEL)
+        self._note_uneven(model, parameters)
         absent = [name for name in self._shapes if name not in refs]
         if absent:
             names = join_limited([quoted(name) for name in absent], most=3)
@@ -122,7 +111,8 @@ class Universal(RankFiles):
 
     def _read(
         self,
-        parameter: _Parameter,
+        parameter: str,
+        files: Mapping[str, str],
         stack: ExitStack,
         refs: dict[str, Ref],
         states: list[tuple[str, Ref]],
@@ -133,13 +123,13 @@ class Universal(RankFiles):
         used.
         """
         entries: list[tuple[str, Ref]] = []
-        known = parameter.name in self._shapes or self._experts
-        if not known and (parameter.name not in self._names or parameter.files.keys() != {_WEIGHTS}):
-            folder = os.path.join(_PARAMETERS, parameter.name)
+        known = parameter in self._shapes or self._experts
+        if not known and (parameter not in self._module[1] or files.keys() != {_WEIGHTS}):
+            folder = os.path.join(_PARAMETERS, parameter)
             what = f"{folder} is of no parameter in {_MODEL}: it is left from another save, move it away"
             self.note_lost(what, folder)
             return
-        for slot, name in parameter.files.items():
+        for slot, name in files.items():
             file = self.open_file(name, stack)
             if file is None:
                 continue
@@ -147,24 +137,23 @@ class Universal(RankFiles):
             if saved != slot and saved in self._slots:
                 self.note_lost(f"{name} was saved as {saved}: it is another state", name)
                 continue
-            values = values_of(file.graph, file.graph.root)
-            is_step = slot == _STEP
             if not known:
                 return
+            values = values_of(file.graph, file.graph.root)
             if slot != _WEIGHTS or "cat_dim" in values:
-                self._updated.add(parameter.name)
-            ref = file.graph.root if is_step else values.get("param", -1)
-            own = self._tensor(parameter.name, slot, file, ref)
+                self._updated.add(parameter)
+            ref = file.graph.root if slot == _STEP else values.get("param", -1)
+            own = self._tensor(parameter, slot, file, ref)
             if own is None:
                 continue
             if slot == _WEIGHTS:
-                refs[parameter.name] = own
+                refs[parameter] = own
             else:
                 entries.append((slot.removesuffix(".pt"), own))
-            if is_step:
-                self._steps[parameter.name] = number_of(file, ref)
+            if slot == _STEP:
+                self._steps[parameter] = number_of(file, ref)
         if entries:
-            states.append((parameter.name, self.builder.mapping(entries)))
+            states.append((parameter, self.builder.mapping(entries)))
 
     def _compare(self, name: str, weights: Rows, place: str) -> None:
         """Compare the first 32-bit weights, rounded, with the weights in the model file."""
@@ -174,37 +163,23 @@ class Universal(RankFiles):
         with suppress(MalformedError):
             own = rows(file, module[name])
             different, count = unlike(weights, 0, own, 0, prod(own.shape)) if own.shape == weights.shape else (0, 0)
-            if count:
-                self._alike[place] = different * MOST_UNLIKE <= count
+            self._compared += count > 0
+            self._odd += [place] if different * MOST_UNLIKE > count else []
 
-    def _note_other_runs(self) -> None:
-        """Report 32-bit weights that do not match the model file: they are from another run."""
-        odd = [name for name, alike in self._alike.items() if not alike]
-        if len(odd) == len(self._alike) > 0:
-            what = f"the weights in {_MODEL} are not those of {_PARAMETERS}, rounded: they are not of one run"
-            self.note_lost(what, _MODEL)
-            return
-        for name in odd:
-            what = f"the weights in {name} are not those of {_MODEL}, rounded: it is of another run"
-            self.note_lost(what, name)
-
-    def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
+    def _note_uneven(self, model: ModelState, parameters: Mapping[str, Mapping[str, str]]) -> None:
         """Report parameters of one group whose states or steps differ, although one step updates them together."""
-        files = {parameter.name: parameter.files for parameter in parameters}
         for group in model.groups:
-            own = {name: files[name] for name in group if name in self._updated}
+            own = {name: parameters[name] for name in group if name in self._updated}
             slots = {slot for there in own.values() for slot in there}
-            for name, there in own.items():
-                for slot in sorted(slots - there.keys()):
-                    what = f"{_PARAMETERS}/{name}/{slot} is not there, and others of its group have one"
-                    self.note_lost(what, f"{_PARAMETERS}/{name}/{slot}")
             steps = Counter(self._steps[name] for name in own if name in self._steps)
             common = steps.most_common(1)[0][0] if steps else 0
-            for name in own:
+            for name, there in own.items():
+                for place in (f"{_PARAMETERS}/{name}/{slot}" for slot in sorted(slots - there.keys())):
+                    self.note_lost(f"{place} is not there, and others of its group have one", place)
                 if self._steps.get(name, common) != common:
-                    step = f"{_PARAMETERS}/{name}/{_STEP}"
-                    what = f"{step} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
-                    self.note_lost(what, step)
+                    place = f"{_PARAMETERS}/{name}/{_STEP}"
+                    what = f"{place} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
+                    self.note_lost(what, place)
 
     def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
         """Add a whole tensor from a file; report a problem and return None if it cannot be read."""
@@ -241,18 +216,15 @@ class Universal(RankFiles):
         file = self.open_file(name, stack) if there else None
         if states and not there:
             self.note_lost(f"{name} is not there: the optimizer's groups are missing", name)
-        groups = []
+        groups: Sequence[Ref] = ()
         if file is not None:
-            graph = file.graph
-            values = values_of(graph, graph.root)
-            for number, group in enumerate(list_items(graph.nodes[values.get("param_groups", graph.root)])):
-                fields = values_of(graph, group)
-                params = list(model.groups[number]) if number < len(model.groups) else []
-                own = [(key, self.graft(file, ref)) for key, ref in fields.items() if key != "params"]
-                own.append(("params", self.builder.sequence(self.builder.add(name) for name in params)))
-                groups.append(self.builder.mapping(own))
-        parts = [("state", self.builder.mapping(states)), ("param_groups", self.builder.sequence(groups))]
-        return self.builder.mapping(parts)
+            values = values_of(file.graph, file.graph.root)
+            groups = list_items(file.graph.nodes[values.get("param_groups", file.graph.root)])
+        own = self.builder.sequence(())
+        if file is not None:
+            names = iter((*model.groups, *([] for _ in groups)))
+            own = groups_with(self, file, groups, lambda _: next(names))
+        return self.builder.mapping([("state", self.builder.mapping(states)), ("param_groups", own)])
 
 
 class WholeModel(NumberedFiles):
@@ -274,7 +246,7 @@ class WholeModel(NumberedFiles):
         graph, values = file.graph, values_of(file.graph, file.graph.root)
         if "module" not in values or mapping(graph, values["module"]) is None:
             raise MalformedError("it has no module: it is not a file of a model of DeepSpeed", where=name)
-        experts = self._files(EXPERT, names)
+        experts = self.numbered(EXPERT, names)
         if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
             # The 32-bit weights were cut over ranks, and their files are missing.
             what = "it is a part of a DeepSpeed checkpoint"
@@ -285,7 +257,7 @@ class WholeModel(NumberedFiles):
         self._of_experts: list[tuple[int, tuple[int, ...]]] = []
         inside = any(map(EXPERT_KEY.search, module))
         self._add_experts(experts, [] if inside else counts, module, stack)
-        optimizers = self._files(EXPERT_OPTIMIZER, names) | self._files(OPTIMIZER, names)
+        optimizers = self.numbered(EXPERT_OPTIMIZER, names) | self.numbered(OPTIMIZER, names)
         items = []
         for entry, ref in values.items():
             if entry == "module" and experts:
@@ -313,13 +285,6 @@ class WholeModel(NumberedFiles):
             what = f"the state of the optimizer is not joined: {parts} under 'optimizer', by the names of the files"
             self.note("optimizer", "note", what)
 
-    def _files(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
-        """Return the files of one kind by the numbers in their names, sorted."""
-        matches = [match for match in map(kind.match, names) if match]
-        files, twice = by_number((numbers_in(match), match[0]) for match in matches)
-        self.note_twice(twice)
-        return dict(sorted(files.items()))
-
     def _add_experts(
         self, experts: Mapping[tuple[int, ...], str], counts: Sequence[int], module: dict[str, Ref], stack: ExitStack
     ) -> None:
@@ -327,11 +292,9 @@ class WholeModel(NumberedFiles):
         by_layer = next(iter(experts.values()), "").startswith("layer_")
         for layer, count in enumerate(counts):
             there = {number for other, number, _ in experts if other == layer or not by_layer}
-            lost = [number for number in range(min(count, MAX_RANKS)) if number not in there]
-            if lost:
-                name = f"layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt"
-                of = f"{'expert' if len(lost) == 1 else 'experts'} {join_limited([str(number) for number in lost])}"
-                self.note_lost(f"{of} of {count:,} of layer {layer} is not there: {name}", name)
+            for number in [number for number in range(min(count, MAX_RANKS)) if number not in there]:
+                name = f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+                self.note_lost(f"{name} is not there: layer {layer} has {pluralize(count, 'expert')}", name)
         for numbers, name in experts.items():
             if by_layer and numbers[0] >= len(counts):
                 self.note_lost(f"{name} is of no layer of experts that {_MODEL} names", name)
@@ -372,41 +335,35 @@ class WholeModel(NumberedFiles):
         """Build a mapping from file name to that file's part of the optimizer, saved by that many ranks (0 if
         unknown)."""
         parts = []
-        same: dict[Collection[int], str] = {}
+        same: list[tuple[str, Hashable, Sequence[Rows]]] = []
         for numbers, name in files.items():
             file = self.open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
             if file is not None:
                 sums = tuple(record.crc or 0 for record in file.container.records() if record.key)
-                if any(sums) and same.setdefault(sums, name) != name:
-                    what = f"{name} has the tensors of {same[sums]}: one is a copy of the other"
-                    self.note_lost(what, name)
+                same.append((name, any(sums) and sums, ()))
                 values = values_of(file.graph, file.graph.root)
                 own = next(values[entry] for entry in _OF_OPTIMIZER if entry in values)
                 parts.append((name.removesuffix(".pt"), self.graft(file, own)))
+        self.note_same(same)
+        there = {numbers[0]: name for numbers, name in files.items()}
+        count = min(max([ranks, *(number + 1 for number in there)]), MAX_RANKS)
+        like = next(iter(files.values()), _EXPERT_OPTIMIZER)
+        self.note_ranks(pluralize(count, "rank"), range(count), there, partial(name_like, like))
         if not ranks:
             what = "nothing says how many ranks saved the optimizer: whether all its files are there is not checked"
             self.note(UNCHECKED, "note", what)
-        there = {numbers[0] for numbers in files}
-        like = next(iter(files.values()), _EXPERT_OPTIMIZER)
-        for rank in range(min(max([ranks, *there]), MAX_RANKS)):
-            if rank not in there:
-                name = re.sub(r"(p_rank_)\d+", rf"\g<1>{rank}", like, count=1)
-                self.note_lost(f"the optimizer's file of rank {rank} is not there: {name}", name)
         return self.builder.mapping(parts)
 
 
-def _parameters(folder: Folder) -> list[_Parameter]:
-    """Return the parameter folders with their files, weights first."""
+def _parameters(folder: Folder) -> dict[str, dict[str, str]]:
+    """Return the files of each parameter, weights first: paths relative to the folder, by state file name."""
     inner = folder.inner(_PARAMETERS)
-    parameters = []
+    parameters = {}
     for name in sorted(inner.names()):
-        files = sorted(
-            (file for file in inner.inner(name).names() if file.endswith(".pt")),
-            key=lambda file: (file != _WEIGHTS, file),
-        )
-        if files:
-            parameters.append(_Parameter(name, {file: os.path.join(_PARAMETERS, name, file) for file in files}))
-    return parameters
+        files = [file for file in inner.inner(name).names() if file.endswith(".pt")]
+        files.sort(key=lambda file: (file != _WEIGHTS, file))
+        parameters[name] = {file: os.path.join(_PARAMETERS, name, file) for file in files}
+    return {name: files for name, files in parameters.items() if files}
 
 
 def _universal_folder(folder: Folder, names: Collection[str]) -> Folder | None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
 from ...base.dtypes import Dtype
 from ...base.errors import MalformedError
 from ...base.findings import JOINED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.text import pluralize, quoted
+from ...base.text import join_limited, pluralize, quoted, shown
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
@@ -31,10 +32,16 @@ from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
 from ..pieces.chunks import Chunk, Rows, SignSource, joined, tensor_rows
-from ..pieces.copies import Copies, Copy, copy_problems
+from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems, differ
 
 #: The most graph nodes of files that stay in memory; further files are read again when needed.
 _KEPT_NODES: Final = 1 << 18
+#: Bytes of a tensor that are sampled for distinct values. With ``_FEW`` values or fewer, equal tensors prove no copy.
+_SAMPLE: Final = 1 << 16
+_FEW: Final = 4
+
+
+_Rank = TypeVar("_Rank", bound=Hashable)
 
 
 class RankFile(NamedTuple):
@@ -100,6 +107,60 @@ class RankFiles(ShardedContainer):
         for one, other in pairs:
             what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
             self.note_lost(what, other)
+
+    def note_other_saves(self, saves: Mapping[_Rank, tuple[str, Mapping[str, object]]]) -> set[_Rank]:
+        """Report the files whose facts are not those of most files; return their ranks. ``saves`` has file names and
+        facts."""
+        common = Counter(tuple(save.items()) for _, save in saves.values()).most_common(1)[0][0]
+        like = next(name for name, save in saves.values() if tuple(save.items()) == common)
+        odd = set()
+        for rank, (name, save) in saves.items():
+            own, there = (
+                join_limited([f"{fact} {_words(value)}" for fact, value in one if (fact, value) not in other])
+                for one, other in ((save.items(), common), (common, save.items()))
+            )
+            if own or there:
+                odd.add(rank)
+                what = f"{name} is of another save than {like}: {own or 'less'}"
+                self.note_lost(f"{what}, there {there}" if there else what, name)
+        return odd
+
+    def note_ranks(
+        self, saved: str, expected: Sequence[_Rank], files: Mapping[_Rank, str], name_of: Callable[[_Rank], str]
+    ) -> None:
+        """Report the expected ranks without a file, and the files of others. ``saved`` says how many ranks there are,
+        ``name_of`` returns the file name of a rank."""
+        absent = [rank for rank in expected if rank not in files]
+        if absent:
+            names = join_limited([name_of(rank) for rank in absent[: shown(3)]], len(absent), most=3)
+            what = f"{saved} saved it, and {names} {'is' if len(absent) == 1 else 'are'} not there"
+            self.note_lost(what, name_of(absent[0]))
+        for name in (files[rank] for rank in files.keys() - {*expected}):
+            self.note_lost(f"{name} is of another save: {saved} saved this one", name)
+
+    def note_same(self, files: Iterable[tuple[str, Hashable, Sequence[Rows]]]) -> None:
+        """Report files that have the tensors of another rank's file. ``files`` have a name, recorded checksums, and the
+        tensors whose values must prove it, if any: those of untrained layers (zeros and ones) are equal anyway."""
+        known: dict[Hashable, tuple[str, Sequence[Rows]]] = {}
+        for name, checksums, tensors in files:
+            first, others = known.setdefault(checksums, (name, tensors)) if checksums else (name, ())
+            if first != name and (not tensors or are_equal(tensors, others)):
+                self.note_lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
+
+    def note_unlike(self, odd: Sequence[str], number: int, model: str) -> None:
+        """Report the files, of this ``number``, whose 32-bit weights are not those of the model file."""
+        if odd and len(odd) == number:
+            what = f"the weights in {model} are not the rounded weights of the optimizer's files"
+            self.note_lost(f"{what}: they are not of one run", model)
+            return
+        for name in odd:
+            self.note_lost(f"the weights in {name} are not those of {model}, rounded: it is of another run", name)
+
+    def note_own(self, names: Iterable[str], first: str, level: str = "warning") -> None:
+        """Report values that differ between ranks by design, such as the states of random generators."""
+        if own := join_limited(list(dict.fromkeys(names)), most=3):
+            what = f"ranks have values of their own: {own}; those of {first} are taken"
+            self.note(RANK_VALUES, level, what)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; report a problem and return None if it cannot be read.
@@ -326,3 +387,19 @@ def whole_tensor(tensor: Rows) -> JoinedTensor:
     size = prod(tensor.shape)
     chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
     return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))
+
+
+def _words(value: object) -> str:
+    return join_limited([str(part) for part in value] or ["none"]) if isinstance(value, tuple) else str(value)
+
+
+def are_equal(tensors: Sequence[Rows], others: Sequence[Rows]) -> bool:
+    """Return whether all elements are equal, and have more than a few distinct values."""
+    values: set[bytes] = set()
+    for one, other in zip(tensors, others):
+        size, step = prod(one.shape) * one.dtype.itemsize, one.dtype.itemsize
+        if one[:2] != other[:2] or differ(one.source, one.begin, other.source, other.begin, size):
+            return False
+        data = one.source.read(one.begin, min(size, _SAMPLE))
+        values.update(data[at : at + step] for at in range(0, len(data), step))
+    return len(values) > _FEW

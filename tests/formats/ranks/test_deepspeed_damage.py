@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ import torch
 from calibration import loops
 from command_line import say
 from conftest import FIXTURES
-from hypothesis import given
-from hypothesis import strategies as st
 from test_deepspeed import SMALL, equal, joined, optimizer, refused
 from zero_folders import Model, Unpickled, deepspeed, random_model, write_zero
 
 import ckptool
-from ckptool.base.dtypes import BY_NAME
 from ckptool.base.findings import INCOMPLETE
-from ckptool.files.sources import BytesSource
-from ckptool.formats.deepspeed.slices import Slices, Vector, reach_of
-from ckptool.formats.pieces.chunks import Rows
 
 
 def changed(path: Path, change: Callable[[Any], object]) -> None:
@@ -94,7 +87,7 @@ def test_a_rank_under_the_name_of_another_that_does_not_know_its_own(stage: int,
     for kind in kinds:
         data = kind(folder, 1).read_bytes()
         shutil.copy(kind(folder, 0), kind(folder, 1))
-        words = f"{kind(folder, 1).name} has the partitions of {kind(folder, 0).name}: one is a copy of the other"
+        words = f"{kind(folder, 1).name} has the tensors of {kind(folder, 0).name}: one is a copy of the other"
         assert words in refused(folder, tmp_path)
         kind(folder, 1).write_bytes(data)
 
@@ -219,29 +212,6 @@ def test_ranks_that_are_missing_by_the_thousand_take_no_time(frozen: bool, tmp_p
     found, took = loops(codes)
     assert INCOMPLETE in found
     assert took < 300
-
-
-@given(
-    data=st.data(),
-    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
-    begin=st.integers(0, 3),
-    ranks=st.integers(1, 6),
-)
-def test_what_is_whole_by_arithmetic_is_whole_piece_by_piece(
-    data: st.DataObject, shape: tuple[int, ...], begin: int, ranks: int
-) -> None:
-    part, source = BY_NAME["float32"], BytesSource(b"")
-    sizes = [data.draw(st.integers(0, 60)) for _ in range(ranks)]
-    there = [data.draw(st.booleans()) for _ in range(ranks)]
-    vectors = [Vector([Rows(part, (size,), source, 0) if own else None], [size]) for size, own in zip(sizes, there)]
-    cut = Slices(shape, 0, begin, ranks)
-    found = sum(
-        count
-        for number, at, size, _ in cut.stretches
-        for _, count, piece, _ in vectors[number].pieces(at, size)
-        if vectors[number].parts[piece] is not None
-    )
-    assert cut.is_whole(vectors, reach_of(vectors)) == (found == prod(shape))
 
 
 def test_a_file_of_a_rank_that_this_save_does_not_have_is_not_read(tmp_path: Path) -> None:
