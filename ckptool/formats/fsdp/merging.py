@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Final
@@ -22,7 +22,7 @@ from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, graft
 from ..joined.contents import Digests, Value, values_of
 from ..pieces.boxes import box_text, misfit
 from ..pieces.chunks import Chunk, Rows, chunks_of
-from ..pieces.copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value
+from ..pieces.copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value, is_own
 
 #: Finding code: each rank has a different tensor, and the files do not say where it belongs.
 RANK_PARTS: Final = "rank-parts"
@@ -34,7 +34,6 @@ _STEPS: Final = regex(
 )
 _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
 _SEPARATORS: Final = regex(r"[.\[\]\"]+")
-_RANDOM: Final = regex(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Explains why tensors on disjoint ranks may have the same name.
 _TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"
@@ -71,14 +70,6 @@ class _Spread:
 
 #: The end of a flaw for which no file is to blame: torch loads the tensors.
 _OF_CLASS: Final = ", and ckptool does not join"
-
-
-class _Faults(NamedTuple):
-    """Tensor faults for grouped reports: names by flaw, and messages about holes and overlaps."""
-
-    flaws: dict[str, list[str]]
-    holes: list[str]
-    overlaps: list[str]
 
 
 class Merge:
@@ -325,9 +316,10 @@ class Merge:
         self._note_unequal(in_order)
         made: dict[Hashable, tuple[Ref, str]] = {}
         storage_of = self._container.storage_of
-        faults = _Faults({}, [], [])
+        flaws: dict[str, list[str]] = {}
+        odd: dict[str, list[str]] = {"chunk-hole": [], "chunk-overlap": []}
         for path, known in self._spread.items():
-            whole = self._is_whole(path, known, faults)
+            whole = self._is_whole(path, known, flaws, odd)
             view = (known.dtype, known.shape, tuple(known.views)) if whole and known.views else path
             if view not in made:
                 made[view] = self._add(path, known.dtype, known.shape, known.chunks, whole), self._name(path)
@@ -336,7 +328,7 @@ class Merge:
             self._put(path, ref)
         for path in sorted(self._cut):
             self._put(path, self._add_vector(path, in_order, parameters))
-        self._note_faults(faults)
+        self._note_faults(flaws, odd)
         root = self._container.graft(base, base.graph.root)
         for parent, added in self._additions.items():
             owner, ref = self._places[parent]
@@ -364,10 +356,12 @@ class Merge:
         for piece in pieces:
             chunks.append(Chunk(((at,), piece.shape), piece.source, piece.begin))
             at += prod(piece.shape)
+        siblings = [other for other in self._pieces if self._parents[other] == self._parents[path]]
+        first = next(other for other in siblings if other in self._cut)
         flaw = ""
         if any(piece.dtype != like.dtype for piece in pieces):
             flaw = "the ranks have it in different dtypes"
-        elif self._is_state(path) and self._sizes(path) != self._sizes(self._siblings(path)[0]):
+        elif self._is_state(path) and self._sizes(path) != self._sizes(first):
             flaw = "the ranks have other numbers of its elements than of the state beside it"
         elif len(vector) > 1 and path not in self._unequal and not self._is_constant(path):
             flaw = "the ranks have the same of it: one file is a copy of another"
@@ -386,42 +380,38 @@ class Merge:
         """Return the shape of each rank's piece of a vector."""
         return {rank: piece.shape for rank, piece in self._pieces[path].items()}
 
-    def _siblings(self, path: str) -> list[str]:
-        """Return all cut vectors in the same parameter's optimizer state, including this one."""
-        return [other for other in self._pieces if self._parents[other] == self._parents[path] and other in self._cut]
-
-    def _is_whole(self, path: str, known: _Spread, faults: _Faults) -> bool:
-        """Return whether the parts of a tensor cover it exactly; record faults if not."""
+    def _is_whole(self, path: str, known: _Spread, flaws: dict[str, list[str]], odd: Mapping[str, list[str]]) -> bool:
+        """Return whether the parts of a tensor cover it exactly; otherwise add its name to its flaw, or a message to
+        the code of its problem."""
         if 0 in known.shape:
             return True
         if known.flaw:
             if known.flaw != _OTHER_SAVE:
-                faults.flaws.setdefault(known.flaw, []).append(self._name(path))
+                flaws.setdefault(known.flaw, []).append(self._name(path))
             return False
-        odd = misfit(known.shape, [chunk.box for chunk in known.chunks])
-        if odd and odd.boxes:
-            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in odd.boxes]
-            words = " and ".join(map(box_text, odd.boxes))
-            faults.overlaps.append(f"{self._named(path)}: {words}, {join_limited(files, most=2)}")
-        elif odd:
-            faults.holes.append(f"{self._named(path)} lacks {box_text(odd.place)}")
-        return not odd
+        fault = misfit(known.shape, [chunk.box for chunk in known.chunks])
+        if fault and fault.boxes:
+            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in fault.boxes]
+            boxes = " and ".join(map(box_text, fault.boxes))
+            odd["chunk-overlap"].append(f"{self._named(path)}: {boxes}, {join_limited(files, most=2)}")
+        elif fault:
+            odd["chunk-hole"].append(f"{self._named(path)} lacks {box_text(fault.place)}")
+        return not fault
 
-    def _note_faults(self, faults: _Faults) -> None:
+    def _note_faults(self, flaws: Mapping[str, list[str]], odd: Mapping[str, list[str]]) -> None:
         """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
             self.note_lost(f"{what}: they are not of one save", name)
         storage_of = self._container.storage_of
-        for flaw, names in faults.flaws.items():
+        for flaw, names in flaws.items():
             what = f"{join_limited([quoted(name) for name in names], most=3)} cannot be joined: {flaw}"
             level = "warning" if flaw.endswith(_OF_CLASS) else "error"
             self.note(UNJOINED, level, what, storages={storage_of[name] for name in names})
-        if faults.holes:
-            number = len(faults.holes)
-            have = f"{pluralize(number, 'tensor')} {'has a part' if number == 1 else 'have parts'} in none of the files"
-            self.note("chunk-hole", "error", f"{have}: {join_limited(faults.holes, most=1)}")
-        if faults.overlaps:
-            self.note("chunk-overlap", "error", f"parts overlap: {join_limited(faults.overlaps, most=1)}")
+        for code, messages in odd.items():
+            if messages:
+                how = "overlap" if code == "chunk-overlap" else "are in none of the files"
+                tensors = pluralize(len(messages), "tensor")
+                self.note(code, "error", f"parts of {tensors} {how}: {join_limited(messages, most=1)}")
 
     def _named(self, path: str) -> str:
         return quoted(self._name(path))
@@ -459,14 +449,12 @@ class Merge:
         own: list[str] = []
         parts: list[str] = []
         for path, files in self._unequal.items():
-            step = _last(path)
             tensor = self._plain[path].tensor if path in self._plain else None
-            first = self._places[path][0].name
-            where = join_limited(files, most=2)
-            if _STEPS.match(step):
+            if _STEPS.match(_last(path)):
+                first, where = self._places[path][0].name, join_limited(files, most=2)
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
                 self.note_lost(what, files[0])
-            elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
+            elif tensor is None or is_own(path, tensor.dtype, tensor.shape) or _last(path) in STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
@@ -481,10 +469,7 @@ class Merge:
             vectors = join_limited(sorted(map(self._name, self._cut)), most=2)
             what = f"{number} without shapes, cut by FSDP1, joined as vectors: {vectors}"
             self.note("flat-vectors", "note", what)
-        if own:
-            names = join_limited([self._named(path) for path in own], most=3)
-            what = f"ranks have values of their own: {names}; those of {base} are taken"
-            self.note(RANK_VALUES, "warning", what)
+        self._container.note_own(map(self._named, own), base)
         if self._uncompared:
             names = join_limited([self._named(path) for path in self._uncompared], most=3)
             what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
@@ -510,11 +495,6 @@ def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
     if dtype is None or dtype.packed > 1:
         raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
     return dtype
-
-
-def _is_random(path: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a random generator's state, which differs between ranks."""
-    return tensor.dtype == "uint8" and len(tensor.shape) == 1 and _RANDOM.search(path) is not None
 
 
 def _is_cut(placement: str) -> bool:

@@ -8,25 +8,26 @@ decides it. Each pipeline rank counts its layers from 0. Sources: Megatron-LM, `
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import OTHER_FILES, UNJOINED, Finding
 from ...base.lazy import regex
 from ...base.records import NamedTuple
 from ...base.steps import command
-from ...base.text import join_limited, pluralize, quoted, shown, step_words
+from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.objects import mapping, values_of
 from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..folders import opening, other_steps_problem
-from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
+from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows, whole_tensor
 from ..names.megatron import (
     ITERATION,
     LATEST,
@@ -39,7 +40,7 @@ from ..names.megatron import (
 )
 from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Chunk, Rows
-from ..pieces.copies import RANK_VALUES, Copy, CopyPair, is_one_value
+from ..pieces.copies import Copy, CopyPair, is_one_value
 from .args import Arguments, arguments, number
 
 #: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
@@ -78,13 +79,15 @@ _SAVE: Final = (
 #: Nesting levels of state dicts that are followed.
 _MAX_DEPTH: Final = 16
 
+_Keys: TypeAlias = tuple[str, ...]
+
 
 class _Part(NamedTuple):
     """One rank's file, its model values by key path (outermost key first), its arguments, and its facts about the
     save."""
 
     file: RankFile
-    values: Mapping[tuple[str, ...], Ref]
+    values: Mapping[_Keys, Ref]
     arguments: Arguments
     save: Mapping[str, object]
 
@@ -93,6 +96,13 @@ class _Part(NamedTuple):
         """The number of layers in this stage."""
         matches = (_LAYER.search(".".join(keys)) for keys in self.values)
         return max((int(match[2]) + 1 for match in matches if match), default=0)
+
+
+class _Slice(NamedTuple):
+    """One rank's slice of a tensor, also as a copy for comparison."""
+
+    rows: Rows
+    copy: Copy
 
 
 class Megatron(RankFiles):
@@ -109,25 +119,32 @@ class Megatron(RankFiles):
         self._arguments = first.arguments
         version = first.save.get("checkpoint_version")
         self._is_reordered = isinstance(version, int | float) and version < _VERSION
-        self._sizes = self._counted(parts)
-        self._note_absent(parts)
+        tensor, pipeline = self._sizes = self._counted()
+        saved = ranks_in_words(self._sizes)
+        self.note_ranks(saved, [*product(range(tensor), range(pipeline))], files, partial(name_like, files))
+        # Without arguments, only the final layer norm tells that the last stage is there.
+        ends = [part.values for (_, stage), part in parts.items() if stage == pipeline - 1]
+        if (
+            not first.arguments
+            and pipeline > 1
+            and not any(_END.search(".".join(keys)) for own in ends for keys in own)
+        ):
+            what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
+            self.note("no-end", "warning", what)
         self._unknown: list[str] = []
         self._extra: list[str] = []
         root = self._whole(parts, first)
         if self._unknown:
             names = join_limited([quoted(name) for name in self._unknown], most=3)
             self.note(
-                UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", "", refused=True
+                UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", refused=True
             )
-        if self._extra:
-            names = join_limited(self._extra, most=3)
-            what = f"ranks have values of their own: {names}; those of {first.file.name} are taken"
-            self.note(RANK_VALUES, "note", what)
+        self.note_own(self._extra, first.file.name, "note")
         self.build(root)
         state = "all there" if is_complete(self.problems) else "incomplete"
         step = first.save.get("iteration")
         self.rank_save = RankSave(prod(self._sizes), step if type(step) is int else None)
-        self.writer = f"Megatron-LM: {ranks_in_words(self._sizes)}{step_words(self.rank_save.step)}, {state}"
+        self.writer = f"Megatron-LM: {saved}{step_words(self.rank_save.step)}, {state}"
 
     # -- the files
 
@@ -143,61 +160,33 @@ class Megatron(RankFiles):
                 continue
             try:
                 part = _read_part(file)
+                if part is None:
+                    self.note_lost(f"{name}: there is no model in it", name)
+                else:
+                    parts[rank] = part
             except MalformedError as error:
                 self.errors.append(error)
                 self.note_lost(f"{name}: {error.what}", name)
-                continue
-            if part is None:
-                self.note_lost(f"{name}: there is no model in it", name)
-            else:
-                parts[rank] = part
         if not parts and self.errors:
             raise self.errors[0]
         if not parts:
             raise NotACheckpointError(f"there is no model in its files, such as {name}", kind="megatron")
-        common = dict(Counter(tuple(part.save.items()) for part in parts.values()).most_common(1)[0][0])
-        like = next(part.file.name for part in parts.values() if part.save == common)
-        for rank, part in list(parts.items()):
-            odd = [f"{name} {value}" for name, value in part.save.items() if common.get(name) != value]
-            if odd or part.save.keys() != common.keys():
-                name = part.file.name
-                self.note_lost(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
-                del parts[rank]
+        for rank in self.note_other_saves({rank: (part.file.name, part.save) for rank, part in parts.items()}):
+            del parts[rank]
         # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
         if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
             what = "the files do not name their ranks: the names of their folders count"
             self.note("no-rank", "warning", what)
         for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
-            if wrong := self._saved_elsewhere(rank, part):
-                self.note_lost(f"{part.file.name}: {wrong}", part.file.name)
-        self._note_copies(parts)
+            saved = _saved_rank(part.arguments)
+            if saved not in (None, rank):
+                place = os.path.dirname(name_like(self._files, saved))
+                self.note_lost(f"{part.file.name}: it was saved as {place}", part.file.name)
+        self.note_same((part.file.name, tuple(_checksums(part)), ()) for part in parts.values())
         return parts
 
-    def _note_copies(self, parts: Mapping[Rank, _Part]) -> None:
-        """Report ranks whose sliced tensors have the same checksums: one file is a copy of the other."""
-        known: dict[tuple[tuple[tuple[str, ...], int], ...], str] = {}
-        for part in parts.values():
-            name, checksums = part.file.name, tuple(_checksums(part))
-            first = known.setdefault(checksums, name) if checksums else name
-            if first != name:
-                self.note_lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
-
-    def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
-        """Return a message if a file records another rank than its folder names, or "" if they agree or are unknown."""
-        own, world = part.arguments.get("rank"), number(part.arguments, "world_size")
-        tensor = number(part.arguments, "tensor_model_parallel_size")
-        pipeline = number(part.arguments, "pipeline_model_parallel_size")
-        if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
-            return ""
-        if part.arguments.get("use_tp_pp_dp_mapping"):
-            context = number(part.arguments, "context_parallel_size") or 1
-            saved = own % tensor, own // (tensor * context) % pipeline
-        else:
-            saved = own % tensor, own // (world // pipeline)
-        return "" if saved == rank else f"it was saved as {os.path.dirname(name_like(self._files, saved))}"
-
-    def _counted(self, parts: Mapping[Rank, _Part]) -> Rank:
+    def _counted(self) -> Rank:
         """Return the numbers of tensor-parallel and pipeline ranks."""
         most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -205,27 +194,6 @@ class Megatron(RankFiles):
         if tensor * pipeline > MAX_RANKS:
             raise MalformedError(f"{tensor:,} x {pipeline:,} ranks saved it, as its arguments say")
         return tensor, pipeline
-
-    def _note_absent(self, parts: Mapping[Rank, _Part]) -> None:
-        """Report ranks without a file, and files whose rank is beyond the number of ranks."""
-        tensor, pipeline = self._sizes
-        grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
-        for rank in sorted(self._files.keys() - grid):
-            name = self._files[rank]
-            self.note_lost(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
-        if not self._arguments and pipeline > 1 and not self._is_end(parts):
-            what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
-            self.note("no-end", "warning", what)
-        absent = sorted(grid - self._files.keys())
-        if absent:
-            names = join_limited([name_like(self._files, rank) for rank in absent[: shown(3)]], len(absent), most=3)
-            what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
-            self.note_lost(what, name_like(self._files, absent[0]))
-
-    def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
-        """Return whether the last stage that was found is the last stage of the model."""
-        stages = [part for (_, stage), part in parts.items() if stage == self._sizes[1] - 1]
-        return any(_END.search(".".join(keys)) for part in stages for keys in part.values)
 
     # -- the object
 
@@ -245,8 +213,8 @@ class Megatron(RankFiles):
 
     def _model(self, parts: Mapping[Rank, _Part]) -> Ref:
         """Build the model: join the tensors of each stage, and number the layers across stages."""
-        made: dict[tuple[str, ...], Ref] = {}
-        ranks_of: dict[tuple[str, ...], Sequence[_Part | None]] = {}
+        made: dict[_Keys, Ref] = {}
+        ranks_of: dict[_Keys, Sequence[_Part | None]] = {}
         for stage, begin in enumerate(self._first_layers(parts)):
             ranks = [parts.get((rank, stage)) for rank in range(self._sizes[0])]
             for keys in dict.fromkeys(keys for part in ranks if part is not None for keys in part.values):
@@ -258,9 +226,9 @@ class Megatron(RankFiles):
                     ranks_of[whole] = ranks
         return self._nested(list(made.items()))
 
-    def _nested(self, items: Sequence[tuple[tuple[str, ...], Ref]]) -> Ref:
+    def _nested(self, items: Sequence[tuple[_Keys, Ref]]) -> Ref:
         """Build nested mappings from key paths."""
-        below: dict[str, list[tuple[tuple[str, ...], Ref]]] = {}
+        below: dict[str, list[tuple[_Keys, Ref]]] = {}
         for keys, ref in items:
             below.setdefault(keys[0], []).append((keys[1:], ref))
         return self.builder.mapping(
@@ -282,58 +250,39 @@ class Megatron(RankFiles):
                 raise MalformedError(f"{pluralize(absent, 'stage')} of the pipeline are missing", path=self.folder.path)
             counts = [each if count < 0 else count for count in counts]
         elif layers and known != layers:
-            what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
-            self.note_lost(what)
+            self.note_lost(f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}")
         return [sum(counts[:stage]) for stage in range(pipeline)]
 
-    def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
+    def _value(self, keys: _Keys, name: str, ranks: Sequence[_Part | None]) -> Ref:
         """Build one model value: a joined tensor, or any other value from the first rank that has it."""
         here = next(part for part in ranks if part is not None and keys in part.values)
         ref = here.values[keys]
-        tensor = here.file.reader.tensor(ref)
         extra = keys[-1].rpartition(".")[2] == _EXTRA
-        if tensor is None or extra:
-            if extra and len(ranks) > 1 and here.file.graph.nodes[ref] is not None:
-                self._extra.append(name)
+        if extra and len(ranks) > 1 and here.file.graph.nodes[ref] is not None:
+            self._extra.append(name)
+        if extra or here.file.reader.tensor(ref) is None:
             return self.graft(here.file, ref)
-        pieces = [self._rows(part, keys, name) for part in ranks]
+        pieces = [None if part is None else self._slice(part, keys, name) for part in ranks]
         known = [piece for piece in pieces if piece is not None]
-        if not known:
-            return self.graft(here.file, ref)
-        copies = [
-            copy_in(part.file, part.values[keys], piece) if part is not None and piece is not None else None
-            for part, piece in zip(ranks, pieces)
-        ]
-        return self._united(name, known[0], pieces, copies, [part.file.name if part else "" for part in ranks])
+        return self._united(name, known[0].rows, pieces) if known else self.graft(here.file, ref)
 
-    def _rows(self, part: _Part | None, keys: tuple[str, ...], name: str) -> Rows | None:
+    def _slice(self, part: _Part, keys: _Keys, name: str) -> _Slice | None:
         """Return one rank's slice of a tensor; report a problem and return None if it is missing or unreadable."""
-        if part is None:
-            return None
         try:
-            if keys in part.values:
-                return rows(part.file, part.values[keys])
-            what = "it is not there"
+            if keys not in part.values:
+                raise MalformedError("it is not there")
+            own = rows(part.file, part.values[keys])
+            return _Slice(own, copy_in(part.file, part.values[keys], own))
         except MalformedError as error:
-            what = error.what
-        self.note_lost(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
-        return None
+            self.note_lost(f"{part.file.name}: {quoted(name)}: {error.what}", part.file.name)
+            return None
 
-    def _united(
-        self,
-        name: str,
-        like: Rows,
-        pieces: Sequence[Rows | None],
-        copies: Sequence[Copy | None],
-        files: Sequence[str],
-    ) -> Ref:
+    def _united(self, name: str, like: Rows, pieces: Sequence[_Slice | None]) -> Ref:
         """Add a tensor, joined from the slices of the tensor-parallel ranks by the rule of its layer."""
-        odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
-        if odd >= 0:
-            what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
-            self.note_lost(what, files[odd])
-            pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
-            copies = [copy if piece else None for piece, copy in zip(pieces, copies)]
+        for piece in pieces:
+            if piece is not None and piece.rows[:2] != like[:2]:
+                self._note_other_shape(name, piece.copy.file, "the files before")
+        pieces = [piece if piece is not None and piece.rows[:2] == like[:2] else None for piece in pieces]
         shape, blocks = like.shape, len(pieces)
         axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
         grouped = self._arguments.get("group_query_attention")
@@ -341,7 +290,8 @@ class Megatron(RankFiles):
         # With fewer query groups than ranks, some ranks hold the same keys and values.
         repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
         repeated |= self._is_reordered and _QKV.search(name) is not None
-        pairs = self._pairs(name, like, copies)
+        first, *others = [piece.copy for piece in pieces if piece is not None]
+        pairs = [CopyPair(name, first, other, prod(shape) * like.dtype.itemsize) for other in others]
         alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pairs))
         gated = _GATED.search(name) is not None and axis == 0 and self._is_gated(shape[0], blocks)
         if blocks > 1 and (repeated or gated is None or not (alike or axis in range(len(shape)))):
@@ -350,21 +300,21 @@ class Megatron(RankFiles):
         if blocks == 1 or axis < 0:
             for pair in pairs:
                 self.copies.add(pair)
-            return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
-        whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
+            return self.add_tensor(name, whole_tensor(like))
         halves = 2 if gated else 1
+        own = tuple(size // halves if dim == axis else size for dim, size in enumerate(shape))
         chunks = []
         for at, piece in enumerate(pieces):
-            for half in range(halves if piece else 0):
+            for half in range(halves if piece is not None else 0):
                 assert piece is not None
-                own = tuple(size // halves if dim == axis else size for dim, size in enumerate(shape))
                 begin = tuple((half * blocks + at) * size if dim == axis else 0 for dim, size in enumerate(own))
-                start = piece.begin + half * prod(own) * like.dtype.itemsize
-                chunks.append(Chunk((begin, own), piece.source, start))
-        return self._add(name, like, whole, chunks, all(piece is not None for piece in pieces))
+                start = piece.rows.begin + half * prod(own) * like.dtype.itemsize
+                chunks.append(Chunk((begin, own), piece.rows.source, start))
+        whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
+        return self.add_tensor(name, JoinedTensor(like.dtype, whole, whole, lambda: chunks), whole=None not in pieces)
 
-    def _add(self, name: str, like: Rows, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
-        return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
+    def _note_other_shape(self, name: str, file: str, other: str) -> None:
+        self.note_lost(f"{quoted(name)} has another shape or dtype in {file} than in {other}", file)
 
     def _is_gated(self, rows: int, blocks: int) -> bool | None:
         """Return whether the first MLP matrix includes a gate, or None if the arguments do not say.
@@ -389,30 +339,36 @@ class Megatron(RankFiles):
         width = like.dtype.itemsize
         return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
 
-    def _pairs(self, name: str, like: Rows, copies: Sequence[Copy | None]) -> list[CopyPair]:
-        """Pair the first copy of a tensor with each other copy."""
-        first, *others = [copy for copy in copies if copy is not None]
-        size = prod(like.shape) * like.dtype.itemsize
-        return [CopyPair(name, first, other, size) for other in others]
-
-    def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
+    def _compare(self, keys: _Keys, before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
         """Compare the copies of one tensor in two stages."""
         name = ".".join(keys)
         for parts in zip(before, ranks):
             there = [
-                (part, piece)
+                piece
                 for part in parts
                 if part is not None and keys in part.values and part.file.reader.tensor(part.values[keys])
-                if (piece := self._rows(part, keys, name)) is not None
+                if (piece := self._slice(part, keys, name)) is not None
             ]
-            if len(there) == 2 and there[0][1][:2] == there[1][1][:2]:
-                copies = [copy_in(part.file, part.values[keys], piece) for part, piece in there]
-                for pair in self._pairs(name, there[0][1], copies):
-                    self.copies.add(pair)
-            elif len(there) == 2:
-                files = [part.file.name for part, _ in there]
-                what = f"{quoted(name)} has another shape or dtype in {files[1]} than in {files[0]}"
-                self.note_lost(what, files[1])
+            if len(there) < 2:
+                continue
+            one, other = there
+            if one.rows[:2] == other.rows[:2]:
+                size = prod(one.rows.shape) * one.rows.dtype.itemsize
+                self.copies.add(CopyPair(name, one.copy, other.copy, size))
+            else:
+                self._note_other_shape(name, other.copy.file, one.copy.file)
+
+
+def _saved_rank(arguments: Arguments) -> Rank | None:
+    """Return the tensor-parallel and pipeline rank that a file records, or None if it does not."""
+    own, world = arguments.get("rank"), number(arguments, "world_size")
+    tensor, pipeline = (number(arguments, f"{way}_model_parallel_size") for way in ("tensor", "pipeline"))
+    if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
+        return None
+    if arguments.get("use_tp_pp_dp_mapping"):
+        context = number(arguments, "context_parallel_size") or 1
+        return own % tensor, own // (tensor * context) % pipeline
+    return own % tensor, own // (world // pipeline)
 
 
 def _counted_through(key: str, begin: int) -> str:
@@ -422,7 +378,7 @@ def _counted_through(key: str, begin: int) -> str:
     return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
 
 
-def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
+def _checksums(part: _Part) -> Iterator[tuple[_Keys, int]]:
     """Yield (keys, recorded checksum) for each tensor that is cut over ranks and whose storage has a checksum."""
     for keys, ref in part.values.items():
         name = ".".join(keys)
@@ -456,9 +412,7 @@ def _read_part(file: RankFile) -> _Part | None:
     return _Part(file, values, own, save)
 
 
-def _values(
-    file: RankFile, ref: Ref, keys: tuple[str, ...], entered: set[Ref]
-) -> Iterator[tuple[tuple[str, ...], Ref]]:
+def _values(file: RankFile, ref: Ref, keys: _Keys, entered: set[Ref]) -> Iterator[tuple[_Keys, Ref]]:
     """Yield (key path, value) for a state dict and the state dicts nested in it; each node is entered once."""
     entered.add(ref)
     for key, value in mapping(file.graph, ref) or ():
