@@ -6,7 +6,7 @@ it. Source: metadata.py in torch/distributed/checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ...base.dtypes import Dtype
@@ -15,8 +15,6 @@ from ...pickles import emit
 from ...pickles.batches import BATCH_SIZE
 from .leaves import Leaf
 
-#: Creates an object without arguments, and begins the dict of its fields.
-_EMPTY: Final = b")\x81\x94}\x94("
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
 #: The version that torch.distributed.checkpoint writes; it does not check it when loading.
@@ -47,6 +45,12 @@ class _Called(NamedTuple):
     argument: object
 
 
+class _Mapping(NamedTuple):
+    """A dict."""
+
+    pairs: Sequence[tuple[object, object]]
+
+
 class _New(NamedTuple):
     """An object of a class with this state, or without one if None."""
 
@@ -54,32 +58,12 @@ class _New(NamedTuple):
     state: _Mapping | tuple[object, ...] | None = None
 
 
-class _Tensor(NamedTuple):
-    """The metadata of a tensor in one piece."""
+class _Alike(NamedTuple):
+    """The object ``make(*key, *values)``. Except for the values, all objects with its key are written alike."""
 
-    dtype: Dtype
-    shape: tuple[int, ...]
-
-
-class _Index(NamedTuple):
-    """The index of a tensor in one piece."""
-
-    name: str
-    dimensions: int
-
-
-class _Info(NamedTuple):
-    """The range of an item in the file."""
-
-    file: str
-    at: int
-    length: int
-
-
-class _Mapping(NamedTuple):
-    """A dict."""
-
-    pairs: Sequence[tuple[object, object]]
+    make: Callable[..., object]
+    key: tuple[object, ...]
+    values: tuple[object, ...] = ()
 
 
 def metadata_pickle(items: Iterable[Placed], file: str) -> bytes:
@@ -90,18 +74,19 @@ def metadata_pickle(items: Iterable[Placed], file: str) -> bytes:
     for leaf, at, length in items:
         places.append((leaf.name, leaf.path))
         if leaf.dtype and leaf.tensor:
-            listed.append((leaf.name, _Tensor(leaf.dtype, leaf.tensor.shape)))
-            storage.append((_Index(leaf.name, len(leaf.tensor.shape)), _Info(file, at, length)))
+            value: object = _Alike(_tensor, (leaf.dtype, leaf.tensor.shape))
+            index: object = _Alike(_index, (len(leaf.tensor.shape),), (leaf.name,))
         else:
-            listed.append((leaf.name, _made("BytesStorageMetadata")))
-            storage.append((_made("MetadataIndex", fqn=leaf.name, index=None), _Info(file, at, length)))
-    meta = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+            value = _made("BytesStorageMetadata")
+            index = _made("MetadataIndex", fqn=leaf.name, index=None)
+        listed.append((leaf.name, value))
+        storage.append((index, _Alike(_info, (file,), (at, length))))
     metadata = _made(
         "Metadata",
         state_dict_metadata=_Mapping(listed),
         planner_data=_Mapping(places),
         storage_data=_Mapping(storage),
-        storage_meta=meta,
+        storage_meta=_made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version=_VERSION,
     )
     return _Pickle().whole(metadata)
@@ -116,7 +101,7 @@ def _size(numbers: tuple[int, ...]) -> _Called:
     return _Called(_Named("torch", "Size"), numbers)
 
 
-def _tensor_metadata(dtype: Dtype, shape: tuple[int, ...]) -> _New:
+def _tensor(dtype: Dtype, shape: tuple[int, ...]) -> _New:
     # The values are dtype, layout, requires_grad, memory format, pinned: ``TensorProperties.__getstate__``.
     state = (_Named("torch", dtype.name), _LAYOUT, False, _MEMORY_FORMAT, False)
     chunk = _made("ChunkStorageMetadata", offsets=_size((0,) * len(shape)), sizes=_size(shape))
@@ -124,12 +109,20 @@ def _tensor_metadata(dtype: Dtype, shape: tuple[int, ...]) -> _New:
     return _made("TensorStorageMetadata", properties=properties, size=_size(shape), chunks=[chunk])
 
 
+def _index(dimensions: int, name: str) -> _New:
+    return _made("MetadataIndex", fqn=name, index=0, offset=_size((0,) * dimensions))
+
+
+def _info(file: str, at: int, length: int) -> _New:
+    return _made("_StorageInfo", _FILESYSTEM, relative_path=file, offset=at, length=length)
+
+
 _LAYOUT: Final = _Called(_Named("torch.serialization", "_get_layout"), "torch.strided")
 _MEMORY_FORMAT: Final = _Called(_Named(_METADATA, "_MEM_FORMAT_ENCODING"), 0)
-
-
 #: Types of values that are written once, and fetched from the memo afterwards.
 _ONCE: Final = frozenset((str, _Named, _Called))
+#: Stands for a value of an ``_Alike``.
+_HOLE: Final = object()
 
 
 class _Pickle:
@@ -142,11 +135,8 @@ class _Pickle:
         self._out: list[bytes] = [b"\x80\x04"]
         self._known: dict[tuple[type, object], int] = {}
         self._count = 0
-        #: Repeated tensor metadata: its bytes, and the number of objects that they memoize.
-        self._repeated: dict[_Tensor, tuple[bytes, int]] = {}
-        #: The bytes before and after the name of an index, by dimensions; and before the numbers of a file range.
-        self._indices: dict[int, tuple[bytes, bytes]] = {}
-        self._infos: dict[str, tuple[bytes, bytes]] = {}
+        #: The bytes around the values of objects that are alike, and the number of objects that they memoize.
+        self._alike: dict[tuple[object, ...], tuple[list[bytes], int]] = {}
 
     def whole(self, value: object) -> bytes:
         """Return the pickle of a value."""
@@ -177,12 +167,8 @@ class _Pickle:
             else:
                 out += emit.text(str(value), -1, _PROTOCOL)
             self._memoize(value)
-        elif isinstance(value, _Tensor):
-            self._save_tensor(value)
-        elif isinstance(value, _Index):
-            self._save_index(value)
-        elif isinstance(value, _Info):
-            self._save_info(value)
+        elif isinstance(value, _Alike):
+            self._save_alike(value)
         elif isinstance(value, _New):
             self._save(value.cls)
             out.append(b")\x81")
@@ -212,48 +198,26 @@ class _Pickle:
             out.append(b"t" if len(value) > 3 else b"%c" % (0x84 + len(value)))
             self._memoize()
         else:
-            out.append(emit.constant(value, -1, _PROTOCOL))
+            out.append(_MARK if value is _HOLE else emit.constant(value, -1, _PROTOCOL))
 
-    def _save_index(self, index: _Index) -> None:
-        """Write an index. After the first with these dimensions, everything in it is fetched from the memo."""
-        name = index.name
-        around = self._indices.get(index.dimensions)
-        if around is None:
-            size = _size((0,) * index.dimensions)
-            self._save(_made("MetadataIndex", fqn=name, index=0, offset=size))
-            after = self._get("index") + emit.constant(0, -1, _PROTOCOL) + self._get("offset") + self._get(size) + b"ub"
-            begin = self._get(_Named(_METADATA, "MetadataIndex")) + _EMPTY + self._get("fqn")
-            self._indices[index.dimensions] = begin, after
+    def _save_alike(self, value: _Alike) -> None:
+        """Write an object. After the first with its key, everything but the values is fetched from the memo."""
+        key = (value.make, value.key)
+        if key not in self._alike:
+            self._save(value.make(*value.key, *value.values))
+            begin, count = len(self._out), self._count
+            self._save(value.make(*value.key, *(_HOLE for _ in value.values)))
+            self._alike[key] = b"".join(self._out[begin:]).split(_MARK), self._count - count
+            del self._out[begin:]
+            self._count = count
             return
-        self._out += around[0], self._get(name), around[1]
-        self._count += 2
+        (first, *around), count = self._alike[key]
+        self._out.append(first)
+        for own, after in zip(value.values, around):
+            self._save(own)
+            self._out.append(after)
+        self._count += count
 
-    def _save_info(self, info: _Info) -> None:
-        """Write a file range. After the first, everything except the numbers is fetched from the memo."""
-        around = self._infos.get(info.file)
-        if around is None:
-            fields = {"relative_path": info.file, "offset": info.at, "length": info.length}
-            self._save(_made("_StorageInfo", _FILESYSTEM, **fields))
-            begin = self._get(_Named(_FILESYSTEM, "_StorageInfo")) + _EMPTY + self._get("relative_path")
-            self._infos[info.file] = begin + self._get(info.file) + self._get("offset"), self._get("length")
-            return
-        at, length = (emit.constant(number, -1, _PROTOCOL) for number in (info.at, info.length))
-        self._out += around[0], at, around[1], length, b"ub"
-        self._count += 2
 
-    def _get(self, value: object) -> bytes:
-        """Return the opcode that fetches a written value from the memo."""
-        return emit.get(self._known[type(value), value], _PROTOCOL)
-
-    def _save_tensor(self, tensor: _Tensor) -> None:
-        """Write the metadata of a tensor. After the first with its dtype and shape, everything is fetched from the
-        memo."""
-        repeated = self._repeated.get(tensor)
-        if repeated is not None:
-            self._out.append(repeated[0])
-            self._count += repeated[1]
-            return
-        begin, known, count = len(self._out), len(self._known), self._count
-        self._save(_tensor_metadata(*tensor))
-        if len(self._known) == known:
-            self._repeated[tensor] = b"".join(self._out[begin:]), self._count - count
+#: Bytes that no pickle of the fields of an object contains.
+_MARK: Final = b"\0a value\0"
