@@ -74,7 +74,6 @@ def ranges_of(
 
 
 def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
-    """Return chunk ``number`` of ``count`` chunks of the concatenated ranges, as ``torch.chunk`` cuts them."""
     total = _length(ranges)
     size = -(-total // count)
     begin, end = min(size * number, total), min(size * (number + 1), total)
@@ -89,7 +88,6 @@ def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges, with adjacent ones merged."""
     joined: list[Range] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:
@@ -347,7 +345,6 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
 
 
 def _state(graph: Graph, ref: Ref) -> Ref:
-    """Return the state in the call that makes a sharded tensor, even within a Parameter; otherwise -1."""
     return next((call.state for call in rebuild_calls(graph, ref) if not call.is_parameter), -1)
 
 
@@ -461,7 +458,6 @@ def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> int:
-    """Return the position of a mesh coordinate in the list of ranks, relative to the first coordinate."""
     total = 0
     for at, size, stride in zip(place, sizes, strides):
         for count, step in zip(reversed(size), reversed(stride)):
@@ -520,7 +516,6 @@ def _sharded_tensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Shardin
 
 
 def _fields(graph: Graph, fields: dict[str, Ref], name: str) -> dict[str, Ref]:
-    """Return the attributes of the object in a field; {} without that field."""
     return named_attributes(graph, fields[name]) if name in fields else {}
 
 
@@ -547,5 +542,4 @@ def _name(node: Node) -> str:
 
 
 def _number(node: Node) -> int:
-    """Return an integer that can be a size; -1 for anything else."""
     return node if type(node) is int and 0 <= node < 1 << 62 else -1

@@ -68,7 +68,6 @@ def promise_in_place(checkpoint: Checkpoint) -> Promise:
 
 
 def _tolerating(promise: Promise, checkpoint: Checkpoint) -> Promise:
-    """Return a promise that tolerates the problems of the input."""
     return promise._replace(odd=frozenset(problem.code for problem in checkpoint.container.problems))
 
 
@@ -244,7 +243,6 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_
 
 
 def _whole_files(files: Iterable[Source]) -> FolderPlan:
-    """Plan unchanged copies of files."""
     return FolderPlan(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
 
@@ -271,7 +269,6 @@ def _with_claims(
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
-    """Return the checkpoint's own format, which an edit keeps."""
     container, own = checkpoint.container, checkpoint.traits.writes_as or "torch"
     if checkpoint.traits.sharded:
         layout = container.shard_layout
@@ -314,12 +311,10 @@ def refuse_step_file(path: str) -> None:
 
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:
-    """Return the error for a misleading output name, with a better name."""
     return RefusedError(what, path=output, next=f"call it {quote(called)}")
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
-    """Return the input unchanged, with all files of a folder."""
     source = checkpoint.source
     return _whole_files(source.files) if isinstance(source, FolderSource) else Plan((Span(source, 0, source.size),))
 
@@ -365,7 +360,6 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
 
 
 def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span, ...]:
-    """Return the places of removed storages; empty if records overlap."""
     dropped: list[Span] = []
     end = 0
     for record in sorted(checkpoint.container.records(), key=lambda record: record.span.offset):

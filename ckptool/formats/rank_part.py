@@ -285,7 +285,6 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
 
 def _is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a file holds a LoRA adapter, whose matrices have the rank in its name."""
     return bool(adapter_keys(f"{entry.key}" for entry in checkpoint.survey.tensors))
 
 
@@ -346,7 +345,6 @@ def _llama_ranks(checkpoint: Checkpoint, folder: Folder) -> int:
 
 
 def _attention_size(folder: Folder) -> int:
-    """Return the total size of all heads from Meta's ``params.json``, or 0 if it is unknown."""
     try:
         values: Any = parsed_object(folder.read("params.json", _LONGEST_JSON)) or {}
         heads, size = values["n_heads"], values["dim"]

@@ -99,7 +99,6 @@ def is_zstd(transforms: tuple[str, ...]) -> bool:
 def _note_missing_files(
     missing: Mapping[str, list[Item]], closed: Mapping[str, CkptoolError], pieces: Pieces, note: AddProblem
 ) -> None:
-    """Report each missing or closed file once, however many pieces it held."""
     for file, items in missing.items():
         state = f"cannot be read: {closed[file].what}" if file in closed else "is missing"
         note("missing-file", "error", f"{file} {state}, and with it {pieces.names(items)}", file)
@@ -112,7 +111,6 @@ def _note_missing_files(
 def _note_cut_files(
     metadata: Metadata, sizes: Mapping[str, int], cut: Mapping[str, list[Item]], pieces: Pieces, note: AddProblem
 ) -> None:
-    """Report each short file once, however many pieces end after its end."""
     ends: dict[str, int] = {}
     for item in metadata.items:
         ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
@@ -186,7 +184,6 @@ def is_whole(
 
 
 def _is_name(text: str, folders: Collection[str] = ()) -> bool:
-    """Return whether a string is a plain file name in the folder, or in one of ``folders``."""
     folder, slash, name = text.partition("/")
     text = name if slash and folder in folders else text
     return text not in ("", ".", "..") and not any(character in text for character in "/\\\0:")

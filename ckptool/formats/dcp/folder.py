@@ -133,7 +133,6 @@ class Dcp(Container):
         self.problems += copy_problems(different, self._storage_of)
 
     def _open_copies(self, number: int) -> None:
-        """Compare the next ``number`` duplicate pieces by their recorded checksums."""
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
         pairs = ahead(due, lambda pair: chain.from_iterable(map(self._edges, pair)))
         own = compare_items(pairs, self.read.values, self._copy, self._copies, self._note)
@@ -426,7 +425,6 @@ class Dcp(Container):
         return box, known or open_tensor(opened or self._open(item), value.dtype, box[1], self._known)
 
     def _whole(self, item: Item, opened: OpenedItem) -> Span | None:
-        """Return the bytes of a tensor that an item holds in full; None if the tensor has several pieces."""
         value = self.read.values[item.name]
         piece = self._tensor(item, opened) if len(value.chunks) == 1 else None
         if piece is None or value.dtype is None:
@@ -434,7 +432,6 @@ class Dcp(Container):
         return Span(piece[1].source, piece[1].begin, prod(value.shape) * value.dtype.itemsize)
 
     def _assembled(self, name: str) -> PiecesSource:
-        """Return the bytes of a tensor, joined from its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
         boxes = [box for box in value.chunks if 0 not in box[1]]
@@ -477,7 +474,6 @@ class Dcp(Container):
 
 
 def _storage_key(item: Item, key: str) -> str:
-    """Return the key of an object's storage in the joined checkpoint."""
     return f"{item.name}, storage {key}"
 
 

@@ -209,7 +209,6 @@ class KnownItems:
 
 
 def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
-    """Store a value; remove the oldest one if the cache is full."""
     if len(known) >= _MAX_KNOWN:
         del known[next(iter(known))]
     known[key] = value
@@ -250,7 +249,6 @@ def open_tensor_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, .
 
 
 def _inflated(item: Item, file: Source, most: int) -> tuple[Source, int, int]:
-    """Inflate a compressed item; return source, offset and length in bytes."""
     source = ZstdSource(file, item.at, item.length, most, item.place)
     return source, 0, source.size
 
@@ -410,7 +408,6 @@ def open_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> Rows:
 
 
 def _cached(graph: Graph, name: str, function: Callable[[Graph], _T]) -> _T:
-    """Return ``function(graph)``, computed once per graph."""
     key = (name, graph.root)
     if key not in graph.cache:
         graph.cache[key] = function(graph)

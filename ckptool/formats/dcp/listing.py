@@ -78,8 +78,6 @@ class _List(list[Any]):
 
 
 class _Parts(NamedTuple):
-    """What is added to a list."""
-
     parts: tuple[object, ...]
 
 
@@ -344,7 +342,6 @@ class _Reader:
             yield flat.pop(), flat.pop()
 
     def _named(self, value: object) -> Iterator[tuple[str, Any]]:
-        """Yield the entries of a dict with string keys; report anything else."""
         for key, inner in self._pairs(value):
             if type(key) is str:
                 yield key, inner
@@ -440,7 +437,6 @@ def _fields(cls: type[_Record], value: object) -> Sequence[Any] | None:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's class in the file."""
     names = {list: "dict", _List: "list"} | {cls: name.rpartition(".")[2] for name, cls in STAND_INS.items()}
     return names.get(type(value), type(value).__name__)
 

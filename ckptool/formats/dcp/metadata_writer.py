@@ -32,28 +32,20 @@ class Placed(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """A global."""
-
     module: str
     name: str
 
 
 class _Called(NamedTuple):
-    """The result of a function call with one argument."""
-
     function: _Named
     argument: object
 
 
 class _Mapping(NamedTuple):
-    """A dict."""
-
     pairs: Sequence[tuple[object, object]]
 
 
 class _New(NamedTuple):
-    """An object of a class with this state, or without one if None."""
-
     cls: _Named
     state: _Mapping | tuple[object, ...] | None = None
 

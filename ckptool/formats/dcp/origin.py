@@ -72,7 +72,6 @@ def _origin(framework: str, run: Arguments, step: int, folder: Folder) -> Origin
 
 
 def _iterations(graph: Graph) -> Iterator[int]:
-    """Yield the iteration stored together with the arguments of a Megatron-LM run."""
     for ref, _ in graph.of_type(Dict):
         own = values_of(graph, ref)
         if "args" in own and "iteration" in own:
@@ -80,20 +79,17 @@ def _iterations(graph: Graph) -> Iterator[int]:
 
 
 def _graph_in(folder: Folder, name: str) -> Graph | None:
-    """Return the object in a file, or None if it cannot be read."""
     with suppress(CkptoolError), closing(folder.open(name)) as source:
         return read_container(source).graph
     return None
 
 
 def _number(graph: Graph, ref: Ref) -> int:
-    """Return an integer node, or -1 for anything else."""
     node = graph.nodes[ref]
     return node if type(node) is int else -1
 
 
 def _element(tensor: Tensor | None, stored: Callable[[str], StorageLocation]) -> int:
-    """Return the integer in a scalar tensor, or -1 for anything else."""
     size = _WHOLE.get(tensor.dtype, 0) if tensor is not None else 0
     if tensor is None or tensor.shape != () or not size:
         return -1

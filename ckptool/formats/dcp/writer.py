@@ -165,7 +165,6 @@ def _tensor_archive(dtype: Dtype, shape: tuple[int, ...], content: RecordContent
 
 
 def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
-    """Plan an object with its storages, as torch.save writes it."""
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
     graph, storages = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
@@ -174,7 +173,6 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
 
 
 def _archive(data: bytes, storages: Iterable[RecordContent], byteorder: str) -> Plan:
-    """Plan an archive of a pickle as torch.save writes it to a stream."""
     # Forty digits that nothing reads; torch derives them from names and checksums.
     identity = record_content(_ROOT, ".data/serialization_id", b"%040d" % zlib.crc32(data))
     return plan_archive([*archive_contents(_ROOT, data, byteorder, storages), identity])

@@ -148,7 +148,6 @@ class Deepspeed(RankFiles):
         return counts[0]
 
     def _note_steps(self) -> None:
-        """Warn if the step in the model file differs from the step that the optimizer has reached."""
         name, done = self._model.name, self._model.number("global_steps") - self._model.number("skipped_steps")
         odd = next((step for step in self._first.steps if step >= 0 and step != done), None)
         if odd is not None and "global_steps" in self._model.save:
@@ -156,7 +155,6 @@ class Deepspeed(RankFiles):
             self.note("other-step", "warning", f"{what}: of another save, or its state was not loaded", name)
 
     def _compare_files(self) -> None:
-        """Compare the content that the files of one save share: configuration, buffers, 16-bit and 32-bit weights."""
         model, first = self._model, self._first
         configurations = {state.save["ds_config"] for state in (model, first) if "ds_config" in state.save}
         if len(configurations) > 1:
@@ -216,7 +214,6 @@ class Deepspeed(RankFiles):
     # -- the flat tensors
 
     def _flats(self) -> list[Vector]:
-        """Return the weight vectors: one per parameter group, or one per rank with stage 3."""
         states = [self._states.get(rank) for rank in range(self._ranks)]
         own = [flat.shape[0] for flat in self._first.flats]
         if self._first.in_parts:
@@ -230,7 +227,6 @@ class Deepspeed(RankFiles):
         return vectors
 
     def _moments(self, name: str) -> list[Vector]:
-        """Return the vectors of one optimizer state, in the same order as the weight vectors."""
         moments = [state.moments if (state := self._states.get(rank)) else None for rank in range(self._ranks)]
         if self._first.in_parts:
             return [
@@ -295,7 +291,6 @@ class Deepspeed(RankFiles):
                     yield what, state.name
 
     def _check_shapes(self) -> None:
-        """Report parameters whose shape in the model file differs from its own ``param_shapes``."""
         name_of_file = self._model.name
         for name, shape in ((name, shape) for group in self._model.groups for name, shape in group.items()):
             tensor = self._tensor_in_model(name)
@@ -319,7 +314,6 @@ class Deepspeed(RankFiles):
     # -- the object
 
     def _whole(self, optimizer: RankFile) -> Ref:
-        """Build the root object: the model file's entries, with joined tensors."""
         items: dict[str, Ref | None] = {}
         for name, ref in {"module": -1, "optimizer": -1, **self._model.values}.items():
             if name == "module":
@@ -331,7 +325,6 @@ class Deepspeed(RankFiles):
         return self.builder.mapping((name, ref) for name, ref in items.items() if ref is not None)
 
     def _add(self, name: str, cut: Slices, vectors: Sequence[Vector], dtype: Dtype) -> Ref:
-        """Add a tensor that is cut over vectors."""
         whole = self._fits and not any(None in vector.parts for vector in vectors)
         return self.add_tensor(name, cut.joined(vectors, dtype), whole=whole or cut.is_whole(vectors))
 

@@ -141,7 +141,6 @@ def _kind_of(file: RankFile) -> re.Pattern[str] | None:
 
 
 def _numbers_in(match: re.Match[str]) -> tuple[int, ...]:
-    """Return the numbers in a file name, 0 for an absent group."""
     return tuple(int(group or 0) for group in match.groups())
 
 

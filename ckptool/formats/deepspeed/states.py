@@ -163,7 +163,6 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
 
 
 def _configuration(file: RankFile, root: Mapping[str, Ref]) -> dict[str, str]:
-    """Return a digest of the run's configuration, equal in all files of a save; {} if it is stored as a path."""
     ref = root.get("ds_config", -1)
     if ref < 0 or mapping(file.graph, ref) is None:
         return {}

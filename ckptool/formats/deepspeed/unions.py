@@ -156,7 +156,6 @@ class Universal(RankFiles):
             states.append((parameter, self.builder.mapping(entries)))
 
     def _compare(self, name: str, weights: Rows, place: str) -> None:
-        """Compare the first 32-bit weights, rounded, with the weights in the model file."""
         file, module = self._module
         if name not in module:
             return
@@ -210,7 +209,6 @@ class Universal(RankFiles):
         return self.add_tensor(key, whole_tensor(tensor))
 
     def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
-        """Build the optimizer state, keyed by parameter name."""
         name = os.path.join(_PARAMETERS, _STATE)
         there = _STATE in self.folder.inner(_PARAMETERS).names()
         file = self.open_file(name, stack) if there else None

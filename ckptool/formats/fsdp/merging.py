@@ -146,7 +146,6 @@ class Merge:
                 self._add_leaf(file, value.path, digests.digest(value.ref))
 
     def _flat_storages(self, file: RankFile, spread: dict[str, Sharding]) -> set[str]:
-        """Return the storages of FSDP1's flat parameter vectors."""
         refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
         self.flat = self.flat or bool(refs)
         return {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
@@ -373,11 +372,9 @@ class Merge:
         return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
 
     def _is_state(self, path: str) -> bool:
-        """Return whether a tensor belongs to an optimizer's state of one parameter."""
         return _last(self._parents.get(self._parents[path], "")) == "state"
 
     def _sizes(self, path: str) -> dict[int, tuple[int, ...]]:
-        """Return the shape of each rank's piece of a vector."""
         return {rank: piece.shape for rank, piece in self._pieces[path].items()}
 
     def _is_whole(self, path: str, known: _Spread, flaws: dict[str, list[str]], odd: Mapping[str, list[str]]) -> bool:
@@ -399,7 +396,6 @@ class Merge:
         return not fault
 
     def _note_faults(self, flaws: Mapping[str, list[str]], odd: Mapping[str, list[str]]) -> None:
-        """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
             self.note_lost(f"{what}: they are not of one save", name)
         storage_of = self._container.storage_of
@@ -444,7 +440,6 @@ class Merge:
         return is_one_value(place.source, place.begin, size, place.dtype.itemsize)
 
     def _note_unequal(self, in_order: bool) -> None:
-        """Report values that differ between ranks."""
         base = self._base.name if self._base else ""
         own: list[str] = []
         parts: list[str] = []
@@ -502,5 +497,4 @@ def _is_cut(placement: str) -> bool:
 
 
 def _last(path: str) -> str:
-    """Return the last name in a path."""
     return _SEPARATORS.split(path.rstrip('"]'))[-1]

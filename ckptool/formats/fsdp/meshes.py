@@ -158,7 +158,6 @@ class Meshes(RankFiles):
                 self.note_lost(f"{what}: it is in the place of another", name)
 
     def _taken(self) -> list[Finding]:
-        """Return the problems noted since the last call."""
         problems, self.problems = self.problems, []
         return problems
 
@@ -235,7 +234,6 @@ def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: 
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
-    """Return a summary of the parallelism, the meshes and the step, for display."""
     systems = {merge.system: None for merge in merges if merge.system}
     over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
     step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
@@ -291,7 +289,6 @@ def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes
 
 
 def _labelled(sets: list[RankSet]) -> list[RankSet]:
-    """Return the sets with distinct labels."""
     labels = [rank_set.label for rank_set in sets]
     return [
         rank_set if labels.count(rank_set.label) == 1 else rank_set._replace(label=rank_set.template.replace("\0", "N"))
@@ -313,17 +310,14 @@ def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> boo
 
 
 def _is_spread(folder: Folder, rank_set: RankSet) -> bool:
-    """Return whether a set's files name the classes of spread tensors."""
     return _mentions(folder, rank_set, _CLASSES)
 
 
 def _mentions(folder: Folder, rank_set: RankSet, words: Sequence[bytes]) -> bool:
-    """Return whether one of the first files of a set has one of the words in its pickle."""
     return any(_has_word(folder, name, words) for name in islice(rank_set.files.values(), _TRIED))
 
 
 def _has_word(folder: Folder, name: str, words: Sequence[bytes]) -> bool:
-    """Return whether the pickle of a file has one of the words; False for a file that cannot be read."""
     try:
         with closing(folder.open(name)) as source:
             at, size = 0, source.size
@@ -423,7 +417,6 @@ def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -
 
 
 def _part_in(folder: Folder, name: str) -> str:
-    """Return a sentence on the rank that saved a file with parts of tensors; "" for any other file."""
     found = _summary(folder, name) if _has_word(folder, name, _CLASSES) else None
     return f"{name} has parts of tensors that {found.owner} saved" if found is not None and found.partial else ""
 
@@ -438,7 +431,6 @@ def _of_model(folder: Folder) -> list[str]:
 
 
 def _one_save(path: str, folder: Folder, sets: Sequence[RankSet]) -> Sequence[RankSet]:
-    """Return the sets; raise MalformedError if they are from saves with different numbers of ranks."""
     worlds = {rank_set.world for rank_set in sets}
     if len(worlds) > 1:
         numbers = join_limited([str(world) for world in sorted(worlds)])

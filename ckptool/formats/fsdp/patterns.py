@@ -80,6 +80,5 @@ def pattern_among(names: Collection[str], among: Collection[str]) -> str:
 
 
 def _common(texts: Collection[str]) -> str:
-    """Return the common beginning of all texts."""
     alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts))
     return "".join(characters[0] for characters in alike)

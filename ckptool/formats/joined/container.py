@@ -283,7 +283,6 @@ class RankFiles(ShardedContainer):
                 yield record._replace(name=f"{name}: {record.name}", key=own, part_of=parts)
 
     def _begins(self) -> dict[str, list[tuple[int, str]]]:
-        """Return (offset, storage key) of tensor pieces by file path, sorted."""
         begins: dict[str, list[tuple[int, str]]] = {}
         for key, tensor in self._tensors.items():
             for chunk in tensor.chunks() if tensor is not None else ():
@@ -334,7 +333,6 @@ class RankFiles(ShardedContainer):
             yield pickle._replace(where=pickle.where + more)
 
     def _containers(self) -> Iterator[tuple[str, Container]]:
-        """Yield each file's name and container."""
         for name in self._sources:
             yield name, self.read_again(name).container
 

@@ -187,7 +187,6 @@ class Megatron(RankFiles):
         return parts
 
     def _counted(self) -> Rank:
-        """Return the numbers of tensor-parallel and pipeline ranks."""
         most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         tensor, pipeline = (number(self._arguments, name) or there for name, there in zip(names, most))
@@ -198,7 +197,6 @@ class Megatron(RankFiles):
     # -- the object
 
     def _whole(self, parts: Mapping[Rank, _Part], first: _Part) -> Ref:
-        """Build the root object from the first rank's entries, with the joined model."""
         graph = first.file.graph
         items = []
         for name, ref in values_of(graph, graph.root).items():
@@ -212,7 +210,6 @@ class Megatron(RankFiles):
         return self.builder.mapping(items)
 
     def _model(self, parts: Mapping[Rank, _Part]) -> Ref:
-        """Build the model: join the tensors of each stage, and number the layers across stages."""
         made: dict[_Keys, Ref] = {}
         ranks_of: dict[_Keys, Sequence[_Part | None]] = {}
         for stage, begin in enumerate(self._first_layers(parts)):
@@ -227,7 +224,6 @@ class Megatron(RankFiles):
         return self._nested(list(made.items()))
 
     def _nested(self, items: Sequence[tuple[_Keys, Ref]]) -> Ref:
-        """Build nested mappings from key paths."""
         below: dict[str, list[tuple[_Keys, Ref]]] = {}
         for keys, ref in items:
             below.setdefault(keys[0], []).append((keys[1:], ref))
@@ -254,7 +250,6 @@ class Megatron(RankFiles):
         return [sum(counts[:stage]) for stage in range(pipeline)]
 
     def _value(self, keys: _Keys, name: str, ranks: Sequence[_Part | None]) -> Ref:
-        """Build one model value: a joined tensor, or any other value from the first rank that has it."""
         here = next(part for part in ranks if part is not None and keys in part.values)
         ref = here.values[keys]
         extra = keys[-1].rpartition(".")[2] == _EXTRA
@@ -340,7 +335,6 @@ class Megatron(RankFiles):
         return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
 
     def _compare(self, keys: _Keys, before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
-        """Compare the copies of one tensor in two stages."""
         name = ".".join(keys)
         for parts in zip(before, ranks):
             there = [
@@ -360,7 +354,6 @@ class Megatron(RankFiles):
 
 
 def _saved_rank(arguments: Arguments) -> Rank | None:
-    """Return the tensor-parallel and pipeline rank that a file records, or None if it does not."""
     own, world = arguments.get("rank"), number(arguments, "world_size")
     tensor, pipeline = (number(arguments, f"{way}_model_parallel_size") for way in ("tensor", "pipeline"))
     if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
@@ -473,6 +466,5 @@ def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
 
 
 def _other_iterations(found: StepFolder) -> list[str]:
-    """Return the names of the other iteration folders in the same parent folder."""
     own, names = os.path.basename(found.folder.path), sorted(found.above.names()) if found.above else []
     return [name for name in names if ITERATION.match(name) and name != own]
