@@ -28,15 +28,9 @@ from ..formats.search.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
 from .checks import NOT_POSSIBLE, Check, check_checkpoint, check_pickles, judge
 
-#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. No weights are expected there.
-_DATA: Final = (
-    *(".json", ".jsonl", ".txt", ".md", ".rst", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".jinja"),
-    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf", ".mp4", ".wav", ".mp3", ".flac", ".parquet", ".arrow"),
-    *(".model", ".tiktoken", ".bpe", ".vocab", ".log", ".lock", ".html", ".xml", ".distcp.index"),
-)
 #: Kinds of files, named as in ``identify.explain``, from which nothing is loaded.
 _NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
-#: Kinds of files that replace weights which were not downloaded.
+#: Kinds of files that stand where the name promises weights, which were not downloaded.
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
 #: First bytes that are searched for code.
 _HEAD: Final = 512
@@ -211,16 +205,9 @@ def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableEr
     data = kind in _NOT_LOADED or bool(inert_kind(source.read(0, _HEAD)))
     if not (data or (whole and kind == "pickle")):
         return Companion(name, kind or "damaged", False, error.what, tuple(notes), tuple(pickles))
-    if _replaces_weights(name, kind):
+    if kind in _POINTERS and name.lower().endswith((*WEIGHTS, ".pkl")):
         notes.append(Finding.of(kind, "warning", f"{name}: {error.what}", name))
     return Companion(name, kind, True, "", tuple(notes), tuple(pickles))
-
-
-def _replaces_weights(name: str, kind: str) -> bool:
-    """Return whether a pointer, web page or empty file stands where the name promises weights or objects."""
-    if kind not in _POINTERS or name.lower().endswith(_DATA):
-        return False
-    return kind not in ("empty", "link-text") or name.endswith((*WEIGHTS, ".pkl"))
 
 
 def _located(name: str, note: Finding) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -26,7 +27,6 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import program_of
 from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization
-from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource
@@ -138,23 +138,18 @@ def _quantized(found: Quantization | None) -> Iterator[Finding]:
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield notes on tensors that only their own library can make: unknown kinds, and quantized subclasses."""
-    classes: dict[str, dict[str, int]] = {"unknown-kind": {}, "quantized": {}}
-    for tensor in (entry.tensor for entry in checkpoint.survey.tensors):
-        code = "unknown-kind" if tensor.kind == "unknown" else "quantized"
-        if code == "unknown-kind" or tensor.cls.partition(".")[0] in QUANTIZERS:
-            classes[code][tensor.cls] = classes[code].get(tensor.cls, 0) + 1
-    for code, counts in classes.items():
-        for cls, count in counts.items():
-            package = cls.partition(".")[0]
-            if code == "quantized":
-                message = f"{pluralize(count, 'tensor')} quantized by {QUANTIZERS[package]} ({cls}): edits keep them"
-                yield Finding.of(
-                    code, "note", message, next=f"torch.load needs {package} imported, with weights_only=False"
-                )
-                continue
-            message = f"{pluralize(count, 'tensor')} of a kind that ckptool does not know ({cls}): edits keep them"
+    kinds = Counter((entry.tensor.kind == "unknown", entry.tensor.cls) for entry in checkpoint.survey.tensors)
+    for (unknown, cls), count in kinds.items():
+        package, tensors = cls.partition(".")[0], pluralize(count, "tensor")
+        if unknown:
+            message = f"{tensors} of a kind that ckptool does not know ({cls}): edits keep them"
             where = f"where {package} is installed" if "." in cls else "with the library that wrote it"
-            yield Finding.of(code, "note", message, next=f"for plain tensors, load it {where} and save them again")
+            step = f"for plain tensors, load it {where} and save them again"
+            yield Finding.of("unknown-kind", "note", message, next=step)
+        elif package in QUANTIZERS:
+            message = f"{tensors} quantized by {QUANTIZERS[package]} ({cls}): edits keep them"
+            step = f"torch.load needs {package} imported, with weights_only=False"
+            yield Finding.of("quantized", "note", message, next=step)
 
 
 def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
@@ -201,10 +196,7 @@ def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a warning on sharded tensors that torch loads only in a group of ranks."""
     shards = shards_of(checkpoint)
     if shards is not None and "ShardedTensor" in shards.kinds:
-        ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
-        group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
-        rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
-        message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
+        message = "torch loads a ShardedTensor only in the group of ranks that saved it, and with weights_only=False"
         from ..edits.sharded import local_parts_step  # only for sharded tensors
 
         step = "torch.distributed.init_process_group(...), or " + local_parts_step(checkpoint)
@@ -324,23 +316,19 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield notes on state dicts that hold another one, which no model expects there."""
     survey, nodes = checkpoint.survey, checkpoint.graph.nodes
-    inner: dict[int, list[TensorEntry]] = {}
-    for entry in survey.tensors:
-        if entry.state_dict < 0:
-            inner.setdefault(entry.holder, []).append(entry)
+    inner = Counter(entry.holder for entry in survey.tensors if entry.state_dict < 0)
     for number, item in enumerate(survey.state_dicts if inner else ()):
         for key, value in item.items:
-            entries = inner.get(value, [])
-            if not entries or not isinstance(nodes[key], str):
+            if not inner[value] or not isinstance(nodes[key], str):
                 continue
             path = spell_key(item.path, str(nodes[key]))
-            own = {view_id(entry.tensor) for entry in survey.tensors if entry.state_dict == number}
-            is_copy = all(view_id(entry.tensor) in own for entry in entries)
             message = (
-                f"{item.path or 'the state dict'!r} holds another state dict, {path!r} ({len(entries):,} tensors"
-                f"{', a copy of the others' if is_copy else ''}), which load_state_dict and safetensors do not expect"
+                f"{item.path or 'the state dict'!r} holds another state dict, {path!r} ({inner[value]:,} tensors),"
+                " which load_state_dict and safetensors do not expect"
             )
             # A copy is the same storages under other names, so nothing is lost without it.
+            own = {view_id(entry.tensor) for entry in survey.tensors if entry.state_dict == number}
+            is_copy = all(view_id(entry.tensor) in own for entry in survey.tensors if entry.holder == value)
             step = edit_step("drop", checkpoint.path, escaped(path), word="plain") if is_copy else ""
             yield Finding.of("inner-state-dict", "note", message, next=step)
 

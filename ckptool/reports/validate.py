@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -348,49 +348,38 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: Sequence[Check]) 
 
 
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
-    """Check that the tensors chosen by any of these globs are finite."""
-    name, group = "finite", "expectations"
-    chosen = {
-        entry.path for only in choices for entry in ChosenKeys(dotted(only, checkpoint)).tensors(checkpoint.survey)
-    }
+    """Check that the tensors chosen by any of these globs are finite, each view of a storage once.
+
+    Missing bytes are skipped, because other checks report them.
+    """
+    name, group, survey = "finite", "expectations", checkpoint.survey
+    chosen = {entry.path for only in choices for entry in ChosenKeys(dotted(only, checkpoint)).tensors(survey)}
+    parts: dict[ViewId, tuple[str, Tensor]] = {}
+    for entry in survey.tensors:
+        for part in survey.reader.parts(entry.tensor) if entry.path in chosen else ():
+            if _may_be_nonfinite(part):
+                parts.setdefault(view_id(part), (entry.path, part))
+    expect_reads(read_for(storage_reader(checkpoint, part.storage), part) for _, part in parts.values())
+    counts: dict[str, Counter[str]] = {}
     try:
-        notes = _nonfinite(checkpoint, chosen, progress)
-    except UnreadableError as error:
+        for path, part in parts.values():
+            counts.setdefault(path, Counter()).update(_count_nonfinite(checkpoint, part, progress))
+    except UnreadableError as error:  # torch is not installed
         return Check(name, group, NOT_POSSIBLE, error.what)
+    texts = {
+        path: " and ".join(f"{number:,} {word}" for word, number in found.items()) for path, found in counts.items()
+    }
+    notes = [
+        Finding.of("nonfinite", "error", f"{path or 'the tensor'}: {text}", path)
+        for path, text in texts.items()
+        if text
+    ]
     if not notes:
         of = f", of {' and of '.join(only.words for only in choices)}" if all(choices) else ""
         return Check(name, group, PASS, f"no NaN and no Inf in any tensor{of}")
-    advice = "no edit mends NaN and Inf: take a checkpoint from before they appeared"
-    notes[0] = notes[0]._replace(next=advice)
-    message = (
-        f"{pluralize(len(notes), 'tensor')} with NaN or Inf: {join_limited([note.message for note in notes], most=3)}"
-    )
-    return Check(name, group, FAIL, message, tuple(notes))
-
-
-def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progress | None) -> list[Finding]:
-    """Return a note for every tensor with NaN or Inf, each view of a storage once, in file order.
-
-    ``chosen`` are the paths of the tensors to check. Missing bytes are skipped, because other checks report them. Raise
-    UnreadableError if torch is not installed.
-    """
-    reader = checkpoint.survey.reader
-    notes = []
-    seen: set[ViewId] = set()
-    entries = [entry for entry in checkpoint.survey.tensors if entry.path in chosen]
-    read = (part for entry in entries for part in reader.parts(entry.tensor) if _may_be_nonfinite(part))
-    expect_reads(read_for(storage_reader(checkpoint, part.storage), part) for part in read)
-    for entry in entries:
-        counts = [0, 0]
-        for part in reader.parts(entry.tensor):
-            if _may_be_nonfinite(part) and view_id(part) not in seen:
-                seen.add(view_id(part))
-                _count_nonfinite(checkpoint, part, counts, progress)
-        words = [f"{count:,} {word}" for count, word in zip(counts, ("NaN", "Inf")) if count]
-        if words:
-            message = f"{entry.path or 'the tensor'}: {' and '.join(words)}"
-            notes.append(Finding.of("nonfinite", "error", message, entry.path))
-    return notes
+    notes[0] = notes[0]._replace(next="no edit mends NaN and Inf: take a checkpoint from before they appeared")
+    listed = join_limited([note.message for note in notes], most=3)
+    return Check(name, group, FAIL, f"{pluralize(len(notes), 'tensor')} with NaN or Inf: {listed}", tuple(notes))
 
 
 def _may_be_nonfinite(tensor: Tensor) -> bool:
@@ -400,20 +389,21 @@ def _may_be_nonfinite(tensor: Tensor) -> bool:
     return (dtype.floating or is_complex(dtype.name)) and dtype.name not in _ALWAYS_FINITE
 
 
-def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, counts: list[int], progress: Progress | None) -> None:
-    """Add the NaNs and Infs of a tensor to ``counts``, as far as its bytes are there."""
+def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, progress: Progress | None) -> Counter[str]:
+    """Count the NaNs and Infs of a tensor, as far as its bytes are there; a count of 0 is left out."""
     from ..values.torch.compute import count_nonfinite
 
+    found: Counter[str] = Counter()
     stored, times = in_storage_order(tensor)
     try:
         for data in elements(storage_reader(checkpoint, stored.storage), stored):
             nans, infs = count_nonfinite(data, stored.dtype)
-            counts[0] += nans * times
-            counts[1] += infs * times
+            found += Counter(NaN=nans * times, Inf=infs * times)
             if progress:
                 progress(len(data))
     except MalformedError:
         pass
+    return found
 
 
 def _loads(checkpoint: Checkpoint, map_location: str) -> Check:

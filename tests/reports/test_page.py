@@ -23,7 +23,7 @@ from process_probe import probe
 import ckptool
 from ckptool.base.text import visible
 from ckptool.files.sources import FileSource
-from ckptool.reports.page.columns import FIGURES, NUMBERS
+from ckptool.reports.page.content import FIGURES, NUMBERS
 
 
 def written(folder: Path, *inputs: Path, **how: Any) -> str:
@@ -87,24 +87,6 @@ def test_the_figures_of_every_dtype_are_those_of_stats_and_diff(tmp_path: Path) 
         for number, row in enumerate(ckptool.stats(tmp_path / name)["tensors"]):
             assert [str(data[side][of][number]) for of in NUMBERS] == [str(row.get(of)) for of in NUMBERS]
             assert data[side]["counts"][number] == (row["histogram"] and row["histogram"]["counts"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_renamed_tensors_have_the_figures_that_diff_gives_them_by_one_name(dtype: torch.dtype, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    a = {"encoder.layers.0.weight": (torch.randn(30, 20) * 50).to(dtype), "encoder.layers.1.weight": torch.ones(7, 3)}
-    b = {name: tensor.clone() for name, tensor in a.items()}
-    b["encoder.layers.0.weight"][3, 4] = 60
-    torch.save(a, tmp_path / "a.pt")
-    torch.save(b, tmp_path / "named.pt")
-    torch.save({name.replace("encoder", "model.enc"): tensor for name, tensor in b.items()}, tmp_path / "b.pt")
-    (expected,) = ckptool.diff(tmp_path / "a.pt", tmp_path / "named.pt")["values"]
-    page = written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt")
-    diff = data_of(page)["diff"]
-    assert diff["fate"] == ["renamed", "renamed"]
-    assert [diff[name][0] for name in FIGURES] == [expected[name] for name in FIGURES]  # type: ignore[literal-required]
-    assert (diff["rel_l2"][1], diff["cosine"][1], diff["max_abs"][1]) == (0.0, 1.0, 0.0)
-    assert f">{expected['max_abs']:.4g}<" in page.split("Renamed", 1)[1]
 
 
 def test_the_rows_that_are_there_without_a_program_show_the_changes(tmp_path: Path) -> None:

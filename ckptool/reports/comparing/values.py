@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import TargetError, UnreadableError
@@ -335,30 +335,6 @@ class ValueComparison:
             }
             within = judged and known is not None and not known.far
             yield RankedDifference(report, within, known, None if job in self.exact else job)
-
-
-#: The figures of two tensors with equal values.
-_EQUAL: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("differing", "nonfinite"), 0),
-    **dict.fromkeys(("max_abs", "max_rel", "mean_abs", "rel_l2"), 0.0),
-    "cosine": 1.0,
-}
-
-
-def figures_of(
-    a: Checkpoint, b: Checkpoint, pairs: Sequence[TensorPair], progress: Progress | None
-) -> list[Mapping[str, Any]]:
-    """Return how far the tensors of each pair are apart, with the keys of a ValueDifference; {} if not compared."""
-    comparison = ValueComparison(a, b, False, None, True, True, progress)
-    for pair in pairs:
-        comparison.add(pair)
-    comparison.compare()
-    comparison.measure_distances()
-    figures: list[Mapping[str, Any]] = []
-    for number, jobs in enumerate(comparison.jobs):
-        found = next(comparison.differences(number, ""), None)
-        figures.append(found.report if found is not None else _EQUAL if jobs else {})
-    return figures
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:

@@ -19,11 +19,22 @@ from ...safety.storages import storage_flaws
 from ..edit_steps import edit_step, sanitize_step
 from ..inspection import inspection
 from ..validate import report_on
-from .facts import NAMED, contents, fitting_case, global_names, runnable, signs, step_of, words
-from .file_answers import ANSWERS, Answer, line_step
-from .key_lists import Details
+from .file_answers import (
+    ANSWERS,
+    NAMED,
+    Answer,
+    contents,
+    fitting_case,
+    global_names,
+    line_step,
+    runnable,
+    signs,
+    step_of,
+    words,
+)
 from .known_errors import (
     Case,
+    Details,
     KnownError,
     as_python,
     command_line,

@@ -5,24 +5,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ...base import addresses
 from ...base.findings import Effect, codes
 from ...base.lazy import regex
+from ...base.patterns import escaped
+from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import argument, is_remote, suggested_output
-from ...base.text import cut
+from ...base.text import cut, join_limited
 from ...base.toml import parsed
 from ...checkpoint.paths import parse_path
-from .key_lists import MODEL_ENTRIES, Details, acting_global, key_error
+from ...edits.matching.sizes import size_causes
+from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
+from ...safety.calls import acts
 
-_TABLE: Final = os.path.join(os.path.dirname(__file__), "errors.toml")
+#: Facts taken from a text, by name: a prefix, a key, a number.
+Details: TypeAlias = Mapping[str, str]
+_FILE: Final = os.path.join(os.path.dirname(__file__), "errors.toml")
 #: The path of the file in a step, or with a word, a suffix or both, an unused name next to it: ``{path:cpu.pth}``.
 _PATH: Final = regex(r"\{path(?::(\w*)(\.\w+)?)?\}")
 #: The name of a file in the folder of the path.
@@ -61,11 +69,10 @@ class Topic(NamedTuple):
 class Case(NamedTuple):
     """What to answer for a file with these signs.
 
-    ``has`` and ``lacks`` are patterns for the lines of ``facts.signs``, with details filled in: each of ``has`` and
-    none of ``lacks`` must match a line. ``unreadable`` is a pattern for the error of a file that cannot be read as a
+    ``has`` and ``lacks`` are patterns for the lines of ``signs``, with details filled in: each of ``has`` and none of
+    ``lacks`` must match a line. ``unreadable`` is a pattern for the error of a file that cannot be read as a
     checkpoint; other cases do not apply to such a file. ``step`` and ``python`` are written as in ``KnownError``; a
-    step that begins with @ is computed (``facts.STEPS``). ``elsewhere`` marks an answer for a file that is not the
-    cause.
+    step that begins with @ is computed (``STEPS``). ``elsewhere`` marks an answer for a file that is not the cause.
     """
 
     why: str
@@ -80,7 +87,7 @@ class Case(NamedTuple):
 class KnownError(NamedTuple):
     """A known error. ``message`` is its text as the library prints it, shortened by "..."; ``name`` is its anchor.
 
-    A text has the message if ``pattern`` matches; without a pattern, its lists of keys tell (``key_lists``). With
+    A text has the message if ``pattern`` matches; without a pattern, its lists of keys tell (``key_error``). With
     ``where``, a traceback counts only if this pattern, or the one of this name in ``_PLACES``, matches in it, or with
     ``last`` in its last frame; a message alone always counts, because the user asks about a checkpoint. The named
     groups of a match are the details, which are filled in where ``why``, ``step`` and ``python`` have a name in
@@ -132,9 +139,12 @@ class Explanation(NamedTuple):
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _read_table() -> dict[str, Any]:
-    with open(_TABLE, "rb") as file:
-        return parsed(file.read(), _TABLE, "the table of errors")
+with open(_FILE, "rb") as _file:
+    _TABLE: Final[dict[str, Any]] = parsed(_file.read(), _FILE, "the table of errors")
+#: Entries under which training scripts keep a model.
+MODEL_ENTRIES: Final[tuple[str, ...]] = tuple(_TABLE["model_entries"])
+#: Endings of buffers that a model computes itself or that a profiler left. A copy without them loses nothing.
+COMPUTED: Final[tuple[str, ...]] = tuple(_TABLE["computed"])
 
 
 def _errors(table: Mapping[str, Any]) -> Iterator[KnownError]:
@@ -161,7 +171,82 @@ def _listed(value: Any) -> Any:
 
 
 #: The first error that matches counts.
-KNOWN_ERRORS: Final = tuple(_errors(_read_table()))
+KNOWN_ERRORS: Final = tuple(_errors(_TABLE))
+
+
+# -- lists of keys -----------------------------------------------------------------------------------------------------
+
+_GLOBAL: Final = regex(r"(?:Unsupported global: |unsupported )GLOBAL (?P<name>[\w.]+)(?P<blocked> whose module)?")
+
+
+def acting_global(text: str) -> Details | None:
+    """Find a global that acts on the machine, among the globals that weights_only refuses."""
+    for match in _GLOBAL.finditer(text):
+        name = match["name"].rstrip(".")
+        if match["blocked"] or acts(name if "." in name else f"builtins.{name}"):
+            return {"name": name}
+    return None
+
+
+@lru_cache(4)  # each row without a pattern asks
+def key_error(text: str) -> tuple[str, Details] | None:
+    """Return the name of the error of ``load_state_dict`` in a text and its details, or None.
+
+    ``renamed`` is a Python expression that gives a key of the file the model's name, or "".
+    """
+    error = read_error(text)
+    if error is None:
+        return None
+    missing, unexpected, mismatched = error.missing, error.unexpected, error.mismatched
+    if prefix := prefix_between(missing, unexpected):
+        wrapper = all(part in WRAPPERS for part in prefix[:-1].split("."))
+        name = "module-prefix" if prefix == "module." else "wrapper-prefix" if wrapper else "added-prefix"
+        renamed = _if_enough(f'key.removeprefix("{prefix}")', lambda key: key.removeprefix(prefix), error)
+        return name, {"prefix": prefix, "renamed": renamed}
+    unwrap = unwrapper([*unexpected])
+    if missing and {unwrap(key) for key in unexpected} >= {*missing}:
+        inner = [f"{name}." for name in WRAPPERS if any(f"{name}." in key for key in unexpected)]
+        expression = "key" + "".join(f'.replace("{name}", "")' for name in inner)
+        return "wrapper-prefix", {"renamed": _if_enough(expression, unwrap, error)}
+    if prefix := prefix_between(unexpected, missing):
+        return "missing-prefix", {"prefix": prefix, "renamed": _if_enough(f'"{prefix}" + key', prefix.__add__, error)}
+    keys = (*missing, *unexpected)
+    if keys and not mismatched and all(key.endswith(COMPUTED) for key in keys):
+        return "computed-buffers", {"keys": join_limited(keys, most=3)}
+    entry = next((name for name in MODEL_ENTRIES if name in unexpected), "")
+    if entry and missing:
+        return "nested-state-dict", {"entry": entry}
+    if any(item.saved == (0,) != item.wanted for item in mismatched):
+        return "empty-weights", {}
+    if mismatched and not keys:
+        causes = size_causes(mismatched, len(mismatched))
+        names = [item.key for item in mismatched]
+        lost = any(not cause.replaceable for cause in causes)
+        return "size-mismatch", {
+            "causes": " ".join(sentence(cause.message) for cause in causes),
+            "keys": "\n".join(map(escaped, names)),
+            "listed": "" if lost else ", ".join(map(json.dumps, names)),
+        }
+    if unexpected and missing:
+        from ...edits.recipes import family_between  # imported late: it reads all recipes
+
+        if family := family_between(unexpected, missing, error.model):
+            return "other-layout", {"family": family}
+    return "other-keys", {}
+
+
+def _if_enough(expression: str, rename: Callable[[str], str], error: StateDictError) -> str:
+    """Return the Python expression if it gives all unexpected keys the names of the missing keys, otherwise ""."""
+    # Torch does not call every counter missing, see ``counters_left_out``.
+    renamed = {rename(key) for key in error.unexpected if not key.endswith(COUNTER)}
+    missing = {key for key in error.missing if not key.endswith(COUNTER)}
+    return expression if renamed == missing and not error.mismatched else ""
+
+
+def sentence(text: str) -> str:
+    """Return a message as a sentence; a name or a call at its beginning stays unchanged."""
+    first = text.partition(" ")[0]
+    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}." if text else ""
 
 
 # -- recognising a text ------------------------------------------------------------------------------------------------
@@ -217,14 +302,9 @@ def message_in(text: str, found: Explanation | None) -> str:
     Without an exception, it is the first line that has the known error; for an unknown error, the last exception, or
     else the first line.
     """
-    lines = [line for line in without_colours(text).splitlines() if line.strip()]
-    blocks: list[list[str]] = []
-    for line in lines:
-        if raised := _RAISED.match(line):
-            blocks.append([raised[1]])
-        elif blocks and not line.startswith(("Traceback", "During handling", "The above exception")):
-            blocks[-1].append(line)
-    candidates = [" ".join(" ".join(block).split()) for block in (*reversed(blocks), *([line] for line in lines))]
+    lines = [line.strip() for line in without_colours(text).splitlines() if line.strip()]
+    raised = [match[1] for line in lines if (match := _RAISED.match(line))]
+    candidates = [*reversed(raised), *lines]
     if found is not None:
         candidates.sort(key=lambda each: _details(found.error, each) is None)  # keeps the order of equal candidates
     return cut(candidates[0], _LONGEST) if candidates else ""

@@ -11,8 +11,7 @@ from ..html import middle, number, text
 from ..inspection import InspectReport
 from ..summary import entry_rows, facts
 from ..validate import ValidateReport
-from .columns import compared_words
-from .content import RENAMED, SAME, Comparison, Content, Tensors
+from .content import RENAMED, SAME, Comparison, Content, Tensors, compared_words
 
 #: Maximum number of tensors shown without the program, and of lines in other lists.
 _ROWS: Final = 50
@@ -171,7 +170,7 @@ def changes(content: Content) -> str:
         )
     lists = [
         f"<div><h3>{text(title)} <small>{len(rows):,}</small></h3>"
-        f"{table(title, headings, rows[:_LISTED], len(rows), right=2 if title == 'Renamed' else 99)}</div>"
+        f"{table(title, headings, rows[:_LISTED], len(rows))}</div>"
         for title, headings, rows in _lists(content.tensors, comparison)
         if rows
     ]
@@ -190,18 +189,8 @@ def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequenc
     """Yield the lists of changes: a title, the headings, and the rows."""
     diff, theirs = comparison.diff, comparison.tensors
     places = [row for row, fate in enumerate(comparison.fate) if fate == RENAMED]
-    yield (
-        "Renamed",
-        ("in A", "in B", *(label for by, label, _ in _CHANGE if by in _MEASURED)),
-        [
-            (
-                middle(ours.rows[row]["path"]),
-                middle(theirs.rows[comparison.partners[row]]["path"]),
-                *(_figure(by, comparison.figures.get(row, {}).get(by)) for by in _MEASURED),
-            )
-            for row in places
-        ],
-    )
+    pairs = ((ours.rows[row], theirs.rows[comparison.partners[row]]) for row in places)
+    yield "Renamed", ("in A", "in B"), [(middle(one["path"]), middle(other["path"])) for one, other in pairs]
     renamed = {theirs.rows[row]["path"] for row in comparison.partners.values()}
     renamed |= {ours.rows[row]["path"] for row in places}
     for title, items in (("Only in A", diff["only_in_a"]), ("Only in B", diff["only_in_b"])):

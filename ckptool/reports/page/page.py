@@ -17,8 +17,7 @@ from ...files.write.output import Written, check_output, write_file
 from ...formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text
 from ..comparing.diff import Scope
 from . import markup
-from .columns import packed
-from .content import Choice, Content, content_of
+from .content import Choice, Content, content_of, packed
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
