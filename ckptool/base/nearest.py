@@ -10,10 +10,10 @@ from itertools import islice, repeat
 from typing import Final
 
 from .errors import UnreadableError
-from .globs import REGEX, Glob
+from .globs import REGEX, Glob, is_pattern
 from .lazy import regex
 from .limits import LIMITS
-from .patterns import escaped, glob_parts
+from .patterns import escaped
 from .prefixes import common_length
 from .steps import command
 from .suffixes import WEIGHTS
@@ -125,73 +125,30 @@ def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()
     """Return a similar pattern that matches one of the keys, or else one of the paths; "" if none matches."""
     for names in (keys, paths):
         tried = list(islice((name for name in names if len(name) <= LIMITS.path_chars), _TRIED))
-        candidates = _regexes(pattern[len(REGEX) :]) if pattern.startswith(REGEX) else _globs(pattern, tried)
-        for candidate in candidates:
+        for candidate in _similar(pattern, tried):
             if any(map(Glob(candidate).matches, tried, tried if names is paths else repeat(""))):
                 return candidate
     return ""
+
+
+def _similar(pattern: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield patterns: deeper, at any depth, without the first segment, and with a first segment of similar spelling."""
+    if pattern.startswith(REGEX):
+        yield f"{REGEX}.*(?:{pattern[len(REGEX) :]}).*"
+        return
+    head, dot, rest = pattern.partition(".")
+    yield from (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
+    if rest[:1] not in ("", "*"):
+        yield rest
+    yield from (
+        escaped(near) + dot + rest
+        for near in nearest(head, {name.partition(".")[0] for name in names if '"' not in name})
+    )
+    if not is_pattern(pattern):
+        yield from map(escaped, nearest(pattern, names, 1))
 
 
 def did_you_mean(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:
     """Return ``; did you mean ...?`` with a similar pattern that matches a key or a path, or "" if none does."""
     near = nearest_pattern(pattern, keys, paths)
     return f"; did you mean {near!r}?" if near else ""
-
-
-def _regexes(body: str) -> Iterator[str]:
-    yield f"{REGEX}.*(?:{body})"
-    yield f"{REGEX}(?:{body}).*"
-    yield f"{REGEX}.*(?:{body}).*"
-
-
-def _globs(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    parts = glob_parts(pattern)
-    plain = all(part.text is not None for part in parts)
-    if plain:
-        yield f"{pattern}.*"
-    for ending in ("", ".*") if plain else ("",):
-        yield from _deeper(f"{pattern}{ending}", names)
-    for at in (at for at, char in enumerate(pattern) if char == "."):
-        yield f'{pattern[:at]}["{pattern[at + 1 :]}"]'  # A path spells a key with dots in brackets and quotes.
-    rest = pattern
-    while "." in rest:
-        rest = rest.partition(".")[2]
-        if rest[:1] not in ("", "*", "?", "[", "{", ".") and "}" not in rest[: rest.find("{")]:
-            yield rest
-    yield from _misspelled(pattern, names)
-
-
-def _deeper(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the pattern after a prefix of whole segments: first the prefix that all matches share, then ``*.``."""
-    anywhere = Glob(f"*.{pattern}")
-    matches = [name for name in names if anywhere.matches(name)]
-    if not matches:
-        return
-    name, whole = matches[0], Glob(pattern)
-    head = next(name[: at + 1] for at, char in enumerate(name) if char == "." and whole.matches(name[at + 1 :]))
-    if all(match.startswith(head) and whole.matches(match[len(head) :]) for match in matches):
-        yield escaped(head) + pattern
-    yield f"*.{pattern}"
-
-
-def _misspelled(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield variants of the pattern, its first segments (up to the first wildcard) replaced by similar ones."""
-    head, rest = "", ""
-    for part in glob_parts(pattern):
-        if part.text is None or rest:
-            rest += part.source
-        else:
-            head += part.text
-    dot = len(head) if not rest else head.rfind(".")
-    if dot <= 0:
-        return
-    head, rest = head[:dot], head[dot:] + rest
-    count = head.count(".") + 1
-    beginnings = {".".join(name.split(".", count)[:count]): None for name in names}
-    lower = {beginning.lower(): beginning for beginning in reversed(beginnings)}
-    if head.lower() in lower:
-        yield escaped(lower[head.lower()]) + rest
-    yield from (escaped(near) + rest for near in nearest(head, beginnings))
-    if count == 1:
-        for near in nearest(head, {segment: None for name in names for segment in name.split(".")}):
-            yield from _deeper(escaped(near) + rest, names)

@@ -23,8 +23,6 @@ BarUpdate: TypeAlias = "Callable[[int], None] | None"
 
 #: Seconds before a bar appears.
 _PATIENCE: Final = 1.0
-#: Seconds between two checks of how many bytes were read.
-_INTERVAL: Final = 0.2
 #: Seconds between two drawings of a bar.
 _REDRAWN: Final = 0.1
 
@@ -34,24 +32,7 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
     """Show a progress bar on stderr once the work has taken a second. Yield a function to call with the work done.
 
     Yield None if no bar is wanted, there is no work, or stderr is not a terminal. A negative ``total`` is unknown.
-    If a remote file is open, bytes count as soon as they arrive: many are downloaded before the first is worked on.
     """
-    with _bar(total, label, wanted, unit) as update:
-        if update is None or unit != "bytes" or not lazy.is_loaded("remote.store"):
-            yield update
-            return
-        before, worked = _bytes_arrived(), 0
-
-        def work(step: int) -> None:
-            nonlocal worked
-            worked += step
-
-        with _watching(lambda: max(worked, _bytes_arrived() - before), update, total):
-            yield work
-
-
-@contextmanager
-def _bar(total: int, label: str, wanted: bool, unit: str) -> Iterator[BarUpdate]:
     if not wanted or not total or not watched():
         yield None
         return
@@ -92,42 +73,6 @@ def work_size(path: str) -> int:
     if is_remote(path):
         return -1 if is_folder(path) else int(lazy.module("remote.source").size_at(path))
     return os.path.getsize(path) if os.path.isfile(path) else 0
-
-
-@contextmanager
-def _watching(count: Callable[[], int], update: Callable[[int], None], total: int) -> Iterator[None]:
-    """Move a bar to ``count()`` from time to time. It reaches ``total`` only at the end; below 0 it is unknown."""
-    from threading import Event, Thread  # most commands need none
-
-    ended = Event()
-    shown = 0
-
-    def show(most: int) -> None:
-        nonlocal shown
-        done = min(count(), most) if total > 0 else count()
-        if done > shown:
-            update(done - shown)
-            shown = done
-
-    def watch() -> None:
-        while not ended.wait(_INTERVAL):
-            show(total - 1)
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-        ended.set()
-        thread.join()
-        show(total)
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _bytes_arrived() -> int:
-    """Return the bytes of remote files that have arrived in this process."""
-    return lazy.module("remote.store").ARRIVED.nbytes if lazy.is_loaded("remote.store") else 0
 
 
 @contextmanager

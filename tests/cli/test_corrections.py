@@ -204,7 +204,7 @@ def test_the_words_for_commands_and_options_lead_to_one_of_them() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lightning.ckpt --include 'backbone.*'", "--include 'model.backbone.*'"),
+        ("lightning.ckpt --include 'backbone.*'", "--include '*.backbone.*'"),
         ("lightning.ckpt --include '*.exp_avg'", "--include '*.exp_avg' --all"),
     ],
 )

@@ -12,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from remote.server import FAULTS, KEY, MIB, SECRET, Server
 from ckptool.cli import progress
 from ckptool.formats import folder_format
 from ckptool.remote import folder, source
-from ckptool.remote.store import ARRIVED
 
 pytest.importorskip("obstore")
 
@@ -429,38 +427,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click._termui_impl.isatty", lambda _stream: True)
     monkeypatch.setattr(progress, "watched", lambda: True)
     monkeypatch.setattr(progress, "_PATIENCE", -1.0)
-    monkeypatch.setattr(progress, "_INTERVAL", 0.001)
     monkeypatch.setattr(progress, "_REDRAWN", 0.0)
     for command in ("validate", "locks", "stats"):
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
-
-
-def test_a_bar_counts_what_arrives(impatient: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes count once, when they arrive or when they are worked on, whatever is first."""
-    said = ""
-
-    def wait_for(text: str) -> None:
-        nonlocal said
-        until = time.monotonic() + 20
-        while text not in said and time.monotonic() < until:
-            time.sleep(0.001)
-            said += capsys.readouterr().err
-        assert text in said
-
-    with progress.progress_bar(8000, "reading") as step:
-        assert step is not None
-        ARRIVED.add(2000)
-        wait_for("2.00 kB of 8.00 kB")
-        step(1000)
-        ARRIVED.add(1000)
-        wait_for("3.00 kB of 8.00 kB")
-        step(6000)
-        wait_for("7.00 kB of 8.00 kB")
-        step(1000)
-    assert "8.00 kB of 8.00 kB" in said + capsys.readouterr().err
-    with progress.progress_bar(-1, "reading") as step:
-        ARRIVED.add(2000)
-        wait_for("2.00 kB, ")
 
 
 @pytest.mark.parametrize("filler", [0, 300_000])
