@@ -124,23 +124,20 @@ def statistics_of(
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
     entries = list(select_entries(checkpoint, key, everything, globs))
-    paths: list[str] = []
     readings: dict[object, Reading | str] = {}
-    numbers: dict[object, int] = {}
+    first: dict[object, str] = {}
+    names: dict[int, object] = {}
     for entry in entries:
-        if entry.ref not in numbers:
+        if entry.ref not in names:
             reading = interpret(checkpoint, entry.ref)
-            name = _identity(reading)
-            number = numbers.setdefault(name, len(readings))
-            numbers[entry.ref] = number
-            if number == len(readings):
-                paths.append(entry.path)
-                readings[name] = reading
-    measured = _measure_all(list(readings.values()), progress)
+            name = names[entry.ref] = _identity(reading)
+            readings.setdefault(name, reading)
+            first.setdefault(name, entry.path)
+    measured = dict(zip(readings, _measure_all(list(readings.values()), progress)))
     rows: list[TensorStatistics] = []
     missing = []
     for entry in entries:
-        path, statistics = paths[numbers[entry.ref]], measured[numbers[entry.ref]]
+        path, statistics = first[names[entry.ref]], measured[names[entry.ref]]
         if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
         same = None if path == entry.path else path
@@ -170,7 +167,7 @@ def _identity(reading: Reading | str) -> object:
 def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:
     """Return the statistics of each reading. Several threads are used if that pays."""
     torch = need_torch("computing with values")
-    work = {number: _work(reading) for number, reading in enumerate(readings) if not isinstance(reading, str)}
+    work = {number: _Work.of(reading) for number, reading in enumerate(readings) if not isinstance(reading, str)}
     found: dict[int, Measured | MalformedError] = {}
     lock = threading.Lock()
 
@@ -181,7 +178,8 @@ def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -
 
     def do(number: int) -> None:
         try:
-            found[number] = _repeated(work[number].measured(advance), work[number].times)
+            item = work[number]
+            found[number] = _repeated(measure(item.read, item.rule, _BINS, advance), item.times)
         except MalformedError as error:
             found[number] = error
 
@@ -192,15 +190,11 @@ def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -
 
 
 def _statistics(reading: Reading | str, measured: Measured | MalformedError | None) -> _Statistics:
-    if isinstance(reading, str) or measured is None:
-        return _no_statistics(None, str(reading))
-    if isinstance(measured, MalformedError):
-        return _no_statistics(reading.of, measured.what)
-    return statistics(reading, measured)
-
-
-def statistics(reading: Reading, measured: Measured) -> _Statistics:
-    """Return the measured numbers of a tensor in the form of the report."""
+    """Return the measured numbers of a tensor, or the reason why there are none, in the form of the report."""
+    if isinstance(reading, str) or not isinstance(measured, Measured):
+        of = None if isinstance(reading, str) else reading.of
+        reason = measured.what if isinstance(measured, MalformedError) else str(reading)
+        return cast("_Statistics", {**dict.fromkeys(_Statistics.__annotations__), "of": of, "reason": reason})
     histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
     return {
         "of": "absolute values" if is_complex(reading.tensor.dtype) else reading.of,
@@ -219,35 +213,26 @@ def statistics(reading: Reading, measured: Measured) -> _Statistics:
     }
 
 
-def _no_statistics(of: str | None, reason: str) -> _Statistics:
-    return cast("_Statistics", {**dict.fromkeys(_Statistics.__annotations__), "of": of, "reason": reason})
-
-
 class _Work(NamedTuple):
-    """A tensor to measure: its elements in the order in which they are read, and how often each one counts."""
+    """A tensor to measure, in the order in which it is read, and how often each element counts."""
 
     storage: StorageReader
     tensor: Tensor
     times: int
     rule: ElementRule
 
-    def measured(self, advance: Progress) -> Measured:
-        """Measure the tensor; raise MalformedError if bytes are missing."""
+    @classmethod
+    def of(cls, reading: Reading) -> _Work:
+        tensor, affine, dtype = reading.tensor, reading.affine, dtype_of(reading.tensor)
+        # The scales of channels depend on the order of the elements; everything else can be read in storage order.
+        in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
+        stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
+        return cls(reading.storage, stored, times, rule_of(reading))
 
-        def read() -> Iterable[bytes] | Filling:
-            fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
-            return elements(self.storage, self.tensor) if fill is None else fill
-
-        return measure(read, self.rule, _BINS, advance)
-
-
-def _work(reading: Reading) -> _Work:
-    tensor, affine = reading.tensor, reading.affine
-    dtype = dtype_of(tensor)
-    # The scales of channels depend on the order of the elements; everything else can be read in storage order.
-    in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
-    stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
-    return _Work(reading.storage, stored, times, rule_of(reading))
+    def read(self) -> Iterable[bytes] | Filling:
+        """Read the elements; raise MalformedError if bytes are missing."""
+        fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
+        return elements(self.storage, self.tensor) if fill is None else fill
 
 
 def _repeated(measured: Measured, times: int) -> Measured:

@@ -20,7 +20,7 @@ from safetensors.torch import save, save_file
 from ckptool.reports.scan import scan, scan_file
 from ckptool.safety.templates import unclear_part
 
-#: Texts on which programs act: (file name, text).
+#: Texts on which programs act, besides those of test_scan_text.py: (file name, text).
 TEXTS = {
     "Python": ("settings.txt", "import os\nos.system('true')\n"),
     "Python in one line": ("settings.txt", "__import__('os').system('true')"),
@@ -29,21 +29,9 @@ TEXTS = {
     "a renamed function": ("notes.txt", "dict = exec\ndict('import os')"),
     "numbers that are text": ("notes.txt", "x = chr(101) + chr(120)\nexec(x)"),
     "mmengine": ("config", "model = dict(type='ResNet')\nx = eval('1')\n"),
-    "MONAI": ("train.json", json.dumps({"imports": ["$import os"], "x": "$os.system('true')"})),
     "MONAI under a plain key": ("config.json", json.dumps({"model_type": "$__import__('os').system('true')"})),
-    "YAML tag": ("hyper.yaml", "a: !!python/object/apply:os.system ['true']\n"),
     "YAML tag of hyperpyyaml": ("hyper.yaml", "a: !new:os.system ['true']\n"),
-    "Hydra": ("config.yaml", "model:\n  _target_: os.system\n  command: 'true'\n"),
-    "Hydra in JSON": ("config.json", json.dumps({"model": {"_target_": "os.system", "command": "true"}})),
-    "OmegaConf": ("config.yaml", "x: ${eval:'1 + 1'}\n"),
-    "logging": ("logging.json", json.dumps({"handlers": {"h": {"()": "os.system", "command": "true"}}})),
     "logging in INI": ("logging.ini", "[handler_h]\nclass=StreamHandler\nargs=(exec('1'),)\n"),
-    "pyannote": ("config.yaml", "preprocessors:\n  audio:\n    name: subprocess.Popen\n"),
-    "smolagents": ("agent.json", json.dumps({"tools": [{"code": "import os\nclass T(Tool):\n    x = os.getcwd()\n"}]})),
-    "Lightning": ("config.yaml", "class_path: os.system\n"),
-    "jsonpickle": ("state.json", json.dumps({"py/reduce": [{"py/function": "os.system"}, {"py/tuple": ["true"]}]})),
-    "keras": ("config.json", json.dumps({"module": "os", "class_name": "function", "config": "system"})),
-    "template": ("chat_template.jinja", "{{ lipsum.__globals__ }}"),
     "template of a frame": ("chat_template.jinja", "{{ (x|map('upper')).gi_frame.f_builtins['eval']('1') }}"),
     "template with a caller": (
         "x.jinja",
@@ -139,17 +127,13 @@ def test_plain_values_are_data(value: str, tmp_path: Path) -> None:
         assert bool(report["reasons"]) == ("\n" in value)  # settings as text are named, "for torch.load"
 
 
+#: Templates of models with what those of test_scan_text.py lack.
 TEMPLATES = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content']|trim }}{% endfor %}",
-    "{%- for m in messages[::-1] %}{%- set i = (messages|length - 1) - loop.index0 %}{{ messages[i] }}{%- endfor %}",
-    "{%- set ns = namespace(at=0, text='') %}{%- set ns.at = ns.at + 1 %}{{ messages[ns.at - 1].content }}",
     "{%- macro kind(spec) %}{{ {'string': 'str'}.get(spec.type) }}{{ kind({'type': spec.items.type}) }}{%- endmacro %}"
     "{{ kind(tools[0].parameters) }}",
     "{%- if not (messages[0].content.startswith('<a>') and messages[0].content.endswith('</a>')) %}"
     "{{ raise_exception('roles must alternate (user, assistant)') }}{%- endif %}",
     "{{ strftime_now('%d %b %Y') }}{{ messages[0].content.split('</think>')[-1].lstrip('\\n') }}",
-    "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 %}{{ messages[offset:][0]['content'] }}",
-    "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('\\n')|replace('a', 'b') }}",
     "{% generation %}{{ messages[0].content is string and messages[0].tool_calls is not none }}{% endgeneration %}",
     "{%- for k, v in tools[0].properties|dictsort %}{{ k }}{{ v['type']|upper }}{%- endfor %}",
     "{#- it's a comment with {{ x.__class__ }} -#}{{ '{% x.__class__ %}' }}{{ {'a': {'b': 1}}|tojson }}",
