@@ -17,7 +17,7 @@ import pytest
 from conftest import FIXTURES, ROOT
 from docs_modules import docs_module
 
-from ckptool.base.errors import TargetError, UnreadableError
+from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
 from ckptool.files.lists import listed_paths
 
@@ -99,23 +99,6 @@ def test_a_list_is_read_as_it_is(null: bool, tmp_path: Path) -> None:
             list(listed_paths(str(tmp_path / "list")))
 
 
-def test_names_that_only_nul_can_separate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["new\nline.pth", "star*.pth", "[1].pth"]
-    for name in names:
-        shutil.copy("gan.pth", name)
-    Path("list").write_bytes("\0".join([*names, "gone*.pth", names[0]]).encode())
-    assert run(["validate", "--files-from", "list", "--format", "jsonl"]) == 3
-    said = rows(capsys.readouterr().out)
-    assert [item["path"] for item in said] == [*names, "gone*.pth", names[0]]
-    assert [item["status"] for item in said] == ["valid"] * 3 + ["unreadable", "valid"]
-
-
-def test_a_list_with_nul_in_a_later_line(tmp_path: Path) -> None:
-    (tmp_path / "list").write_bytes(b"a" * (1 << 16) + b"\nb\0c\n")
-    with pytest.raises(TargetError, match="a later line has one"):
-        list(listed_paths(str(tmp_path / "list")))
-
-
 def test_slices_are_the_whole(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every command, the answers for all slices are the answers for all inputs."""
     shutil.copytree(FIXTURES / "real", "real")
@@ -127,17 +110,6 @@ def test_slices_are_the_whole(here: Path, capsys: pytest.CaptureFixture[str]) ->
         whole, *parts = found
         assert [parts[place % 3].pop(0) for place in range(len(whole))] == whole
         assert parts == [[], [], []]
-
-
-def test_a_slice_of_an_edit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("list").write_text("gan.pth\nlegacy_bare.pth\ngan.pth\n", "utf-8")
-    assert run(["cast", "--files-from", "list", "--slice", "2/3", "--to-dtype", "float16", "--out-dir", "out"]) == 0
-    assert os.listdir("out") == ["legacy_bare.pth"]
-    assert run(["remap", "gan.pth", "--slice", "2/2", "--to", "cpu", "--out-dir", "none"]) == 0
-    assert not Path("none").exists()
-    for wrong in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"):
-        assert run(["remap", "gan.pth", "--slice", wrong, "--to", "cpu", "--in-place"]) == 2
-    capsys.readouterr()
 
 
 def test_a_list_may_have_folders_and_comes_after_the_paths(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

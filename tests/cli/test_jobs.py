@@ -26,12 +26,11 @@ from ckptool.base.errors import CkptoolError, UnreadableError
 from ckptool.cli import runner
 from ckptool.cli.main import run
 from ckptool.cli.options import Workers
-from ckptool.cli.render import to_json
-from ckptool.cli.runner import Answer, Output, answers, report_text
+from ckptool.cli.runner import Answer, answers
 from ckptool.files import engine
 from ckptool.files.engine import WAITING
 from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
-from ckptool.formats.checkpoint_search import find_checkpoints, names_one_file
+from ckptool.formats.checkpoint_search import find_checkpoints
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
 
@@ -98,16 +97,6 @@ def test_a_report_is_told_before_the_next_file_is_opened(
     assert told[0] == len(NAMES) * 3
 
 
-def test_a_list_in_json_is_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [{"a": "x\ny\u202e", "b": [1, {"c": None}]}, {}, {"d": []}]
-    for chosen in ([], reports[:1], reports):
-        stream = Output("json", True)
-        for report in chosen:
-            stream.add(report_text(report, "json"))
-        stream.close()
-        assert capsys.readouterr().out == to_json(chosen) + "\n"
-
-
 # -- what is looked at ------------------------------------------------------------------------------------------------
 
 
@@ -120,16 +109,6 @@ def test_a_folder_is_told_by_a_line_a_file(runs: Path, capsys: pytest.CaptureFix
     assert [line.split()[0] for line in lines[: len(paths)]] == paths == sorted(paths)
     assert lines[len(paths)] == ""
     assert lines[len(paths) + 1].startswith(f"{len(paths)} files, ")
-
-
-def test_many_that_cannot_be_read_are_not_all_explained(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(7):
-        (runs / f"{number}.pth").write_bytes(b"")
-    assert run(["inspect", "runs"]) == 3
-    told = capsys.readouterr()
-    assert told.out.count("the file is empty") == 7
-    assert told.err.count("ckptool: runs/") == 5
-    assert "8 more could not be read" in told.err
 
 
 @pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
@@ -147,12 +126,6 @@ def test_a_folder_or_glob_without_a_checkpoint(
         assert "UNREADABLE" not in out
     assert "the folder holds no checkpoint" in told[0] and "no file matches this pattern" in told[1]
     assert told[2] == told[0] + told[1]
-
-
-def test_one_named_file_is_no_folder_and_no_glob(runs: Path) -> None:
-    Path("odd[1].pth").write_bytes(b"")
-    assert names_one_file(["odd[1].pth"]) and names_one_file(["nowhere.pth"]) and names_one_file([""])
-    assert not (names_one_file(["runs"]) or names_one_file(["*.pth"]) or names_one_file(["a.pth", "b.pth"]))
 
 
 def test_a_file_that_goes_meanwhile_is_one_that_is_not_there(

@@ -18,8 +18,6 @@ from printed_commands import FIRST, POLICIES, Walk, output_of, steps
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.base.steps import suggested_output
-from ckptool.cli.main import run
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 
 #: Folders: of DCP, of Hugging Face in .bin, of DeepSpeed.
@@ -154,72 +152,7 @@ def test_a_folder_of_parts_leads_to_no_conversion_of_one(tmp_path: Path, monkeyp
     assert steps(said.err) == ["ckptool inspect run/a.pth"]
 
 
-def test_sizes_that_differ_are_not_rounded_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = torch.zeros(401)
-    torch.save({"weight": whole[:400], "bias": torch.zeros(2)}, tmp_path / "a.pth")
-    assert run(["inspect", str(tmp_path / "a.pth")]) == 0
-    assert "uses 1,600 bytes of a storage of 1,604 bytes" in capsys.readouterr().out
-
-
-def test_a_name_that_is_taken_is_not_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"module.weight": torch.zeros(2)}, "a.pth")
-    for name in ("a.plain.pth", "a.plain.2.pth"):
-        assert run(["inspect", "a.pth"]) == 0
-        (step,) = steps(capsys.readouterr().out)
-        assert shlex.split(step)[-1] == name
-        assert run(shlex.split(step)[1:]) == 0
-        capsys.readouterr()
-
-
-def test_a_suggested_folder_keeps_its_whole_name(tmp_path: Path) -> None:
-    (tmp_path / "v1.5").mkdir()
-    assert suggested_output(f"{tmp_path}/v1.5", "plain") == f"{tmp_path}/v1.5.plain"
-    assert suggested_output("outer.zip!run/a.pth.tar", "cpu") == "a.cpu.pth.tar"
-
-
 # -- diff and match: what to do about a difference -------------------------------------------------------------
-
-
-def test_the_same_in_another_container_has_a_next_step(tmp_path: Path) -> None:
-    out = tmp_path / "a.pth"
-    source = FIXTURES / "model.safetensors"
-    assert say("convert", source, "-o", out).code == 0
-    said = say("diff", source, out)
-    assert said.code == 1
-    options = said.out.rpartition("the rest is the same with ")[2]
-    assert say("diff", source, out, *options.split()).code == 0
-
-
-def test_other_values_have_no_next_step(tmp_path: Path) -> None:
-    out = tmp_path / "a.pth"
-    assert say("cast", FIXTURES / "bare.pth", "--to-dtype", "float16", "-o", out).code == 0
-    said = say("diff", FIXTURES / "bare.pth", out)
-    assert said.code == 1
-    assert "the rest is the same" not in said.out
-
-
-def test_a_tied_name_comes_with_its_tensor(tmp_path: Path) -> None:
-    tied = FIXTURES / "tied.pth"
-    out = tmp_path / "a.safetensors"
-    assert say("convert", tied, "-o", out, "--tied", "keep-first").code == 0
-    with ckptool.open(out) as written:
-        ((other, kept),) = [pair for pair in written.container.metadata.items() if pair[0] != "format"]
-    said = say("match", out, tied)
-    assert said.code == 1
-    assert f"{other} is missing, because the model ties it to {kept}, which the file has" in said.out
-    assert "would keep" not in said.out
-    assert say(*shlex.split(steps(said.out)[0])[1:-1], tmp_path / "whole.safetensors").code == 0
-    assert say("match", tmp_path / "whole.safetensors", tied).code == 0
-
-
-def test_match_says_how_many_keys_keep_their_values(tmp_path: Path) -> None:
-    out = tmp_path / "a.pth"
-    assert say("drop", FIXTURES / "bare.pth", "fc.bias", "-o", out).code == 0
-    said = say("match", out, FIXTURES / "bare.pth").out
-    assert "; 1 key of the model would stay untrained, with initial values: fc.bias" in said
 
 
 # -- a next step is a whole command ----------------------------------------------------------------------------
@@ -247,15 +180,6 @@ def test_a_refusal_names_the_options_that_help(
     assert said.code in (2, 4) and options in said.err, said.all
     assert say(*words, *options.split()).code == 0
     assert list(tmp_path.iterdir())
-
-
-def test_no_command_is_made_up_for_several_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FIXTURES)
-    said = say("convert", "tied.pth", "bare.pth", "--to-format", "safetensors", "--out-dir", tmp_path)
-    assert said.code == 4
-    assert (
-        "; to write the file without them (--tied clone stores a copy under each name): --tied keep-first\n" in said.err
-    )
 
 
 # -- a part of a checkpoint leads to the whole ------------------------------------------------------------------------
@@ -317,46 +241,8 @@ def test_the_file_of_a_rank_leads_to_the_folder(
         assert f": {number} of {number} keys" in say("match", out, target).out
 
 
-def test_parts_that_are_asked_for_are_written(tmp_path: Path) -> None:
-    name = RANKS / "zero3_bf16" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    said = say("convert", name, "-o", tmp_path / "a.safetensors", "--key", "module", "--allow-loss", "shards")
-    assert said.code == 0 and "only one rank's part" in said.all
-
-
-def test_a_part_fits_a_model_that_is_spread_likewise() -> None:
-    one, other = (RANKS / "fsdp2_2" / f"model.rank{rank}.pth" for rank in (0, 1))
-    assert say("match", one, one).out.startswith("fits")
-    assert say("match", one, other).code == 1
-
-
-@pytest.mark.parametrize("options", [["--key", "module"], ["--key", "module", "--deepspeed-16bit"]])
-def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[str], tmp_path: Path) -> None:
-    folder = RANKS / "trainer_zero2" / "checkpoint-2"
-    assert f"-> ckptool inspect {folder / 'global_step2'}\n" in say("inspect", folder).out
-    out = tmp_path / "a.safetensors"
-    said = say("convert", folder, "-o", out, *options)
-    assert said.code == 2
-    (step,) = steps(said.err)
-    assert shlex.split(step)[2] == str(folder / "global_step2")
-    refused = say(*shlex.split(step)[1:-1], out)
-    assert refused.code == 4 and refused.err.rstrip().endswith("--tied keep-first")
-    assert say(*shlex.split(step)[1:-1], out, "--tied", "keep-first").code == 0
-    dtypes = {str(value.dtype) for value in load_file(out).values()}
-    assert dtypes == ({"torch.bfloat16"} if "--deepspeed-16bit" in options else {"torch.float32"})
-
-
 @pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash"])
 def test_no_arrow_leads_nowhere(command: str) -> None:
     """Nothing can be salvaged from some damaged folders, so no command is printed."""
     lines = say(command, FIXTURES / "ranks").all.splitlines()
     assert [line for line in lines if line.rstrip() == "  ->"] == []
-
-
-@pytest.mark.parametrize("options", [[], ["--all"], ["--key", "state_dict"]])
-@pytest.mark.parametrize("command", ["keys", "stats"])
-def test_patterns_that_match_nothing_lead_to_every_key(command: str, options: list[str]) -> None:
-    said = say(command, FIXTURES / "lightning.ckpt", "--include", "zzz", *options)
-    assert said.code == 0
-    (step,) = steps(said.err)
-    again = say(*shlex.split(step)[1:])
-    assert again.code == 0 and again.err == "" and "model.stem.0.weight" in again.out

@@ -10,16 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-import torch
-from command_line import say
 from conftest import FIXTURES, ROOT
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.cli.policies import policy_set
 from ckptool.reports.expectations import Policy, all_of
 
 
@@ -160,17 +156,6 @@ def test_one_that_is_wrong_is_an_error(text: str, here: Path, capsys: pytest.Cap
     assert "ckptool.toml" in capsys.readouterr().err
 
 
-def test_every_format_says_that_it_was_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "ckptool.toml").write_text('layout = "bare"\n')
-    texts = {}
-    for style in ("table", "json", "jsonl", "junit", "sarif", "github"):
-        assert run(["validate", "bare.pth", "--format", style]) == 0
-        texts[style] = capsys.readouterr().out
-        assert "ckptool.toml" in texts[style], style
-    assert ElementTree.fromstring(texts["junit"]).find(".//property") is not None
-    assert json.loads(texts["sarif"])["runs"][0]["properties"] == {"policy": "ckptool.toml"}
-
-
 def test_a_lock_in_a_section_is_relative_to_the_policy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(here / "release" / "plain.pth")
     put(here / "release" / "other.pth", "bare_module.pth")
@@ -235,27 +220,3 @@ def test_a_policy_that_is_a_pipe_is_not_found(tmp_path: Path) -> None:
     shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
     os.mkfifo(tmp_path / "ckptool.toml")
     assert hung(tmp_path).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "code"),
-    [(["float32"], 0), (["float16"], 1), (["float32", "int64"], 1), (["float32", "int64", "int32"], 0), (["int64"], 1)],
-)
-def test_integer_dtypes_count_if_one_is_named(dtypes: list[str], code: int, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2), "n": torch.ones(1, dtype=torch.int32)}, tmp_path / "a.pth")
-    named = [word for dtype in dtypes for word in ("--dtype", dtype)]
-    assert say("validate", tmp_path / "a.pth", *named).code == code
-
-
-@pytest.mark.parametrize(
-    ("pattern", "matches"),
-    [
-        *(("*.pth", True), ("run/*.pth", True), ("b.pth", True), ("s3://bucket/run/b.pth", True), ("s3://*", True)),
-        *(("bucket/run/*", True), ("un/*.pth", False), ("s3://other/*", False), ("*.safetensors", False)),
-    ],
-)
-def test_a_section_for_remote_files(pattern: str, matches: bool, here: Path) -> None:
-    (here / "policy.toml").write_text(f'[files."{pattern}"]\nmax-bytes = "1"\n', encoding="utf-8")
-    policies = policy_set("policy.toml", {}, search=False)
-    found = policies.of("s3://bucket/run/b.pth").each
-    assert any(policy.max_bytes for policy in found) is matches

@@ -209,11 +209,6 @@ def test_sarif_has_what_the_standard_requires(strict: bool, validate: Validate) 
     assert uris <= {path.as_uri() for path in names}
 
 
-def test_sarif_of_what_is_valid_has_no_results(validate: Validate) -> None:
-    code, out = validate(FIXTURES / "bare.pth", "--format", "sarif")
-    assert (code, check_sarif(json.loads(out))) == (0, [])
-
-
 @pytest.mark.parametrize("name", ["a b#c?d%.pth", "a:b,c.pth", "ö\u202e\n.pth", os.fsdecode(b"bad\xff.pth")])
 def test_sarif_paths_are_uris(here: Path, name: str, validate: Validate) -> None:
     put(here / name, "zip_wrong_crc.pth")
@@ -260,39 +255,6 @@ def test_github_keys_do_not_end_the_line(here: Path, validate: Validate) -> None
     assert any(f"there are {clean(NASTY)}" in message for _, _, message in told)
 
 
-def test_github_levels(validate: Validate) -> None:
-    path = FIXTURES / "args_namespace.pth"
-    code, out = validate(path, "--format", "github")
-    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (0, ["::warning", "::warning"])
-    code, out = validate(path, "--format", "github", "--strict")
-    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error", "::error"])
-    code, out = validate(FIXTURES / "bare.pth", "--format", "github", "--strict", "--quick")
-    assert (code, [line.split(" ")[0] for line in out.splitlines()]) == (1, ["::error"])
-    assert "::not checked: " in out
-
-
-def test_the_summary_of_a_job(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = here / "summary.md"
-    summary.write_text("before\n")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    put(here / "a.pth")
-    put(here / "b|<img src=x>.pth", "zip_wrong_crc.pth")
-    put(here / "legacy.pth", "legacy_bare.pth")
-    assert run(["validate", ".", "--format", "github"]) == 1
-    head, *lines = summary.read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ./") or line.startswith("| .&")]
-    assert head == "before" and "3 checked: 2 valid, 1 not" in lines
-    assert len(rows) == 3 and all(line.count("|") == 4 and "<" not in line for line in rows)
-    assert "invalid" in rows[0] and "checksums" in rows[0] and "not checked: checksums" in rows[2]
-    before = summary.read_text()
-    assert run(["validate", "a.pth", "--format", "json"]) == 0
-    assert summary.read_text() == before, "of this format alone"
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(here / "missing" / "summary.md"))
-    capsys.readouterr()
-    assert run(["validate", "a.pth", "--format", "github"]) == 0
-    assert "summary.md: writing failed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["legacy_bare.pth", "weights.safetensors"])
 def test_strict_is_about_warnings_and_not_about_checksums_that_a_format_lacks(
     name: str, here: Path, validate: Validate
@@ -309,16 +271,6 @@ def test_strict_is_about_warnings_and_not_about_checksums_that_a_format_lacks(
     ckptool.write_lock(name, "lock.json", content=True)
     code, out = validate(name, "--strict", "--lock", "lock.json")
     assert code == 0 and "COMPLETE" in out and "every tensor is as locked" in out
-
-
-def test_github_has_no_command_of_the_old_kind(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    put(here / "##[add-mask]e.pth", "lfs_pointer.pth")
-    assert run(["validate", "##[add-mask]e.pth", "--format", "github"]) == 3
-    told = capsys.readouterr()
-    assert [line for line in (told.out + told.err).splitlines() if "##[" in line and not line.startswith("::")] == []
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["keys", "--all"], ["get", "."], ["validate"]])
@@ -448,17 +400,6 @@ def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None
     assert found_in(validate, "t/others") == ["t/others"]  # the folder itself: nothing is in it
 
 
-def test_a_hidden_folder_is_searched_when_it_is_named(tree: Path, validate: Validate) -> None:
-    assert found_in(validate, "t/.git") == ["t/.git/hidden.pth"]
-    assert found_in(validate, "t/link") == ["t/link/linked.pth"]
-
-
-def test_a_named_file_is_looked_at_whatever_it_is(tree: Path, validate: Validate) -> None:
-    others = ["t/others/array.npy", "t/others/model.gguf", "t/others/torchscript.pt", "t/others/pointer.txt"]
-    assert found_in(validate, *others) == others
-    assert validate(*others)[0] == 3
-
-
 def test_globs(tree: Path, validate: Validate) -> None:
     assert found_in(validate, "t/*.pth") == ["t/a.pth", "t/lfs.pth", "t/page.pth"]
     assert found_in(validate, "t/**/weights") == ["t/deep/er/weights"]
@@ -474,12 +415,6 @@ def test_a_name_with_brackets_is_a_name_first(here: Path, validate: Validate) ->
     put(here / "epoch[1].pth")
     put(here / "epoch1.pth")
     assert found_in(validate, "epoch[1].pth") == ["epoch[1].pth"]
-
-
-def test_each_file_once(tree: Path, validate: Validate) -> None:
-    assert found_in(validate, "t/a.pth", "t", "t/*.pth").count("t/a.pth") == 1
-    # But a report for each path that is named.
-    assert found_in(validate, "t/a.pth", "t/cut.ckpt", "t/a.pth") == ["t/a.pth", "t/cut.ckpt", "t/a.pth"]
 
 
 # -- loading ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptool
-from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.errors import RefusedError
 from ckptool.checkpoint.checkpoint import Target
 from ckptool.cli.main import run
 from ckptool.formats import outputs
@@ -49,22 +49,6 @@ def test_the_tensors_are_the_same(source: str, target: str, sources: dict[str, P
     assert ckptool.hash(out)["content"] == ckptool.hash(sources[source])["content"]
     assert out.is_dir() == (target == "dcp" or "shards" in target)
     assert ckptool.validate(out)["valid"]
-
-
-@pytest.mark.parametrize("target", ["dcp", "legacy"])
-def test_shards_are_for_formats_that_have_an_index(target: str) -> None:
-    with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="shards"):
-        ckptool.convert(checkpoint, target, max_shard_size="5GB")
-
-
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [("torch", "in.pth"), ("legacy", "in.pth"), ("safetensors", "in.safetensors"), ("dcp", "in.dcp")],
-)
-def test_an_output_in_a_folder_is_called_by_its_format(target: str, name: str, tmp_path: Path) -> None:
-    source = convert(FIXTURES / "bare.pth", "safetensors shards", tmp_path / "in")
-    assert run(["convert", str(source), "--to-format", target, "--out-dir", str(tmp_path / "out"), "-q"]) == 0
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
 # -- the last step of any edit ---------------------------------------------------------------------------------
@@ -267,25 +251,6 @@ def test_a_parameter_with_attributes_loses_them_in_safetensors(tmp_path: Path) -
     assert kinds({"a": parameter}, tmp_path) == {"requires-grad": ("a",), "attributes": ("a",)}
 
 
-def test_views_that_are_copied_are_named(tmp_path: Path) -> None:
-    whole = torch.arange(4.0)
-    value = {"a": whole, "b": whole, "c": whole[1:], "d": torch.ones(1)}
-    assert kinds(value, tmp_path, tied="keep-first") == {"sharing": ("a", "c")}
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        changes = ckptool.convert(checkpoint, "safetensors", tied="keep-first").changes
-    assert "without shared memory between tensors: a and c" in changes[-1].notes
-
-
-def test_nothing_is_said_of_what_is_left_out() -> None:
-    """An edit's remark that optimizer states are unchanged would contradict the report that they are left out."""
-    cast = ckptool.cast(str(FIXTURES / "ddp4_training.pth"), "bfloat16")
-    assert any("optimizer: 24 tensors not cast" in change.words for change in cast.changes)
-    for key, edited in ((None, cast), ("state_dict", cast), (None, ckptool.remap(cast, {"cuda:0": "cpu"}))):
-        changes = ckptool.convert(edited, "safetensors", key=key).changes
-        assert [change.words for change in changes if "optimizer" in change.words] == [changes[-1].words]
-        assert "left out: epoch, best_mIoU and optimizer" in changes[-1].notes
-
-
 def test_a_float8_tensor_and_its_bytes_are_both_kept(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).to(torch.float8_e5m2)
     for first, second in ((tensor, tensor.view(torch.uint8)), (tensor.view(torch.uint8), tensor)):
@@ -345,31 +310,6 @@ def test_a_header_too_large_to_be_read_is_refused(tmp_path: Path, monkeypatch: p
 # -- names: none is left out silently, none of another format is taken -----------------------------------------
 
 
-def test_names_that_are_left_out_of_tied_tensors_are_named(tmp_path: Path) -> None:
-    out = tmp_path / "a.safetensors"
-    said = say("convert", FIXTURES / "tied.pth", "-o", out, "--tied", "keep-first")
-    with ckptool.open(out) as written:
-        (pair,) = [(name, kept) for name, kept in written.container.metadata.items() if name != "format"]
-    assert f"{pair[0]!r} for {pair[1]!r}" in said.out
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("a.safetensors", ["--to-format", "torch"]),
-        ("a.safetensors", ["--to-format", "legacy"]),
-        ("a.safetensors", ["--to-format", "dcp"]),
-        ("a.pth", ["--to-format", "safetensors"]),
-        ("a.pth", ["--max-shard-size", "80"]),
-    ],
-)
-def test_a_name_of_another_format_is_refused(name: str, options: list[str], tmp_path: Path) -> None:
-    said = say("convert", FIXTURES / "bare.pth", "-o", tmp_path / name, *options)
-    assert said.code == 4
-    assert "the name says" in said.err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", ["folder", "model-1.5", "model.v2"])
 def test_shards_are_safetensors_unless_the_format_is_named(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
@@ -380,9 +320,3 @@ def test_shards_are_safetensors_unless_the_format_is_named(name: str, tmp_path: 
         for file in out.iterdir():
             file.unlink()
         out.rmdir()
-
-
-def test_a_folder_of_one_file_is_named_as_such(tmp_path: Path) -> None:
-    said = say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x", "--max-shard-size", "5GB")
-    assert "torch-zip -> safetensors, one file in a folder" in said.out
-    assert len(list((tmp_path / "x").iterdir())) == 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import say
 from safetensors.torch import load_file, save_file
 
 import ckptool
@@ -303,32 +302,6 @@ def test_kohya_may_use_the_names_of_the_file(tmp_path: Path) -> None:
 
 
 # -- models that the base does not hold
-
-
-def test_the_report_names_tensors_of_other_models(tmp_path: Path) -> None:
-    save_file(weights(UNET), tmp_path / "unet.safetensors")
-    save_file(lora("kohya", "unet", UNET)[0] | lora("kohya", "text_encoder", TEXT)[0], tmp_path / "lora.safetensors")
-    said = say(
-        "merge-lora", tmp_path / "unet.safetensors", tmp_path / "lora.safetensors", "-o", tmp_path / "out.safetensors"
-    )
-    assert said.code == 0 and "merged 6, replaced 0, unused 8" in said.out
-    assert "8 tensors of te not used: the base does not hold that model" in said.out
-
-
-def test_inspect_and_match_say_what_an_adapter_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_file(weights(UNET), "base.safetensors")
-    save_file(weights(TEXT), "other.safetensors")
-    metadata = {"ss_sd_model_name": "base.safetensors"}
-    save_file(with_alphas(lora("kohya", "unet", UNET)[0], torch.tensor(1.0)), "lora.safetensors", metadata)
-    line = "ckptool merge-lora base.safetensors lora.safetensors -o base.merged.safetensors"
-    said = say("inspect", "lora.safetensors")
-    assert "an adapter (LoRA of rank 2 on 6 modules of unet), not a model; its base is 'base.safetensors'" in said.out
-    assert line in said.out
-    said = say("match", "lora.safetensors", "base.safetensors")
-    assert said.code == 1 and "6 weights of the target" in said.out and line in said.out
-    said = say("match", "lora.safetensors", "other.safetensors")
-    assert said.code == 1 and "0 of 6 modules matched" in said.out and "merge-lora base" not in said.out
 
 
 # -- refusals

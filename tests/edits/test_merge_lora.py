@@ -316,17 +316,6 @@ def test_trained_tokens_of_a_tied_head(own: bool, base: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is not own
 
 
-@pytest.mark.parametrize("head", ["lm_head", "proj_out"])
-def test_the_report_says_that_the_head_becomes_its_own(head: str, base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", factors(head, 32, 8))
-    said = say("merge-lora", tied(base), adapter, "-o", tmp_path / "out")
-    assert "becomes weights of its own: config.json says tie_word_embeddings false now" in " ".join(said.out.split())
-    assert f"{head}.weight" in load_file(tmp_path / "out" / "model.safetensors")
-    said = say("merge-lora", base / "model.safetensors", adapter, "-o", tmp_path / "out.safetensors")
-    assert said.code == 0 and "set tie_word_embeddings to false" in said.out
-    assert f"{head}.weight" in load_file(tmp_path / "out.safetensors")
-
-
 def test_every_bias_of_peft(base: Path, tmp_path: Path) -> None:
     """With bias="all" PEFT also saves what was there before the training, and some biases under two names."""
     old = {"score.bias": torch.ones(3), "score.weight": torch.ones(3, 8), "final_bias": torch.ones(1, 9)}
@@ -589,32 +578,6 @@ def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path
         merged(base, adapter, out=tmp_path / "out", weights=[0.5])
 
 
-def test_merge_prints_the_command_for_an_adapter(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_adapter(tmp_path / "adapter", GOOD)
-    said = say("merge", "base", "adapter", "-o", "out")
-    assert said.code == 4 and "-> ckptool merge-lora base adapter -o base.merged" in said.err
-    write_adapter(tmp_path / "adapter", GOOD, init_lora_weights="pissa")
-    assert "use PEFT" in say("merge", "base", "adapter", "-o", "out").err
-
-
-def test_the_command_for_another_vocabulary_finishes_the_job(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    whole = {key: torch.full((34, 8), 2.0) for key in (EMBEDDING, HEAD)}
-    tensors = {**GOOD, **{f"base_model.model.{key}": item for key, item in whole.items()}}
-    write_adapter(tmp_path / "adapter", tensors, modules_to_save=["embed_tokens", "lm_head"])
-    said = say("merge-lora", "base", "adapter", "-o", "out")
-    printed = next(line for line in said.err.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
-    assert said.code == 4 and printed[:4] == ["resize", "base", "--vocab", "34"]
-    assert say(*printed).code == 0
-    assert say("merge-lora", printed[-1], "adapter", "-o", "out").code == 0
-    result = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(is_same(result[key], item.bfloat16()) for key, item in whole.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 34
-
-
 def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="not an adapter"):
         merged(base, base, out=tmp_path / "out")
@@ -628,42 +591,4 @@ def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
         merged(base, tmp_path / "mlx.safetensors", out=tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [("base", ""), ("org/other", "was trained on 'org/other'"), (None, "does not say which base")],
-)
-def test_the_name_of_the_base_is_only_a_note(name: str | None, words: str, base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", GOOD, base_model_name_or_path=name)
-    with ckptool.open(base) as checkpoint:
-        (change,) = ckptool.merge_lora(checkpoint, adapter).changes
-    assert [*change.notes] == [] if not words else words in change.notes[0]
-    assert change.what.endswith("merged 1, replaced 0, unused 0")
-
-
 # -- inspect and match
-
-
-def test_inspect_describes_an_adapter_and_prints_the_merge(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_adapter(tmp_path / "adapter", GOOD)
-    said = say("inspect", "adapter")
-    assert "an adapter (LoRA of rank 2 on up_proj), not a model; its base is 'base'" in said.out
-    printed = next(line for line in said.out.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
-    assert printed[:3] == ["merge-lora", "base", "adapter"] and say(*printed).code == 0
-    write_adapter(tmp_path / "adapter", GOOD, base_model_name_or_path="org/name")
-    said = say("inspect", "adapter")
-    assert "its base is 'org/name'; merge-lora merges it into its base" in said.out and "->" not in said.out
-    write_adapter(tmp_path / "adapter", GOOD, peft_type="PREFIX_TUNING")
-    said = say("inspect", "adapter")
-    assert "an adapter (PREFIX_TUNING" in said.out and "merge-lora" not in said.out
-
-
-def test_match_prints_the_merge_if_the_base_fits(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_adapter(tmp_path / "adapter", GOOD)
-    said = say("match", "adapter", "base")
-    assert said.code == 1 and "-> ckptool merge-lora base adapter -o base.merged" in said.out
-    write_adapter(tmp_path / "adapter", factors("other", 8, 8))
-    assert "merge-lora base" not in say("match", "adapter", "base").out

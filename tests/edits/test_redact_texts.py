@@ -132,25 +132,6 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
         assert torch.load(out / "training_args.bin").seed == 3
 
 
-@pytest.mark.parametrize("name", ["README.md", "modeling.py", "config.yaml", "rng_state.pth"])
-def test_what_stays_in_a_folder_is_named(name: str, tmp_path: Path) -> None:
-    path, out = folder(tmp_path / "in"), tmp_path / "out"
-    data = b"\x80\x99" * 50 if name.endswith(".pth") else f"see {TEXTS['path']}".encode()
-    (path / name).write_bytes(data)
-    for words in (["redact", str(path)], ["redact", str(path), "--redact", "all", "-o", str(out)]):
-        words_of = told(*words)
-        assert name in words_of or not (out / name).exists()
-    assert not (out / name).exists() or (out / name).read_bytes() == data
-
-
-def test_the_name_of_a_user_that_is_a_word_of_the_format_stays_and_is_named(tmp_path: Path) -> None:
-    path = folder(tmp_path / "in")
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "/home/llama/x"}))
-    edited = ckptool.redact(path)
-    assert json.loads(edited.companions["config.json"]) == {"model_type": "llama", "_name_or_path": "x"}
-    assert any("config.json" in change.what and "may stay" in change.what for change in edited.changes)
-
-
 def test_comments_and_records_of_a_zip(tmp_path: Path) -> None:
     path, out = tmp_path / "a.pth", tmp_path / "o.pth"
     torch.save({"w": torch.ones(2)}, path)
@@ -161,13 +142,3 @@ def test_comments_and_records_of_a_zip(tmp_path: Path) -> None:
     assert "notes.txt" in found and "comment" in found
     told("redact", str(path), "--redact", "all", "-o", str(out))
     assert not private_in(everything(out)) and torch.equal(torch.load(out)["w"], torch.ones(2))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_texts_of_a_program_are_named(tmp_path: Path) -> None:
-    path, out = tmp_path / "a.pt", tmp_path / "o.pt"
-    torch.jit.script(torch.nn.Linear(2, 2)).save(str(path), _extra_files={"note.txt": TEXTS["path"]})
-    report = told("redact", str(path))
-    assert "note.txt" in report and "debug_pkl" in report and "recognised that" in report
-    report = told("redact", str(path), "--redact", "all", "-o", str(out))
-    assert "note.txt" in report and "may stay" in report

@@ -18,7 +18,7 @@ from output_checks import saved
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -184,33 +184,3 @@ def test_patterns_name_other_tensors(tmp_path: Path) -> None:
     state = {"tokens.table": torch.randn(4, 2), "out.bias": torch.randn(4), "fc.weight": torch.randn(4, 4)}
     found = resized(state, tmp_path, 6, include=["tokens.*", "out.bias"])
     assert {name: len(value) for name, value in found.items()} == {"tokens.table": 6, "out.bias": 6, "fc.weight": 4}
-
-
-def test_the_report_names_what_keeps_its_rows(tmp_path: Path) -> None:
-    embedding = torch.nn.Embedding(4, 2)
-    optimizer = torch.optim.Adam(embedding.parameters())
-    model = {NAME: embedding.weight, "other.table": torch.ones(4, 3)}
-    path = saved({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "in.pth")
-    words = ckptool.resize(path, 5).changes[-1].words
-    assert "also has 4 rows, and stays: other.table" in words and "optimizer" in words
-    assert ckptool.resize(path, 4).changes[-1].words == "there are 4 rows already"
-
-
-@pytest.mark.parametrize(("typed", "rows"), [("+64", 164), ("+028", 128)])
-def test_a_number_with_plus_is_added(typed: str, rows: int, tmp_path: Path) -> None:
-    state = {"embed_tokens.weight": torch.randn(100, 8), "lm_head.weight": torch.randn(100, 8)}
-    torch.save(state, tmp_path / "in.pth")
-    assert say("resize", tmp_path / "in.pth", typed, "-o", tmp_path / "out.pth").code == 0
-    found = torch.load(tmp_path / "out.pth")
-    assert {tensor.shape for tensor in found.values()} == {(rows, 8)}
-    assert all(torch.equal(found[name][:100], state[name]) for name in state)
-    assert ckptool.resize(tmp_path / "in.pth", typed).changes[0].words.startswith("embed_tokens")
-
-
-@pytest.mark.parametrize("typed", ["64k", "+", "+0", "++1", "-64", "+1.5", "+123456789012"])
-def test_other_texts_say_both_forms(typed: str, tmp_path: Path) -> None:
-    torch.save({"embed_tokens.weight": torch.randn(100, 8)}, tmp_path / "in.pth")
-    said = say("resize", tmp_path / "in.pth", f"--vocab={typed}", "-o", tmp_path / "out.pth")
-    assert said.code == 2 and "--vocab 32000, or +64 for 64 more" in said.err
-    with pytest.raises(TargetError, match="is not a number of tokens"):
-        ckptool.resize(tmp_path / "in.pth", typed)

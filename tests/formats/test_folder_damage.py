@@ -18,7 +18,6 @@ from conftest import FIXTURES
 from crafted_files import TENSOR, plain
 from safetensors.torch import load_file, save_file
 
-import ckptool
 from ckptool.cli.main import run
 from ckptool.formats.checkpoint_search import Candidate, walk_folder
 
@@ -202,36 +201,6 @@ def test_a_file_that_may_not_be_read(kind: str, name: str, tmp_path: Path, capsy
     assert "no permission" in refused(folder, name, tmp_path, capsys)
 
 
-def same_advice(folder: Path) -> None:
-    """What ``validate`` says is to be done is what ``inspect`` says about its first error, in the same words."""
-    report = ckptool.validate(folder)
-    try:
-        findings = ckptool.inspect(folder)["findings"]
-    except ckptool.CkptoolError as error:
-        assert report["next"] == error.step.line
-        return
-    errors = [item for item in findings if item["level"] == "error"]
-    assert (not errors) == report["valid"]
-    assert report["next"] in {item["next"] for item in errors} or not errors
-    assert any(report["advice"] in item["message"] for item in errors) or not errors
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_inspect_and_validate_advise_the_same_without_a_file(kind: str, name: str, tmp_path: Path) -> None:
-    folder = made(kind, tmp_path / "model")
-    (folder / name).unlink()
-    same_advice(folder)
-
-
-@pytest.mark.parametrize("name", ["fsdp2_3", "verl_fsdp1"])
-def test_a_global_in_several_files_is_said_once(name: str) -> None:
-    report = ckptool.validate(FIXTURES / "ranks" / name)
-    (found,) = [check for check in report["checks"] if check["name"] == "globals"]
-    messages = [note["message"] for note in found["notes"]]
-    assert messages and len(messages) == len({*messages}) == found["notes_in_all"]
-
-
 def exchanged(one: Path, two: Path) -> None:
     aside = one.with_name("aside")
     one.rename(aside)
@@ -377,34 +346,6 @@ def sharded_model(tmp_path: Path) -> Path:
     return out
 
 
-def test_json_beside_weights_is_not_a_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = sharded_model(tmp_path)
-    for name, words in (
-        ("config.json", "JSON text, the model's configuration, not the weights"),
-        ("notes.json", "JSON"),
-    ):
-        said = say("inspect", out / name)
-        assert said.code == 3
-        assert words in said.err and "server" not in said.err
-        assert said.err.endswith(f"-> ckptool inspect {out}\n")
-    monkeypatch.chdir(out)
-    assert say("convert", "config.json", "-o", "x.pth").err.endswith("-> ckptool inspect .\n")
-    alone = shutil.copy(out / "config.json", tmp_path)
-    assert "a message of a server, or a configuration" in say("inspect", alone).err
-
-
-def test_one_shard_is_reported_as_one_of_several(tmp_path: Path) -> None:
-    out = sharded_model(tmp_path)
-    shards = sorted(out.glob("*.safetensors"))
-    assert len(shards) > 1
-    said = say("inspect", shards[1])
-    assert said.code == 0
-    assert f"it is part 2 of {len(shards)} of a checkpoint" in said.out
-    assert f"-> ckptool inspect {out}\n" in said.out
-    assert "it is part" not in say("inspect", out).out
-    assert "it is part" not in say("inspect", FIXTURES / "model.safetensors").out
-
-
 # -- what is whole of a folder with gaps ------------------------------------------------------------------------------
 
 ALL_RANKS = FIXTURES / "ranks"
@@ -472,15 +413,6 @@ def test_a_model_is_whole_without_a_file_of_the_optimizer(name: str, file: str, 
     made = say("convert", folder, "-o", out, "--key", "model")
     assert made.code == 0 and "is not there" in made.err
     same(out, name, "weights.")
-
-
-def test_a_command_that_helps_with_two_findings_is_said_once(tmp_path: Path) -> None:
-    folder = shutil.copytree(ALL_RANKS / "fsdp2_3", tmp_path / "gap")
-    os.truncate(folder / "optimizer.rank1.pth", 100)
-    findings = json.loads(say("inspect", folder, "--format", "json").out)["findings"]
-    steps = [finding["next"] for finding in findings if finding["next"]]
-    assert len(steps) == 2 and len({*steps}) == 1 and steps[0].startswith("ckptool extract ")
-    assert say("inspect", folder).out.count(steps[0]) == 1
 
 
 @pytest.mark.parametrize("name", ["fsdp2_3", "verl_fsdp1", "verl_fsdp2"])

@@ -33,9 +33,8 @@ from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.cli.messages import is_log, read_message
+from ckptool.cli.messages import is_log
 from ckptool.edits.matching.state_dict_errors import prefix_between, read_error
-from ckptool.reports.explaining.explanation import explain_log
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
 
 PATH = "model.pth"
@@ -678,12 +677,6 @@ def test_the_prefix_of_the_message_is_filled_in() -> None:
     assert 'key.replace("_orig_mod.", "")' in ckptool.explain(inner)["python"]
 
 
-def test_colours_of_a_notebook_are_ignored() -> None:
-    found = explanation("\x1b[0;31mKeyError\x1b[0m: 'state_dict'")
-    assert found is not None
-    assert found.error.name == "no-such-entry"
-
-
 #: What weights_only says of a global that acts on the machine, and of one that does not.
 @pytest.mark.parametrize(
     ("name", "entry"), [("getattr", "acting-global"), ("os.system", "acting-global"), ("slice", "weights-only-global")]
@@ -692,12 +685,6 @@ def test_a_global_that_acts_is_not_sanitized_away(name: str, entry: str) -> None
     found = explanation(f"Unsupported global: GLOBAL {name} was not an allowed global by default.")
     assert found is not None
     assert found.error.name == entry
-
-
-def test_a_prefix_is_that_of_most_names() -> None:
-    assert prefix_between(["a.w", "b.w"], ["x.y.a.w", "x.y.b.w", "c"]) == "x.y."
-    assert prefix_between(["a.w", "b.w", "c.w"], ["x.a.w", "y.b.w"]) == ""
-    assert prefix_between(["a"], ["ba"]) == ""
 
 
 def test_the_step_does_not_write_to_its_input() -> None:
@@ -803,25 +790,6 @@ def test_every_way_to_give_the_message_is_the_same(workplace: None) -> None:
     assert "with the path of the checkpoint at the" in alone and "->" not in alone
 
 
-def test_a_loop_keeps_its_list(workplace: None) -> None:
-    """``while read f; do ckptool explain "$f"; done`` has its list on the standard input of explain."""
-    shutil.copy(PATH, "b.pth")
-    Path("list").write_text(f"{PATH}\nb.pth\n", encoding="utf-8")
-    tool = shlex.join([sys.executable, "-m", "ckptool", "explain"])
-    script = f'while read f; do {tool} "$f" | grep findings; done < list'
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert [line.split(" ", 1)[0] for line in done.stdout.splitlines()] == [f"{PATH}:", "b.pth:"], done
-    assert "without findings" in piped("< /dev/null", PATH)
-
-
-def test_a_silent_pipe_is_named(workplace: None) -> None:
-    command = [sys.executable, "-m", "ckptool", "explain", PATH]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as running:
-        assert running.stderr is not None
-        assert "reading the message from standard input" in running.stderr.readline()
-        assert "without findings" in running.communicate("")[0]
-
-
 @pytest.mark.parametrize("stdin", ["< /dev/null", "<&-", "true |"])
 def test_without_a_message_the_answer_is_what_the_file_shows(stdin: str, workplace: None) -> None:
     assert f"{PATH}: a state dict of 4 keys, without findings" in piped(stdin, PATH)
@@ -860,23 +828,3 @@ def test_what_is_no_message_is_refused(workplace: None) -> None:
 def test_a_log_is_told_from_a_checkpoint(name: str, content: bytes, log: bool, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     assert is_log(str(tmp_path / name)) == log
-
-
-def test_only_the_end_of_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "long.log"
-    path.write_bytes(b"x" * 500_000 + b" the error")
-    with open(path, encoding="utf-8") as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        assert read_message("-", 20) == read_message(str(path), 20) == "x" * 10 + " the error"
-
-
-def test_the_next_command_names_the_log(workplace: None) -> None:
-    Path("train.log").write_text(PREFIXED, encoding="utf-8")
-    shutil.copy(FIXTURES / "module_orig_mod.pth", PATH)
-    wrapper = next(error for error in KNOWN_ERRORS if error.name == "wrapper-prefix")
-    message = wrapper.message.replace(", ...", ".")
-    Path("train.log").write_text(message, encoding="utf-8")
-    step = explain_log(message, PATH, "train.log")["next"]
-    assert step.startswith(f"ckptool match {PATH} --error train.log --apply -o ")
-    assert "Save the message as error.txt" in ckptool.explain(message, PATH)["why"]
-    assert run(shlex.split(step)[1:]) in (0, 1)

@@ -179,13 +179,6 @@ def test_of_several_state_dicts_the_best_is_meant_or_the_named(tmp_path: Path) -
     assert report["fix"]["steps"] == [{"option": "wrap", "value": "other"}]
 
 
-def test_dtypes_are_told_and_are_no_obstacle(tmp_path: Path) -> None:
-    report = matched(filled(Net()).half(), Net(), tmp_path)
-    assert report["fits"]
-    floats = [name for name, value in Net().state_dict().items() if value.is_floating_point()]
-    assert report["dtype_differences"] == [{"key": name, "have": "float16", "wanted": "float32"} for name in floats]
-
-
 def test_the_counters_that_torch_fills_in_are_not_missing(tmp_path: Path) -> None:
     """As in files from before torch 0.4.1: no _metadata, no num_batches_tracked."""
     old = {name: value for name, value in filled(Net()).state_dict().items() if "tracked" not in name}
@@ -203,21 +196,6 @@ def test_the_counters_that_torch_fills_in_are_not_missing(tmp_path: Path) -> Non
         Net().load_state_dict(new, strict=True)
     report = matched(new, Net(), tmp_path)
     assert not report["fits"] and len(report["missing"]) == 3 and report["filled_in"] == []
-
-
-def test_values_that_are_no_tensors(tmp_path: Path) -> None:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"version": 1}
-
-        def set_extra_state(self, state: Any) -> None:
-            assert state == {"version": 1}
-
-    made = nn.DataParallel(Extra(2, 2))
-    source, target = saved(made, tmp_path / "a.pth"), saved(Extra(2, 2), tmp_path / "b.pth")
-    assert fixed(source, target, tmp_path / "out.pth")["fix"]["complete"]
-    Extra(2, 2).load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
-    assert matched(nn.Linear(2, 2), Extra(2, 2), tmp_path)["missing"] == ["_extra_state"]
 
 
 def test_without_strict_only_sizes_are_an_obstacle(tmp_path: Path) -> None:
@@ -422,26 +400,6 @@ def test_names_from_a_model_are_taken_by_match_itself(code: Path, capsys: pytest
 
 
 # -- the command line ---------------------------------------------------------------------------------------------
-
-
-def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, parallel = str(FIXTURES / "bare.pth"), str(FIXTURES / "bare_module.pth")
-    out, again = str(tmp_path / "out.pth"), str(tmp_path / "again.pth")
-    assert run(["match", plain, plain]) == 0
-    assert run(["match", parallel, plain]) == 1
-    assert run(["match", parallel, plain, "--apply", "-o", out]) == 0
-    assert run(["match", out, plain, "-q"]) == 0
-    assert run(["match", parallel, plain, "--apply", "-o", out]) == 4
-    # It fits already: the output is the input.
-    assert run(["match", plain, plain, "--apply", "-o", again]) == 0
-    assert Path(again).read_bytes() == Path(plain).read_bytes()
-    for wrong in (["--apply"], ["-o", out], ["--force"], ["--model", "a:b"], ["--other-key", "nowhere"]):
-        assert run(["match", plain, parallel, *wrong]) == 2
-    assert run(["match", plain]) == 2
-    assert run(["match", plain, str(tmp_path)]) == 3
-    assert run(["match", plain, str(tmp_path / "none")]) == 3
-    assert run(["match", plain, str(FIXTURES / "model.safetensors")]) == 1
-    capsys.readouterr()
 
 
 # -- real checkpoints -----------------------------------------------------------------------------------------------

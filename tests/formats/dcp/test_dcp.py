@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +19,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckptool
-from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.errors import RefusedError
 from ckptool.checkpoint.tensors import contiguous_strides
-from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource
 from ckptool.formats.pieces.boxes import misfit
 from ckptool.formats.pieces.chunks import Chunk, ChunkedSource, RowSource
@@ -274,42 +272,12 @@ def test_what_one_rank_had_is_no_whole_tensor(tmp_path: Path) -> None:
         to_dcp(FIXTURES / "dtensor.pt", tmp_path / "out")
 
 
-def test_a_dtensor_says_what_it_is_a_part_of() -> None:
-    listed = ckptool.keys(FIXTURES / "dtensor.pt")["tensors"]
-    assert [item.get("placements") for item in listed] == [["Shard(0)"], ["Replicate()"], None]
-    mesh = {"device": "cpu", "names": ["shard"], "shape": [1], "ranks": 1}
-    assert [item.get("mesh") for item in listed] == [mesh, mesh, None]
-    assert [item.get("local_shape") for item in listed] == [[4, 3], [4, 3], None]
-
-
 def test_keys_that_are_no_texts_are_a_loss(tmp_path: Path) -> None:
     torch.save({"state": {0: torch.ones(2)}, "none": {}}, tmp_path / "x.pt")
     with pytest.raises(RefusedError, match=r"keys that are not strings: state\[0\] and none"):
         to_dcp(tmp_path / "x.pt", tmp_path / "out")
     out = to_dcp(tmp_path / "x.pt", tmp_path / "out", "containers")
     assert list(by_torch(out, tmp_path)) == ["state"]
-
-
-def test_two_values_of_one_name(tmp_path: Path) -> None:
-    torch.save({"a": {"b": 1}, "a.b": 2}, tmp_path / "x.pt")
-    with pytest.raises(RefusedError, match=r"would both be called 'a\.b'"):
-        to_dcp(tmp_path / "x.pt", tmp_path / "out")
-
-
-def test_a_folder_holds_a_dict(tmp_path: Path) -> None:
-    torch.save([torch.ones(2)], tmp_path / "x.pt")
-    with pytest.raises(RefusedError, match="holds a dict, and this is list"):
-        to_dcp(tmp_path / "x.pt", tmp_path / "out")
-
-
-def test_options_of_other_formats(tmp_path: Path) -> None:
-    with ckptool.open(FIXTURES / "tied.pth") as checkpoint:
-        with pytest.raises(TargetError, match="other names of a tensor"):
-            ckptool.convert(checkpoint, "dcp", tied="keep-first")
-        with pytest.raises(TargetError, match="no state dict at 'state_dict'"):
-            ckptool.convert(checkpoint, "dcp", key="state_dict")
-        ckptool.save(ckptool.convert(checkpoint, "dcp", tied="clone"), tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
 
 
 def test_entries_under_keys_without_a_name_are_left_out_on_demand(tmp_path: Path) -> None:
@@ -361,17 +329,3 @@ def test_an_empty_name(tmp_path: Path) -> None:
 
 
 # -- a folder under the name of a file becomes one --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "x.pth.tar"])
-@pytest.mark.parametrize("edit", [["drop", "optimizer"], ["add-module"], ["strip-module"]], ids=lambda edit: edit[0])
-def test_an_edit_of_a_folder_under_the_name_of_a_file_writes_a_file(edit: list[str], name: str, tmp_path: Path) -> None:
-    out = tmp_path / name
-    assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 0
-    assert "model" in torch.load(out)
-
-
-def test_the_command_for_one_file_works(tmp_path: Path) -> None:
-    out = tmp_path / "x.pth"
-    assert run(["convert", str(FOLDER), "-o", str(out)]) == 0
-    assert out.is_file()

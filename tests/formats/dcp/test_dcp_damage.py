@@ -98,16 +98,6 @@ def test_a_file_that_is_cut(name: str, folder: Path, tmp_path: Path) -> None:
     refused(folder, tmp_path)
 
 
-def test_two_files_exchanged(folder: Path, tmp_path: Path) -> None:
-    one, two = folder / FILES[0], folder / FILES[2]
-    one.rename(folder / "x")
-    two.rename(one)
-    (folder / "x").rename(two)
-    text = found(folder)
-    assert f"{FILES[0]} at byte " in text
-    assert f"{FILES[2]} at byte " in text or f"{FILES[2]} has " in text
-
-
 def test_two_items_exchanged(folder: Path) -> None:
     """Of another shape, which the items themselves tell."""
 
@@ -305,12 +295,6 @@ def test_one_that_is_not_finished(folder: Path) -> None:
     shutil.copy(FOLDER / ".metadata", folder / ".metadata")
     with ckptool.open(folder) as checkpoint:
         assert [problem.code for problem in checkpoint.container.problems] == ["unfinished-save"]
-
-
-def test_one_without_metadata(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-    with pytest.raises(MalformedError, match=r"no \.metadata to say what they hold"):
-        ckptool.open(folder)
 
 
 def test_every_cut_of_the_metadata_is_told(folder: Path) -> None:
@@ -534,55 +518,6 @@ def test_an_item_is_a_tensor_as_torch_takes_it(
 
 # -- one bad file does not hide the others ---------------------------------------------------------------------
 # A file that cannot be opened is named, with one line for all of its pieces, and the rest of the folder is read.
-
-
-def test_the_other_files_are_read_when_one_cannot_be(folder: Path) -> None:
-    path = folder / "__2_0.distcp"
-    path.unlink()
-    path.mkdir()
-    with ckptool.open(folder) as checkpoint:
-        (problem,) = checkpoint.container.problems
-        assert problem.message.startswith(f"{path.name} cannot be read: it is a directory, not a file, and with it ")
-        assert len(checkpoint.survey.tensors) == 12
-    assert len(ckptool.get(folder, "model.norm.weight").tobytes()) == 12
-
-
-def test_a_stray_file_that_cannot_be_opened_is_a_warning(folder: Path) -> None:
-    (folder / "__7_0.distcp").symlink_to("nowhere")
-    with ckptool.open(folder) as checkpoint:
-        (problem,) = checkpoint.container.problems
-    assert problem.level == "warning" and "__7_0.distcp cannot be read" in problem.message
-    assert ckptool.validate(folder)["status"] == "valid"
-
-
-def test_metadata_that_cannot_be_opened_is_named(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-    (folder / ".metadata").mkdir()
-    with pytest.raises(UnreadableError, match=r"\.metadata cannot be read: it is a directory"):
-        ckptool.open(folder)
-
-
-def test_a_broken_index_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(MalformedError, match=r"model\.safetensors\.index\.json is not a valid index of shards"):
-        ckptool.open(tmp_path)
-
-
-def test_a_cut_file_gets_one_line(folder: Path) -> None:
-    os.truncate(folder / "__1_0.distcp", 10)
-    with ckptool.open(folder) as checkpoint:
-        (problem,) = checkpoint.container.problems
-    assert problem.message.startswith("__1_0.distcp has 10 bytes, and optimizer.param_groups.0.lr ends at 1,261")
-    assert problem.message.endswith(" and history.1.loss")
-
-
-def test_the_objects_of_a_damaged_file_get_one_line(folder: Path) -> None:
-    path = folder / "__1_0.distcp"
-    path.write_bytes(bytes(path.stat().st_size))
-    with ckptool.open(folder) as checkpoint:
-        (problem,) = checkpoint.container.problems
-    assert problem.message.startswith("__1_0.distcp cannot be read: it begins with zeros")
-    assert problem.message.endswith(" and history.1.loss")
 
 
 # -- versions of items -----------------------------------------------------------------------------------------

@@ -100,59 +100,10 @@ def test_missing_ranks_of_deepspeed_are_named(tmp_path: Path) -> None:
     assert "missing: the optimizer state of rank 3 of mp_rank 01 and mp_rank_01_model_states.pt" in words
 
 
-def test_the_folder_above_names_its_latest_step(tmp_path: Path) -> None:
-    for step in (50, 100):
-        deepspeed(tmp_path / "run" / f"global_step{step}", 2, 2, 2)
-    (tmp_path / "run" / "latest").write_text("global_step50\n")
-    assert "the step is 'global_step50', one of 2" in told(tmp_path / "run")
-    (tmp_path / "run" / "latest").write_text("global_step200")
-    assert "'global_step200', which is not there" in told(tmp_path / "run")
-    (tmp_path / "run" / "latest").write_text("../../etc")
-    assert "the step is 'global_step100', one of 2" in told(tmp_path / "run")
-
-
-def test_files_of_deepspeed_that_cannot_be_read_are_counted_by_their_names(tmp_path: Path) -> None:
-    folder = deepspeed(tmp_path / "global_step1", 2, 2, 2)
-    for path in folder.iterdir():
-        path.write_bytes(b"")
-    assert "of 2 data-parallel ranks" in told(folder)
-
-
 def test_hostile_numbers_of_ranks_cost_nothing(tmp_path: Path) -> None:
     (tmp_path / "zero_pp_rank_999999_mp_rank_999999_optim_states.pt").write_bytes(b"")
     (tmp_path / f"zero_pp_rank_{'9' * 100}_mp_rank_00_optim_states.pt").write_bytes(b"")
     assert "DeepSpeed" in told(tmp_path)
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "experts"), [(1, 1, 2), (2, 1, 2), (2, 3, 2)])
-def test_ranks_of_experts_of_megatron_are_named(tensor: int, pipeline: int, experts: int, tmp_path: Path) -> None:
-    folder = megatron(tmp_path / "run" / "iter_0000100", tensor, pipeline, experts)
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("100")
-    total = tensor * pipeline * experts
-    for path in (folder, folder.parent):
-        words = told(path)
-        assert f"{total} of {total} ranks, all there" in words
-        assert "the ranks of experts are not joined" in words
-
-
-def test_missing_ranks_of_experts_of_megatron_are_named(tmp_path: Path) -> None:
-    folder = megatron(tmp_path / "iter_0000100", 2, 1, 3)
-    (folder / "mp_rank_01_000_002" / "model_optim_rng.pt").unlink()
-    (folder / "mp_rank_00_000_001" / "model_optim_rng.pt").unlink()
-    (folder / "mp_rank_00_000_001").rmdir()
-    words = "5 of 6 ranks; missing: mp_rank_00_000_001 and mp_rank_01_000_002"
-    assert words in told(folder)
-
-
-def test_inspect_says_it_and_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deepspeed(tmp_path / "runs" / "a" / "global_step100", 2, 2, 2)
-    torch.save({"w": torch.zeros(2)}, tmp_path / "runs" / "b.pth")
-    for path in (tmp_path / "runs" / "a" / "global_step100", tmp_path / "runs"):
-        assert run(["inspect", str(path)]) == 3
-        said = capsys.readouterr()
-        assert "it is a DeepSpeed checkpoint of 2 data-parallel ranks" in said.err
-    assert "b.pth" in said.out
-    assert run(["inspect", str(tmp_path / "runs" / "a" / "global_step100" / "*.pt")]) == 0
 
 
 def test_a_folder_with_a_few_such_names_is_no_such_folder(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from command_line import say
 from safetensors.torch import load_file, load_model, save_file
 
 import ckptool
-from ckptool.base.errors import MalformedError, RefusedError, TargetError, UnreadableError
+from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
 from ckptool.cli.main import run
 from ckptool.formats.hf.writer import Item, parse_size, split
-from ckptool.reports.inspection import inspection
 from ckptool.reports.validate import validation_report
 
 hub = pytest.importorskip("huggingface_hub")
@@ -100,11 +99,6 @@ def test_a_folder_is_one_checkpoint_in_the_order_of_its_index(folder: Path, tmp_
     assert run(["inspect", str(folder)]) == run(["keys", str(folder)]) == run(["validate", str(folder)]) == 0
 
 
-def test_the_index_stands_for_its_folder(folder: Path) -> None:
-    with ckptool.open(index_of(folder)) as one, ckptool.open(folder) as other:
-        assert [entry.key for entry in one.survey.tensors] == [entry.key for entry in other.survey.tensors]
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
 def test_weights_in_one_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
@@ -134,30 +128,6 @@ def test_safetensors_come_before_bin_and_it_is_said(tmp_path: Path) -> None:
     assert "pytorch_model.bin" in problems(folder)["other-weights"]
     with ckptool.open(folder) as checkpoint:
         assert checkpoint.format == "hf-safetensors" and len(checkpoint.survey.tensors) == len(tensors())
-
-
-def test_files_beside_the_weights_are_named(folder: Path) -> None:
-    for name in ("config.json", "optimizer.pt", "rng_state_0.pth", "training_args.bin", "trainer_state.json"):
-        (folder / name).write_text("{}")
-    told = problems(folder)["side-files"]
-    assert "optimizer.pt (the optimizer's state)" in told and "rng_state_0.pth (random generators)" in told
-
-
-def test_unrelated_files_in_a_folder_stay_an_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(tensors(), tmp_path / "a.pth")
-    save_file(tensors(), tmp_path / "model.safetensors")
-    with pytest.raises(UnreadableError, match="it is a directory"):
-        ckptool.open(tmp_path)
-    assert run(["inspect", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "a.pth" in told and "model.safetensors" in told and "2 files" in told
-
-
-def test_folders_in_a_folder_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in (500, 1000):
-        written(tmp_path / f"checkpoint-{number}", tensors())
-    assert run(["inspect", str(tmp_path)]) == 0
-    assert "2 files" in capsys.readouterr().out
 
 
 # -- what is wrong with a folder -------------------------------------------------------------------------------
@@ -355,23 +325,11 @@ def test_what_would_not_be_in_the_shards_is_refused(tmp_path: Path) -> None:
     assert as_torch(tmp_path / "out", tmp_path / "x.pth").keys() == tensors().keys()
 
 
-def test_an_edit_in_place_of_a_folder_is_refused(folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert run(["add-module", str(folder), "--in-place"]) == 4
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
 @pytest.mark.parametrize("text", ["5GB", "1.5GB", "200MB", "7kb", " 3 TB "])
 def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
     from huggingface_hub.serialization._base import parse_size_to_int
 
     assert parse_size(text) == parse_size_to_int(text)
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5GiB", "-1GB", "0MB", "nan", "1e3MB"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(TargetError, match="not a size"):
-        parse_size(text)
 
 
 def test_a_split_is_the_one_of_huggingface_hub() -> None:
@@ -393,13 +351,6 @@ def test_a_split_is_the_one_of_huggingface_hub() -> None:
             max_shard_size=10,
         )
         assert split(items, 10) == list(expected.filename_to_tensors.values())
-
-
-def test_a_report_of_a_folder_names_its_format(folder: Path) -> None:
-    with ckptool.open(folder) as checkpoint:
-        report = inspection(checkpoint)
-    assert report["format"].startswith("hf-") and report["weights_only"]["loads"]
-    assert report["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
 from ckptool.formats.checkpoint_search import find_checkpoints
-from ckptool.formats.names.hf import is_checkpoint, is_index, weights_of
+from ckptool.formats.names.hf import weights_of
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
 
@@ -136,14 +136,6 @@ def test_both_formats_in_shards(tmp_path: Path) -> None:
         assert [entry.key for entry in checkpoint.survey.tensors] == list(STATE)
 
 
-def test_files_with_a_word_in_their_names_are_no_variants(tmp_path: Path) -> None:
-    """Two checkpoints of a run, and nothing that says transformers wrote them."""
-    for name in ("model.best.safetensors", "model.last.safetensors"):
-        save(tmp_path / name, STATE)
-    assert not is_checkpoint({path.name for path in tmp_path.iterdir()})
-    assert run(["inspect", str(tmp_path)]) == 0
-
-
 def test_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "adapter_model.safetensors", {"base_model.model.x.lora_A.weight": torch.zeros(2, 3)})
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -178,21 +170,6 @@ def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.Captu
     found_there = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
     wanted = {f"module.{name}": tensor for name, tensor in STATE.items()}
     assert oracle.difference({name: found_there[name] for name in wanted}, wanted) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        ("model.safetensors.index.json", True),
-        ("a/model.safetensors.index.fp16.json", True),
-        ("pytorch_model.bin.index.json", True),
-        ("x.index.json", False),
-        ("model.safetensors.index.json.bak", False),
-        ("model_index.json", False),
-    ],
-)
-def test_names_of_an_index(name: str, index: bool) -> None:
-    assert is_index(name) is index
 
 
 def test_nothing_is_weights_by_chance() -> None:

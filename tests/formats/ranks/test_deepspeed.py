@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from zero_folders import Model, Unpickled, random_model, write_zero
 
 import ckptool
-from ckptool.base.errors import CkptoolError, NotACheckpointError, UnreadableError
+from ckptool.base.errors import NotACheckpointError, UnreadableError
 from ckptool.checkpoint.container import is_complete
 
 RANKS = FIXTURES / "ranks"
@@ -110,36 +110,6 @@ def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
         said = say("convert", step_of(name), "-o", out, "--key", "module", "--deepspeed-16bit")
         assert said.code == 0 and f"cast to {dtype}" in said.out
         assert equal(load_file(out), oracle(name)["module"])
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("name", FOLDERS)
-def test_it_says_what_it_is_and_how_to_make_one_file_of_it(name: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(step_of(name), tmp_path / "step")
-    report = ckptool.inspect(folder)
-    ranks = len(list(folder.glob("*_optim_states.pt")))
-    kind = "BF16_Optimizer" if name.startswith("bf16") else "ZeRO stage "
-    assert report["format"] == "deepspeed" and f"{kind}" in report["writer"]
-    assert f"{ranks} ranks, step " in report["writer"] and report["writer"].endswith("all there")
-    assert (report["world_size"], report["complete"]) == (ranks, True) and report["step"] > 0
-    (step,) = (finding["next"] for finding in report["findings"] if finding["code"] == "joined")
-    assert say(*step.split()[1:]).code == 0
-    assert load_file(tmp_path / "step.safetensors").keys() <= oracle(name)["module"].keys()
-
-
-def test_a_folder_leads_to_its_latest_step(tmp_path: Path) -> None:
-    for name in ("zero2_bf16", "lightning_zero2.ckpt", "accelerate_zero2", "trainer_zero3"):
-        folder = step_of(name).parent
-        assert equal(joined(folder, tmp_path)["module"], joined(step_of(name), tmp_path)["module"])
-    run = Path(shutil.copytree(FOLDERS["zero2_bf16"], tmp_path / "run"))
-    shutil.copytree(run / "global_step3", run / "global_step2")
-    assert "also there: global_step2" in say("inspect", run).out
-    (run / "latest").write_text("global_step9")
-    said = say("inspect", run)
-    assert said.code == 3 and "'global_step9', which is not there" in said.err
-    assert said.err.endswith(f"ckptool inspect {run / 'global_step3'}\n")
-    said = say("convert", run, "-o", tmp_path / "x.pth")
-    assert said.err.endswith(f"ckptool inspect {run / 'global_step3'}\n")
 
 
 def test_a_copy_of_a_part_is_said_to_be_a_part(tmp_path: Path) -> None:
@@ -477,15 +447,6 @@ def test_moments_that_are_not_of_parameters_are_left_out(
     assert "without the state of the optimizer: " in say("inspect", folder).out
     found = joined(folder, tmp_path)
     assert "optimizer" not in found and equal(found["module"], SMALL.weights)
-
-
-def test_errors_name_the_folder(tmp_path: Path) -> None:
-    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
-    for path in folder.glob("*_optim_states.pt"):
-        path.write_bytes(b"")
-    with pytest.raises(CkptoolError) as caught:
-        ckptool.open(folder)
-    assert caught.value.path == str(folder) and "rank_0_mp_rank_00_optim_states.pt cannot be read" in caught.value.what
 
 
 assert isinstance(SMALL, Model)

@@ -191,14 +191,6 @@ def test_partial_sums_are_refused_by_name(tmp_path: Path) -> None:
         whole(RANKS / "partial", tmp_path / "one.pth")
 
 
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("name", sorted(path.name for path in RANKS.iterdir() if path.is_dir()))
-def test_no_other_folder_is_taken(name: str) -> None:
-    known = folder_format(str(RANKS / name))
-    own = name in PLACES or name.startswith("local_") or name == "partial"
-    assert (known is not None and known.name == "rank-files") == own
-
-
 def test_files_of_some_ranks_of_many_saves_are_no_folder_of_one() -> None:
     assert folder_format(str(FIXTURES / "sharded")) is None
 
@@ -219,45 +211,6 @@ def files(*kinds: str) -> list[Any]:
 
 
 SOME = files("fsdp1", "fsdp2_3", "hsdp2", "placements", "tp_3", "verl_fsdp1", "local_3")
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("name", "file"), SOME)
-def test_a_missing_file_is_missed(name: str, file: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(RANKS / name, tmp_path / name)
-    (folder / file).unlink()
-    if name == "placements":  # the tensors say which rank it was
-        assert any(f"rank {int(file.split('-')[1]) - 1} is not there" in message for message in damaged(folder))
-    elif name.startswith("hsdp"):  # another replica has the same parts
-        with ckptool.open(folder) as checkpoint:
-            levels = {item.level for item in checkpoint.container.problems if f"{file} is not there" in item.message}
-        assert levels == {"warning"}
-    else:
-        assert any(f"{file} is not there" in message for message in damaged(folder))
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("name", "file"), SOME)
-def test_a_truncated_file_is_named(name: str, file: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(RANKS / name, tmp_path / name)
-    data = (folder / file).read_bytes()
-    for size in (0, 100, len(data) // 2, len(data) - 1):
-        (folder / file).write_bytes(data[:size])
-        if name == "placements" and folder_format(str(folder)) is None:
-            continue
-        assert any(file in message for message in damaged(folder)), size
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("name", "file"), SOME)
-def test_a_copy_of_another_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(RANKS / name, tmp_path / name)
-    stem = file.rstrip("0123456789.pthbinof-") if name != "placements" else "weights"
-    other = next(path for path in sorted(folder.iterdir()) if path.name != file and path.name.startswith(stem))
-    shutil.copyfile(other, folder / file)
-    if name == "placements" and folder_format(str(folder)) is None:
-        return
-    assert any("one rank" in message or "in none of the files" in message for message in damaged(folder))
 
 
 # -- states that FSDP1 has cut, which say nothing of themselves --------------------------------------------------------
@@ -343,23 +296,6 @@ def test_a_configuration_that_is_no_file_is_left(kind: str, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert "not copied: fsdp_config.json and huggingface\n" in result.out
     assert say("convert", folder, "-o", tmp_path / "out.pth").code == 0
-
-
-def test_an_edit_under_a_name_without_suffix_says_what_it_makes(tmp_path: Path) -> None:
-    result = say("sanitize", RANKS / "verl_fsdp2", "-o", tmp_path / "plain")
-    assert result.code == 0 and "rank-files -> torch-zip" in result.out, result.all
-    assert torch.load(tmp_path / "plain", weights_only=True).keys() == {"model", "optim", "extra_state"}
-
-
-@pytest.mark.parametrize(
-    ("name", "stray"), [("verl_fsdp2", "model_world_size_2_rank_2.pt"), ("fsdp2_2", "model.rank2.pth")]
-)
-def test_a_file_of_a_rank_beyond_the_others_is_named(name: str, stray: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(RANKS / name, folder)
-    torch.save({"stray.weight": torch.ones(3)}, folder / stray)
-    with pytest.raises(CkptoolError, match=f"{stray} is of rank 2, and 2 ranks saved the others"):
-        whole(folder, tmp_path / "one.pth")
 
 
 def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:

@@ -216,42 +216,12 @@ def refused(folder: Path, tmp_path: Path, *names: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_missing_rank_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
-    (folder / f"model_rank{rank}.pt").unlink()
-    refused(folder, tmp_path, f"4 ranks saved it, and model_rank{rank}.pt is not there")
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_truncated_file_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
-    path = folder / f"model_rank{rank}.pt"
-    path.write_bytes(path.read_bytes()[:-700])
-    refused(folder, tmp_path, path.name)
-
-
-def test_a_file_in_the_place_of_another_is_named(folder: Path, tmp_path: Path) -> None:
-    shutil.copyfile(folder / "model_rank1.pt", folder / "model_rank2.pt")
-    refused(folder, tmp_path, "model_rank1.pt and model_rank2.pt are of one rank", "in none of the files")
-
-
 def test_swapped_names_do_no_harm(folder: Path, tmp_path: Path) -> None:
     (folder / "model_rank1.pt").rename(folder / "x")
     (folder / "model_rank2.pt").rename(folder / "model_rank1.pt")
     (folder / "x").rename(folder / "model_rank2.pt")
     assert torch.equal(loaded(folder, tmp_path / "one.pth")["model"]["embed.weight"], MODEL["embed.weight"][0])
     assert "model_rank2.pt was saved under the name of model_rank1.pt" in problems(folder)["renamed"]
-
-
-def test_a_file_of_another_world_size_is_named(folder: Path, tmp_path: Path) -> None:
-    save_ranks(tmp_path / "other", 2, lambda rank: training(2))
-    shutil.copyfile(tmp_path / "other" / "model_rank1.pt", folder / "model_rank1.pt")
-    refused(folder, tmp_path, "model_rank1.pt is of 2 ranks, model_rank0.pt of ")
-
-
-def test_a_file_of_another_step_is_named(folder: Path, tmp_path: Path) -> None:
-    save_ranks(tmp_path / "other", 4, lambda rank: training(4, epoch=4))
-    shutil.copyfile(tmp_path / "other" / "model_rank3.pt", folder / "model_rank3.pt")
-    refused(folder, tmp_path, "'epoch' is another in model_rank3.pt", "not of one step")
 
 
 def test_plain_tensors_that_differ_are_named(folder: Path, tmp_path: Path) -> None:
@@ -327,9 +297,3 @@ def test_ranks_of_another_mesh_that_are_missing_are_no_copies(tmp_path: Path) ->
     assert "incomplete" in problems(folder)
     with pytest.raises(CkptoolError, match=r"rank_2.pt and model_world_size_4_rank_3.pt are not there"):
         loaded(folder, tmp_path / "out.pth")
-
-
-def test_two_files_of_one_rank_are_named(folder: Path, tmp_path: Path) -> None:
-    """Zeros before a number make no other rank: which of the files is meant is not known."""
-    shutil.copy(folder / "model_rank1.pt", folder / "model_rank01.pt")
-    refused(folder, tmp_path, "model_rank01.pt and model_rank1.pt are for one place: one of them is left")

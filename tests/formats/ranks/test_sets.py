@@ -112,16 +112,6 @@ def test_every_set_is_an_entry_and_other_files_are_named(tmp_path: Path) -> None
     assert len(hashes) == len(names)
 
 
-def test_folders_beside_the_rank_files_that_are_checkpoints_are_named(tmp_path: Path) -> None:
-    """As accelerate saves the optimizer beside LOCAL_STATE_DICT, and verl the model of Hugging Face."""
-    folder = save_ranks(tmp_path / "saved", 2, model(2), "pytorch_model_fsdp_rank{}.bin")
-    shutil.copytree(FIXTURES / "ranks/accelerate_fsdp/optimizer_0", folder / "optimizer_0")
-    (folder / "logs").mkdir()
-    steps = [str(finding["next"]) for finding in ckptool.inspect(folder)["findings"]]
-    assert f"ckptool inspect {folder / 'optimizer_0'}" in steps and "logs" not in " ".join(steps)
-    assert ckptool.validate(folder)["valid"]
-
-
 def test_the_files_of_accelerate_without_sharding_lead_to_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -152,15 +142,6 @@ def test_files_named_one_by_one_are_one_input(pair: tuple[Path, str, str], tmp_p
         assert ckptool.hash(pattern)["content"] == ckptool.hash(out)["content"]
         assert say("convert", pattern, "-o", out, "--force").code == 0
         assert "*" not in suggested_output(pattern, "cpu") and "{" not in suggested_output(pattern, "cpu")
-
-
-def test_the_next_steps_of_a_pattern_work(pair: tuple[Path, str, str]) -> None:
-    folder, one, _ = pair
-    steps = [str(finding["next"]) for finding in ckptool.inspect(pattern_of(files(folder, one)))["findings"]]
-    assert any("convert" in step for step in steps)
-    for step in filter(None, steps):
-        said = say(*shlex.split(step)[1:])
-        assert said.code == 0, (step, said.all)
 
 
 def test_some_files_of_a_set_are_refused_as_one_output(pair: tuple[Path, str, str], tmp_path: Path) -> None:
@@ -224,13 +205,3 @@ def test_the_file_of_a_rank_leads_to_its_set_alone(tmp_path: Path, monkeypatch: 
         "model (model_rank*.pt) and fsdp (fsdp-*.pth)", "fsdp (fsdp-*.pth) and model (model_rank*.pt)"
     )
     assert "not copied: one.pth" in said.all
-
-
-def test_scan_judges_every_file_beside_rank_files(tmp_path: Path) -> None:
-    save_ranks(tmp_path / "saved", 2, model(2), "model_rank{}.pt")
-    torch.save({"weight": WEIGHT}, tmp_path / "saved" / "good.pth")
-    (tmp_path / "saved" / "notes.txt").write_text("some words")
-    for place in (tmp_path / "saved", tmp_path):
-        said = say("scan", place, "-v")
-        assert all(f"{name}: " in said.out for name in ("model_rank0.pt", "model_rank1.pt", "good.pth")), said.out
-        assert "3 files" in said.out and "notes.txt" in said.out

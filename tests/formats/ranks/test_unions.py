@@ -83,11 +83,6 @@ def test_a_weight_of_another_shape_is_named(universal: Path) -> None:
     assert any("'second.bias' is of the shape [5]" in text for text in problems(universal))
 
 
-def test_files_that_are_no_parameters_are_named(universal: Path) -> None:
-    torch.save([1, 2], universal / "zero" / "first.bias" / "fp32.pt")
-    assert any("there is no parameter in it" in text for text in problems(universal))
-
-
 def broken(folder: Path, words: str, tmp_path: Path) -> None:
     """A file or a parameter is named, and nothing is made of it."""
     assert any(words in text for text in problems(folder)), problems(folder)
@@ -219,13 +214,6 @@ def test_layers_and_stages_under_the_names_of_others_are_named(pipeline: Path, t
         one.write_bytes(data[0])
         two.write_bytes(data[1])
     assert not problems(pipeline)
-
-
-@pytest.mark.parametrize("name", ["layer_1-model_states.pt", "mp_rank_1_model_states.pt"])
-def test_two_files_of_one_number_are_named(name: str, pipeline: Path, tmp_path: Path) -> None:
-    own = name.replace("_1", "_01")
-    shutil.copy(pipeline / own, pipeline / name)
-    broken(pipeline, f"{own} and {name} are for one place: one of them is left from another save", tmp_path)
 
 
 #: The shapes of the layers of a pipeline on two stages; functions have none.
@@ -371,17 +359,6 @@ def test_a_file_of_an_expert_or_of_its_optimizer_that_is_missing_is_named(name: 
             assert any(path.name in text for text in problems(folder))
             with pytest.raises(CkptoolError, match="is not there"):
                 ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "lost.pth")
-
-
-@pytest.mark.parametrize("kind", ["layer_*", "*optim_states.pt"])
-@pytest.mark.parametrize("name", EXPERTS)
-def test_all_files_of_a_kind_that_are_missing_are_named(name: str, kind: str, tmp_path: Path) -> None:
-    folder = copied(f"ranks/{name}", tmp_path)
-    for path in folder.glob(kind):
-        path.unlink()
-    for inner in (folder, folder.parent):
-        with pytest.raises(CkptoolError):
-            whole(inner, tmp_path / "one.pth")
 
 
 def test_files_of_experts_that_changed_places_are_named(tmp_path: Path) -> None:
