@@ -8,16 +8,7 @@ from typing import Final
 
 from ..base.errors import CkptoolError
 from ..base.findings import Finding
-from ..base.steps import (
-    AnyStep,
-    Command,
-    NextStep,
-    Step,
-    as_step,
-    command,
-    rename_step,
-    suggested_output,
-)
+from ..base.steps import AnyStep, Command, NextStep, Step, as_step, command, rename_step, suggested_output
 from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target

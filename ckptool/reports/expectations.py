@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -11,7 +10,7 @@ from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
 from ..base.findings import Finding
 from ..base.globs import MATCH_ALL, Globs
-from ..base.map_location import is_device, restorable
+from ..base.map_location import restorable
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep
@@ -108,13 +107,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             step = "write float32, bfloat16, float8_e4m3fn ..."
             raise TargetError(f"{name!r} is not a dtype", path=path, next=step)
     policy = policy._replace(dtype=tuple(dtype.name for dtype in dtypes.values() if dtype is not None))
-    policy = policy._replace(device=tuple(part.strip() for text in policy.device for part in text.split(",")))
-    for device in policy.device:
-        no_colon = re.fullmatch(r"([a-z]+)(\d+)", device)
-        if no_colon and is_device(no_colon[1]):
-            step = f"write '{no_colon[1]}:{no_colon[2]}'"
-            raise TargetError(f"{device!r} is not a device", path=path, next=step)
-    return policy
+    return policy._replace(device=tuple(part.strip() for text in policy.device for part in text.split(",")))
 
 
 def all_of(policy: Policy, *others: Policy) -> Policy:

@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from ..base.findings import (
-    ADAPTER,
-    DANGEROUS_CALL,
-    EMPTY_WEIGHTS,
-    FLAT_MESSAGE,
-    FLAT_PARAMETERS,
-    Finding,
-)
+from ..base.findings import ADAPTER, DANGEROUS_CALL, EMPTY_WEIGHTS, FLAT_MESSAGE, FLAT_PARAMETERS, Finding
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.patterns import escaped
@@ -31,14 +24,7 @@ from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource
 from ..formats.rank_part import part_of, shards_of
-from .edit_steps import (
-    TOGETHER,
-    as_one_file,
-    companions_step,
-    edit_step,
-    stops_edits,
-    together,
-)
+from .edit_steps import TOGETHER, as_one_file, companions_step, edit_step, stops_edits, together
 from .facts import WEIGHTS_ONLY, Facts, weights_step
 
 _LEVELS: Final = ("error", "warning", "note")

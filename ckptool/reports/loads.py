@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UnreadableError
 from ..base.map_location import MapLocation
@@ -74,19 +74,8 @@ def verdict_report(verdict: Verdict) -> VerdictReport:
     return {"verdict": verdict.word, "reasons": list(verdict.reasons)}
 
 
-#: (a part of torch's message, its meaning)
-_MEANINGS: Final = (
-    ("Attempting to deserialize object on", "a tag names a device that this machine lacks: map the location to cpu"),
-    ("don't know how to restore data location", "a tag names a device that this torch does not know"),
-    ("Invalid device string", "a tag is not a device: ckptool remap mends the file"),
-    ("Unsupported global", "the file names a class that torch does not load by default"),
-    ("Unsupported operand", "the pickle uses an instruction that weights_only refuses (protocol 4 or 5?)"),
-    ("Weights only load failed", "the file holds more than tensors and plain values"),
-)
-
-
 class LoadReport(TypedDict):
-    """The result of torch.load: the number of tensors by device, or torch's error with its meaning."""
+    """The result of torch.load: the number of tensors by device, or torch's error, which ``explain`` explains."""
 
     ok: bool
     error: str | None
@@ -124,6 +113,5 @@ def load_report(path: str, map_location: MapLocation) -> LoadReport:
     try:
         loaded = load_whole(path, map_location)
     except UnreadableError as error:
-        meaning = next((meaning for text, meaning in _MEANINGS if text in error.what), "")
-        return {"ok": False, "error": f"{error.what} ({meaning})" if meaning else error.what, "devices": {}}
+        return {"ok": False, "error": error.what, "devices": {}}
     return {"ok": True, "error": None, "devices": dict(Counter(str(tensor.device) for tensor in tensors_in(loaded)))}

@@ -108,12 +108,11 @@ def passed_over_words(counts: dict[str, int]) -> str:
 def scan_files(paths: Iterable[str], torch: str = DEFAULT) -> Iterator[FileScan]:
     """Yield the scan of every file that the paths lead to; in folders, of all files."""
     for item in find_all(paths):
-        if isinstance(item, SkippedFile):
-            yield skipped(item)
-        elif isinstance(item, UnreadableError):
-            yield unread(item.path, item)
-        else:
-            yield from scan_path(item, torch)
+        yield from scan_path(item, torch) if isinstance(item, str) else [_not_scanned(item)]
+
+
+def _not_scanned(item: SkippedFile | UnreadableError) -> FileScan:
+    return skipped(item) if isinstance(item, SkippedFile) else unread(item.path, item)
 
 
 def scan_verdict(item: FileScan) -> FileVerdict:
@@ -191,21 +190,18 @@ def scan_path(path: str, torch: str = DEFAULT) -> list[FileScan]:
                 folders += other_checkpoints(checkpoint.source)
         except CkptoolError as error:
             folder = whole if folder_at(whole) is not None else os.path.dirname(whole) or os.curdir
-            inner = f"{os.path.relpath(error.path, folder)}: " if error.path not in ("", whole) else ""
+            if error.path not in ("", whole):
+                error.what = f"{os.path.relpath(error.path, folder)}: {error.what}"
             if error.of_server:
-                scans.append(
-                    _scan(whole, None, "", error=advised(inner + error.what, error.step), next=error.step.line)
-                )
+                scans.append(unread(whole, error))
             else:
                 kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
-                scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (inner + error.what,))))
+                scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (error.what,))))
             for item in find_all([folder], within=True):
                 if isinstance(item, str) and folder_at(item) is not None:
                     folders.append(item)
-                elif isinstance(item, str):
-                    scans.append(scan_file(item, torch))
                 else:
-                    scans.append(skipped(item) if isinstance(item, SkippedFile) else unread(item.path, item))
+                    scans.append(scan_file(item, torch) if isinstance(item, str) else _not_scanned(item))
     return scans
 
 

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..base.findings import Effect, codes
 from ..base.lazy import regex
-from ..base.text import (
-    cut,
-    cut_key,
-    human_bytes,
-    human_count,
-    join_limited,
-    pluralize,
-    shape_text,
-    shown,
-    step_words,
-)
+from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pluralize, shape_text, shown, step_words
 from ..safety.weights_only import LoadPrediction
 
 if TYPE_CHECKING:

@@ -455,9 +455,7 @@ CASES = {
     "needs-import": Case(copied("dtensor.pt"), load_alone, cause="torch.distributed.tensor"),
     "not-torchscript": Case(saved, lambda: torch.jit.load(PATH), cause="state dict"),
     "weights-only-global": Case(
-        lambda: torch.save({"a": torch.ones(2), "args": argparse.Namespace(b=1)}, PATH),
-        load(),
-        load_any,
+        lambda: torch.save({"a": torch.ones(2), "args": argparse.Namespace(b=1)}, PATH), load(), load_any
     ),
     "weights-only": Case(
         lambda: torch.save({"a": torch.ones(2)}, PATH, pickle_protocol=4, _use_new_zipfile_serialization=False),

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.safety.torch_lists import NEWEST
 
-LAYOUTS = {
-    "csr": torch.sparse_csr,
-    "csc": torch.sparse_csc,
-    "bsr": torch.sparse_bsr,
-    "bsc": torch.sparse_bsc,
-}
+LAYOUTS = {"csr": torch.sparse_csr, "csc": torch.sparse_csc, "bsr": torch.sparse_bsr, "bsc": torch.sparse_bsc}
 
 
 def coordinate(indices: list[list[int]], shape: tuple[int, ...], is_coalesced: bool | None = None) -> torch.Tensor:

@@ -13,18 +13,7 @@ from ...base.errors import CkptoolError
 from ...base.lazy import regex
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import (
-    STDIN,
-    AnyStep,
-    Line,
-    Step,
-    as_step,
-    command,
-    in_shell,
-    is_folder,
-    suggested_output,
-    tree_step,
-)
+from ...base.steps import STDIN, AnyStep, Line, Step, as_step, command, in_shell, is_folder, suggested_output, tree_step
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete

@@ -130,11 +130,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
 
 
 def _tensors(
-    checkpoint: Checkpoint,
-    key: str | None,
-    only: Globs,
-    measured: bool,
-    progress: Progress | None,
+    checkpoint: Checkpoint, key: str | None, only: Globs, measured: bool, progress: Progress | None
 ) -> Tensors:
     entries = select_entries(checkpoint, key, True, only)
     rows: Sequence[Mapping[str, Any]]

@@ -177,12 +177,7 @@ def changes(content: Content) -> str:
     return f"{''.join(parts)}<div class=lists>{''.join(lists)}</div>"
 
 
-_FIGURE: Final = {
-    "rel_l2": "relative L2",
-    "cosine": "cosine",
-    "max_abs": "max |Δ|",
-    "mean_abs": "mean |Δ|",
-}
+_FIGURE: Final = {"rel_l2": "relative L2", "cosine": "cosine", "max_abs": "max |Δ|", "mean_abs": "mean |Δ|"}
 
 
 def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
