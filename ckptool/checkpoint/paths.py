@@ -305,139 +305,72 @@ def parse_path(text: str) -> list[Any]:
 
 def parse_steps(text: str) -> list[PathStep]:
     """Return the steps of a path as ``inspect`` prints it; raise TargetError if it is invalid."""
-    parser = _PathParser(text)
     steps: list[PathStep] = []
-    while parser.at < len(text):
-        steps.append(parser.step(first=not steps))
+    at = 0
+    while at < len(text):
+        match = _STEP.match(text, at)
+        kind = match.lastgroup if match is not None else None
+        if match is None or (kind == "word" and bool(match[1]) is not bool(at)) or (kind == "node" and at):
+            step = 'paths look like state_dict, models[0].net, callbacks["a.b"]'
+            raise TargetError(f"{text!r} is not a path", next=step)
+        at = match.end()
+        if kind == "number":
+            steps.append(PathStep(f"[{int(match['number'])}]", int(match["number"])))
+        elif kind in ("word", "text", "key"):
+            value = _key_value(text, match["key"]) if kind == "key" else match[kind]
+            steps.append(PathStep(spell_key(".", value)[1:] if isinstance(value, str) else match[0], value))
+        else:
+            steps.append(PathStep(match[0], NO_VALUE))
     return steps
 
 
-_WORD: Final = regex(r"[A-Za-z_][A-Za-z0-9_-]*")
-_CHILD_NUMBER: Final = regex(r"#\d{1,18}")
-_NUMBER: Final = regex(r"[+-]?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)")
-_QUOTE: Final = regex(r"""b?(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
-_ESCAPE: Final = regex(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_IN_PARENTHESES: Final = regex(r"\((?:#?\d{1,18}|state \d{1,18}|key \d{1,18}|function|keywords|id|buffer)\)")
-_CONSTANTS: Final = {"True": True, "False": False, "None": None}
+#: One step: a word, which only the first has without a dot; a number, the number of a child, a string without escapes,
+#: or another key in brackets; a step of an object; the number of a node, which only the first may be.
+_STEP: Final = regex(
+    r"""(\.?)(?P<word>[A-Za-z_][A-Za-z0-9_-]*)|\[(?:(?P<number>-?\d{1,18})|(?P<child>#\d{1,18})|"(?P<text>[^"\\]*)"|"""
+    r"""(?P<key>(?:[^]["']|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')+))\]|"""
+    r"""(?P<inner>\((?:(?:state |key )?\d{1,18}|function|keywords|id|buffer)\))|(?P<node>\(#\d{1,18}\))""",
+    re.DOTALL,
+)
 
 
-class _PathParser:
-    """A parser that reads a path from left to right; ``at`` is its position."""
+def _key_value(path: str, text: str) -> Any:
+    """Return the value of a key that is spelled as Python does, or NO_VALUE if only a module can make it.
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
+    Raise TargetError for a text that is not a key.
+    """
+    import ast
+    import warnings
 
-    def error(self, why: str = "") -> TargetError:
-        step = 'paths look like state_dict, models[0].net, callbacks["a.b"]'
-        return TargetError(f"{self.text!r} is not a path{why}", next="" if why else step)
-
-    def take(self, pattern: re.Pattern[str]) -> str | None:
-        match = pattern.match(self.text, self.at)
-        if match is None:
-            return None
-        self.at = match.end()
-        return match.group()
-
-    def skip(self, text: str) -> bool:
-        """Skip this text if the rest starts with it; return whether it did."""
-        if not self.text.startswith(text, self.at):
-            return False
-        self.at += len(text)
-        return True
-
-    def expect(self, text: str) -> None:
-        """Skip this text; raise TargetError if the rest does not start with it."""
-        if not self.skip(text):
-            raise self.error()
-
-    def step(self, first: bool) -> PathStep:
-        if self.skip("["):
-            number = self.take(_CHILD_NUMBER)
-            text, value = (number, NO_VALUE) if number else self.key(_MAX_DEPTH)
-            self.expect("]")
-            plain = isinstance(value, str) and _PLAIN_KEY.match(value)
-            return PathStep(f".{value}" if plain else f"[{text}]", value)
-        text = self.take(_IN_PARENTHESES) or ""
-        if text.startswith("(#") and not first:
-            raise self.error()
-        if text:
-            return PathStep(text, NO_VALUE)
-        dot = self.skip(".")
-        word = None if dot and first else self.take(_WORD)
-        if word is None:
-            raise self.error()
-        if not (dot or first):
-            raise self.error(f": a dot is missing before {word!r}")
-        return PathStep(f".{word}", word)
-
-    def key(self, depth: int) -> tuple[str, Any]:
-        """Read a key as ``key_text`` spells it; return its text and its value."""
-        if depth == 0:
-            raise self.error()
-        quoted = self.take(_QUOTE)
-        if quoted is not None:
-            return self.quoted(quoted)
-        number = self.take(_NUMBER)
-        if number is not None:
-            try:
-                value: int | float = int(number)
-            except ValueError:
-                value = float(number) if len(number) < LIMITS.path_chars else 0.0
-            return repr(value), value
-        if self.skip("("):
-            texts, values = self.parts(")", depth)
-            return _tuple_text(texts), NO_VALUE if NO_VALUE in values else tuple(values)
-        name = self.take(_DOTTED) or self.take(_WORD)
-        if name in _CONSTANTS:
-            return name, _CONSTANTS[name]
-        if name == "frozenset" and self.skip("("):
-            return self.frozenset(depth)
-        if name is None or (name != "complex" and "." not in name):
-            raise self.error()
-        if not self.skip("("):
-            return name, NO_VALUE
-        texts, values = self.parts(")", depth)
-        is_complex = name == "complex" and len(values) == 2 and all(type(value) is float for value in values)
-        return f"{name}({', '.join(texts)})", complex(*values) if is_complex else NO_VALUE
-
-    def quoted(self, quoted: str) -> tuple[str, Any]:
-        try:
-            text = _ESCAPE.sub(_unescaped, quoted[quoted.index(quoted[-1]) + 1 : -1])
-            if quoted[0] != "b":
-                return _quoted(text), text
-            data = text.encode("latin-1")
-        except (UnicodeEncodeError, ValueError, OverflowError):
-            raise self.error() from None
-        return _bytes_text(data) or "", data
-
-    def frozenset(self, depth: int) -> tuple[str, Any]:
-        if self.skip(")"):
-            return "frozenset()", frozenset()
-        self.expect("{")
-        texts, values = self.parts("}", depth)
-        self.expect(")")
-        return _frozenset_text(texts), NO_VALUE if NO_VALUE in values else frozenset(values)
-
-    def parts(self, end: str, depth: int) -> tuple[list[str], list[Any]]:
-        texts: list[str] = []
-        values: list[Any] = []
-        while not self.skip(end):
-            text, value = self.key(depth - 1)
-            texts.append(text)
-            values.append(value)
-            if not self.skip(","):
-                self.expect(end)
-                break
-            self.skip(" ")
-        return texts, values
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError):
+        raise TargetError(f"{path!r} is not a path: {text!r} is not a key") from None
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    code = match[1] or match[2] or match[3]
-    if code is not None:
-        return chr(int(code, 16))
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(match[4], match[4])
+def _evaluated(node: Any) -> Any:
+    """Return the value of a parsed key; raise ValueError for anything but constants, tuples, frozensets and names."""
+    import ast
+
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _evaluated(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.Constant) and node.value is not ...:
+        return node.value
+    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
+        return float(node.id)
+    inside = node.elts if isinstance(node, ast.Tuple | ast.Set) else node.args if isinstance(node, ast.Call) else []
+    values = [_evaluated(part) for part in inside]
+    if isinstance(node, ast.Tuple | ast.Set):
+        make: Any = tuple if isinstance(node, ast.Tuple) else frozenset
+        return NO_VALUE if NO_VALUE in values else make(values)
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    if name in ("complex", "frozenset") and NO_VALUE not in values:
+        return complex(*values) if name == "complex" else frozenset(*values)
+    if name not in ("complex", "frozenset") and not _DOTTED.fullmatch(name):
+        raise ValueError
+    return NO_VALUE
 
 
 def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
