@@ -104,20 +104,21 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
     """
     graph = file.graph
     root = values_of(graph, graph.root)
-    own = values_of(graph, root["optimizer_state_dict"]) if "optimizer_state_dict" in root else {}
+    own = _values(graph, root, "optimizer_state_dict")
     if "ds_zero_partition_groups" in own:
         what = "its parameters are cut over groups of ranks (ds_zero_partition_groups), which are not joined"
         raise NotACheckpointError(what, kind="deepspeed", next="deepspeed/checkpoint/ds_to_universal.py joins them")
     in_parts = "fp32_flat_groups" in own
     name = "fp32_flat_groups" if in_parts else "single_partition_of_fp32_groups"
-    if name not in own or not _list(graph, own[name]):
+    partitions = _list(graph, own.get(name, -1))
+    if not partitions:
         raise MalformedError("it has no partitions of parameters in 32 bits", where=file.name)
-    flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(_list(graph, own[name])))
+    flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(partitions))
     base = base_optimizer(graph, own)
     states = group_states(graph, base)
     moments: list[dict[str, Rows]] = [{} for _ in flats]
     steps = []
-    checksums = [_checksum(file, ref) for ref in _list(graph, own[name])]
+    checksums = [_checksum(file, ref) for ref in partitions]
     for number, flat in enumerate(flats):
         for slot, ref in states.get(number, {}).items():
             tensor = file.reader.tensor(ref)
@@ -127,31 +128,32 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
                 moments[number][slot] = _flat(file, ref, f"{slot} of group {number}")
                 checksums.append(_checksum(file, ref))
     counts = own.get("partition_count", -1)
+    each = tuple(whole_number(graph, ref) for ref in (_list(graph, counts) or (counts,)) if ref >= 0)
     config = _values(graph, _values(graph, root, "ds_config"), "zero_optimization")
     round_robin = graph.nodes[config["round_robin_gradients"]] if "round_robin_gradients" in config else False
     groups = [values_of(graph, ref) for ref in _list(graph, base.get("param_groups", -1))]
     rates = [graph.nodes[group["lr"]] for group in groups if "lr" in group]
     version = str(graph.nodes[root["ds_version"]]) if "ds_version" in root else ""
-    kinds = [{slot: part.dtype.name for slot, part in own.items()} for own in moments]
+    stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else None
     save = {
         "step": tuple(steps),
         "learning rate": tuple(rate for rate in rates if type(rate) is float),
         "DeepSpeed": version,
-        "ranks": _words(graph, counts),
+        "ranks": " and ".join(map(str, sorted({*each}))),
         "groups": len(flats),
         "dtypes": tuple(flat.dtype.name for flat in flats),
-        "states": tuple(f"{slot} of {kind}" for own in kinds for slot, kind in sorted(own.items())),
-        "zero_stage": whole_number(graph, own["zero_stage"]) if "zero_stage" in own else "none",
+        "states": tuple(f"{slot} of {part.dtype.name}" for of in moments for slot, part in sorted(of.items())),
+        "zero_stage": "none" if stage is None else stage,
         **_configuration(file, root),
     }
     return ZeroState(
         rank,
         file.name,
         in_parts,
-        whole_number(graph, own["zero_stage"]) if "zero_stage" in own else 0,
+        stage or 0,
         flats,
         tuple(moments),
-        tuple(whole_number(graph, ref) for ref in (_list(graph, counts) or (counts,)) if ref >= 0),
+        each,
         tuple(_integers(graph, ref) for ref in _list(graph, own.get("param_alignment_paddings", -1))),
         tuple(_addresses(graph, ref) for ref in _list(graph, own.get("param_slice_mappings", -1))),
         round_robin is True,
@@ -190,15 +192,20 @@ def read_model(file: RankFile, rank: int) -> ModelState:
     if "module" not in values or mapping(graph, values["module"]) is None or "param_shapes" not in values:
         lacking = "module" if "module" not in values else "param_shapes"
         raise MalformedError(f"it has no {lacking}: it is not a file of a model of ZeRO", where=file.name)
-    frozen = _values(graph, values, "frozen_param_fragments")
+    frozen, module = _values(graph, values, "frozen_param_fragments"), values_of(graph, values["module"])
     groups = parameter_shapes(file, values["param_shapes"])
     frozen_shapes = _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {}
     aliases = {name: graph.nodes[ref] for name, ref in _values(graph, values, "shared_params").items()}
-    buffers = [graph.nodes[ref] for ref in _list(graph, values.get("buffer_names", -1))]
+    buffers = [name for ref in _list(graph, values.get("buffer_names", -1)) if type(name := graph.nodes[ref]) is str]
     facts = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
     plain = {name: graph.nodes[values[name]] for name in facts if name in values}
-    save = {name: value for name, value in plain.items() if isinstance(value, int | str)}
     described = crc32(repr((groups, frozen_shapes)).encode())
+    whole = {}
+    for name in buffers:
+        tensor = file.reader.tensor(module[name]) if name in module else None
+        if tensor is not None:
+            with suppress(MalformedError):
+                whole[name] = tensor, copy_in(file, module[name], rows(file, module[name]))
     return ModelState(
         rank,
         file.name,
@@ -207,28 +214,16 @@ def read_model(file: RankFile, rank: int) -> ModelState:
         frozen_shapes,
         {name: rows(file, ref) for name, ref in frozen.items()},
         {name: kept for name, kept in aliases.items() if type(kept) is str},
-        {name for name in buffers if type(name) is str},
+        buffers,
         {
-            **save,
+            **{name: value for name, value in plain.items() if isinstance(value, int | str)},
             **_configuration(file, values),
-            "tensors": len(values_of(graph, values["module"])),
+            "tensors": len(module),
             "names and shapes": f"CRC-32 {described:08x}",
         },
         tuple(_checksum(file, ref) for ref in frozen.values()),
-        _buffers(file, values, [name for name in buffers if type(name) is str]),
+        whole,
     )
-
-
-def _buffers(file: RankFile, values: Mapping[str, Ref], names: Collection[str]) -> dict[str, tuple[Tensor, Copy]]:
-    """Return the buffers, which every rank has in full, as copies for comparison."""
-    module = values_of(file.graph, values["module"])
-    found = {}
-    for name in names:
-        tensor = file.reader.tensor(module[name]) if name in module else None
-        if tensor is not None:
-            with suppress(MalformedError):
-                found[name] = tensor, copy_in(file, module[name], rows(file, module[name]))
-    return found
 
 
 def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
@@ -309,8 +304,3 @@ def number_of(file: RankFile, ref: Ref) -> float:
         return -1
     data = source.read(begin, dtype.itemsize)
     return float(struct.unpack(_NUMBERS[dtype.name], data)[0]) if len(data) == dtype.itemsize else -1
-
-
-def _words(graph: Graph, ref: Ref) -> str:
-    numbers = {whole_number(graph, item) for item in _list(graph, ref) or (ref,) if item >= 0}
-    return " and ".join(map(str, sorted(numbers)))

@@ -380,6 +380,19 @@ def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
     return Copy(file.name, place.source, place.begin, crc, where, stored.size == tensor.own_bytes)
 
 
+class Slice(NamedTuple):
+    """The elements of a tensor in one file, also as a copy for comparison."""
+
+    rows: Rows
+    copy: Copy
+
+
+def slice_of(file: RankFile, ref: Ref) -> Slice:
+    """Return a tensor of a file; raises as ``rows`` does."""
+    place = rows(file, ref)
+    return Slice(place, copy_in(file, ref, place))
+
+
 def whole_tensor(tensor: Rows) -> JoinedTensor:
     """Return a joined tensor that is whole in one file."""
     size = prod(tensor.shape)

@@ -27,7 +27,7 @@ from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..folders import opening, other_steps_problem
-from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows, whole_tensor
+from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, slice_of, whole_tensor
 from ..names.megatron import (
     ITERATION,
     LATEST,
@@ -40,7 +40,7 @@ from ..names.megatron import (
 )
 from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Chunk, Rows
-from ..pieces.copies import Copy, CopyPair, is_one_value
+from ..pieces.copies import CopyPair, is_one_value
 from .args import Arguments, arguments, number
 
 #: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
@@ -96,13 +96,6 @@ class _Part(NamedTuple):
         """The number of layers in this stage."""
         matches = (_LAYER.search(".".join(keys)) for keys in self.values)
         return max((int(match[2]) + 1 for match in matches if match), default=0)
-
-
-class _Slice(NamedTuple):
-    """One rank's slice of a tensor, also as a copy for comparison."""
-
-    rows: Rows
-    copy: Copy
 
 
 class Megatron(RankFiles):
@@ -261,18 +254,17 @@ class Megatron(RankFiles):
         known = [piece for piece in pieces if piece is not None]
         return self._united(name, known[0].rows, pieces) if known else self.graft(here.file, ref)
 
-    def _slice(self, part: _Part, keys: _Keys, name: str) -> _Slice | None:
+    def _slice(self, part: _Part, keys: _Keys, name: str) -> Slice | None:
         """Return one rank's slice of a tensor; report a problem and return None if it is missing or unreadable."""
         try:
             if keys not in part.values:
                 raise MalformedError("it is not there")
-            own = rows(part.file, part.values[keys])
-            return _Slice(own, copy_in(part.file, part.values[keys], own))
+            return slice_of(part.file, part.values[keys])
         except MalformedError as error:
             self.note_lost(f"{part.file.name}: {quoted(name)}: {error.what}", part.file.name)
             return None
 
-    def _united(self, name: str, like: Rows, pieces: Sequence[_Slice | None]) -> Ref:
+    def _united(self, name: str, like: Rows, pieces: Sequence[Slice | None]) -> Ref:
         """Add a tensor, joined from the slices of the tensor-parallel ranks by the rule of its layer."""
         for piece in pieces:
             if piece is not None and piece.rows[:2] != like[:2]:

@@ -27,7 +27,7 @@ from ...files.sources import FolderSource, Span
 from ...pickles.nodes import Ref
 from .. import read_container
 from ..folders import opening
-from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
+from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, slice_of, whole_tensor
 from ..names.hf import companions
 from ..pieces.chunks import Chunk, Rows, RowSource
 from ..pieces.copies import CopyPair
@@ -169,7 +169,7 @@ class Parts(RankFiles):
                 if name in tensors:
                     other = tensors[name][0].name
                     what = f"{other} and {file.name} both have {quoted(name)}: one of them is from another save"
-                    self.note(UNJOINED, "error", what, file.name, refused=True)
+                    self._note_unjoined(what, file.name)
                 tensors[name] = file, ref
         return tensors
 
@@ -195,7 +195,7 @@ class Parts(RankFiles):
             except (RefusedError, MalformedError) as error:
                 refusals.append((len(checked), recipe, error))
         _, recipe, best = max(refusals, key=lambda item: item[0])
-        self.note(UNJOINED, "error", best.what, refused=True)
+        self._note_unjoined(best.what)
         return recipe, known_numbers(recipe.numbers, facts)
 
     def _check(
@@ -244,44 +244,47 @@ class Parts(RankFiles):
 
     def _whole(self, name: str) -> Ref | None:
         """Return the joined tensor, or None without a usable part; report parts that do not fit together."""
-        places: dict[str, tuple[RankFile, Ref, Rows]] = {}
+        places: dict[str, Slice] = {}
         rule, pattern = _pattern(self._index, name)
         one = rule is not None and rule.parts == "one"
         owner = next(part[name][0].name for part in self._parts if name in part)
         for part in self._parts:
-            if name not in part:
-                if not one:
-                    file, _ = next(iter(part.values()))
-                    self.note_lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
-                continue
-            file, ref = part[name]
-            try:
-                places[file.name] = file, ref, rows(file, ref)
-            except MalformedError as error:
-                self.note(UNJOINED, "error", f"{quoted(name)} in {file.name}: {error.what}", file.name, refused=True)
-        own = next(iter(places.values()))[2] if places else None
-        if own is None:
+            if name in part:
+                file, ref = part[name]
+                try:
+                    places[file.name] = slice_of(file, ref)
+                except MalformedError as error:
+                    self._note_unjoined(f"{quoted(name)} in {file.name}: {error.what}", file.name)
+            elif not one:
+                file, _ = next(iter(part.values()))
+                self.note_lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
+        if not places:
             return None
+        own = next(iter(places.values())).rows
+        lost = JoinedTensor(own.dtype, own.shape, own.shape, tuple)
         if len(places) < len(self._parts) and not one:
-            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
-        odd = next((file for file, (_, _, place) in places.items() if place.dtype != own.dtype), "")
+            return self.add_tensor(name, lost, whole=False)
+        odd = next((file for file, place in places.items() if place.rows.dtype != own.dtype), "")
         if odd:
-            self.note(UNJOINED, "error", f"{quoted(name)} has another dtype in {odd}", odd, refused=True)
+            self._note_unjoined(f"{quoted(name)} has another dtype in {odd}", odd)
+        own_rows = {file: place.rows for file, place in places.items()}
         if rule is not None and rule.parts in ("sum", "mean") and len(places) > 1:
-            return self._sum(name, rule.parts == "mean", {file: place for file, (_, _, place) in places.items()})
+            return self._sum(name, rule.parts == "mean", own_rows)
         if one or len(places) == 1 or pattern is None or pattern.axes is None or not is_cut(pattern.axes):
-            return self._same(name, places)
+            return self._same(name, [*places.values()])
         try:
-            self._refuse_copies(name, pattern, list(places.values()))
-            views = {file: _view(place) for file, (_, _, place) in places.items()}
-            output = _joined(name, pattern, views, self._known)
+            self._refuse_copies(name, pattern, [*places.values()])
+            output = _joined(name, pattern, {file: _view(place) for file, place in own_rows.items()}, self._known)
             if any(len(dimension.sections) > 1 and not dimension.cut for dimension in pattern.axes):
-                _refuse_equal_sections(name, output, {file: place for file, (_, _, place) in places.items()})
+                _refuse_equal_sections(name, output, own_rows)
         except RefusedError as error:
-            self.note(UNJOINED, "error", error.what, refused=True)
-            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
-        chunks = _chunks(output, {file: place for file, (_, _, place) in places.items()})
+            self._note_unjoined(error.what)
+            return self.add_tensor(name, lost, whole=False)
+        chunks = _chunks(output, own_rows)
         return self.add_tensor(name, JoinedTensor(own.dtype, output.shape, output.grid, lambda: chunks), whole=not odd)
+
+    def _note_unjoined(self, message: str, where: str = "") -> None:
+        self.note(UNJOINED, "error", message, where, refused=True)
 
     def _sum(self, name: str, is_mean: bool, places: Mapping[str, Rows]) -> Ref:
         """Return the sum or mean of a tensor over all parts."""
@@ -290,27 +293,24 @@ class Parts(RankFiles):
         odd = odd or (next(iter(places)) if own.dtype.name not in SUMMABLE else "")
         if odd:
             shape = f"{places[odd].dtype.name} {list(places[odd].shape)}"
-            self.note(UNJOINED, "error", f"{quoted(name)} is {shape} in {odd}, which has no sum", odd, refused=True)
-            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
+            self._note_unjoined(f"{quoted(name)} is {shape} in {odd}, which has no sum", odd)
+            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, tuple), whole=False)
         spans = [Span(place.source, place.begin, _size(place)) for place in places.values()]
         source = SumSource(spans, own.dtype.name, own.dtype.itemsize, len(spans) if is_mean else 1, name)
-        chunk = Chunk(((0,) * len(own.shape), own.shape), source, 0)
-        return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: (chunk,)))
+        return self.add_tensor(name, whole_tensor(own._replace(source=source, begin=0)))
 
-    def _same(self, name: str, places: Mapping[str, tuple[RankFile, Ref, Rows]]) -> Ref:
+    def _same(self, name: str, places: Sequence[Slice]) -> Ref:
         """Return a tensor that all parts have in full: the one in the first part, once the others are compared."""
-        (file, ref, own), *others = places.values()
-        size = _size(own)
-        for other, its, place in others:
+        (own, copy), *others = places
+        for place, other in others:
             if place.shape != own.shape:
-                what = f"{quoted(name)} has the shape {list(own.shape)} in {file.name}, and {list(place.shape)} in"
-                self.note(UNJOINED, "error", f"{what} {other.name}", other.name, refused=True)
+                what = f"{quoted(name)} has the shape {list(own.shape)} in {copy.file}, and {list(place.shape)} in"
+                self._note_unjoined(f"{what} {other.file}", other.file)
                 break
-            self.copies.add(CopyPair(name, copy_in(file, ref, own), copy_in(other, its, place), size))
-        chunk = Chunk(((0,) * len(own.shape), own.shape), own.source, own.begin)
-        return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: (chunk,)))
+            self.copies.add(CopyPair(name, copy, other, _size(own)))
+        return self.add_tensor(name, whole_tensor(own))
 
-    def _refuse_copies(self, name: str, pattern: Pattern, places: Sequence[tuple[RankFile, Ref, Rows]]) -> None:
+    def _refuse_copies(self, name: str, pattern: Pattern, places: Sequence[Slice]) -> None:
         """Raise RefusedError if there are more parts than heads, so that several parts have the same head."""
         cut = {each.symbol for dimension in pattern.axes or () for each in dimension.outer[:1] if each.cut}
         counts = [self._known[symbol] for symbol in cut & self._known.keys()]
@@ -318,12 +318,12 @@ class Parts(RankFiles):
             what = f"{quoted(name)} has {min(counts):,} heads for {len(places):,} parts, so some parts have copies"
             raise RefusedError(f"{what}: they are not joined")
         unknown = cut & self.recipe.numbers.keys() - self._stated
-        (file, ref, own), (other, its, place) = places[:2]
-        pair = CopyPair(name, copy_in(file, ref, own), copy_in(other, its, place), _size(own))
-        sample = pair._replace(size=min(pair.size, _SAMPLE), width=own.dtype.itemsize)
-        if unknown and own.shape == place.shape and (pair.by_checksum() is True or sample.by_value()):
+        one, other = places[:2]
+        pair = CopyPair(name, one.copy, other.copy, _size(one.rows))
+        sample = pair._replace(size=min(pair.size, _SAMPLE), width=one.rows.dtype.itemsize)
+        if unknown and one.rows.shape == other.rows.shape and (pair.by_checksum() is True or sample.by_value()):
             field = next(field for field in self.recipe.numbers[min(unknown)])
-            what = f"{quoted(name)} is the same in {file.name} and {other.name}, and {field} is not known"
+            what = f"{quoted(name)} is the same in {one.copy.file} and {other.copy.file}, and {field} is not known"
             raise RefusedError(f"{what}: put the params.json of the model beside them")
 
 
