@@ -84,7 +84,6 @@ class Merge:
         self.label = label
         self.meshes: dict[Mesh, None] = {}
         self.kinds: dict[str, None] = {}
-        self.placements: dict[tuple[str, ...], None] = {}
         #: File names by the rank that wrote them.
         self.ranks: dict[int, list[str]] = {}
         #: Files without a split tensor, by the number in their name.
@@ -173,7 +172,7 @@ class Merge:
         if known is None:
             known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
         self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
-        self.kinds[how.kind] = self.placements[how.placements] = None
+        self.kinds[how.kind] = None
         if self.unordered is None and not how.mesh.is_ascending(how.placements):
             self.unordered = how.mesh, file.name
         if path in self._plain or _identity(how, dtype, tensor.shape) != _identity(known.how, known.dtype, known.shape):
@@ -271,24 +270,6 @@ class Merge:
                 if _last(path) == wanted and type(digest) is tuple and digest[0] == "int":
                     return wanted.lstrip("_").replace("_", " "), int(digest[1])
         return None
-
-    @property
-    def system(self) -> str:
-        """The kind of parallelism that split the tensors, for display; "" if no tensor is split."""
-        kinds = list(self.kinds)
-        if kinds == ["ShardedTensor"]:
-            return "FSDP1 (flat parameters)" if self.flat else "FSDP1 (ShardedTensor)"
-        cuts = {placements for placements in self.placements if any(map(_is_cut, placements))}
-        one = all(len(placements) == 1 for placements in cuts)
-        if one and cuts <= {("Shard(0)",)}:
-            name = "FSDP"
-        elif one:
-            name = "tensor parallelism"
-        elif cuts == {("Replicate()", "Shard(0)")}:
-            name = "HSDP"
-        else:
-            name = "several dimensions"
-        return f"{name} ({' and '.join(kinds)})" if kinds else ""
 
     @property
     def is_optimizer(self) -> bool:
@@ -490,10 +471,6 @@ def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
     if dtype is None or dtype.packed > 1:
         raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
     return dtype
-
-
-def _is_cut(placement: str) -> bool:
-    return placement != "Replicate()"
 
 
 def _last(path: str) -> str:

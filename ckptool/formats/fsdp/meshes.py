@@ -234,10 +234,10 @@ def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: 
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
-    systems = {merge.system: None for merge in merges if merge.system}
+    kinds = dict.fromkeys(kind for merge in merges for kind in merge.kinds)
     over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
     step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
-    return f"{join_limited(list(systems))} over {over}{step}"
+    return f"{join_limited(list(kinds))} over {over}{step}"
 
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:
