@@ -28,8 +28,6 @@ _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
 #: Other tensors of a module that have one element per row of its weight.
 _BESIDE: Final = ("bias", "running_mean", "running_var", "weight_g", "weight_scale")
-#: Token embedding modules of transformers. Whatever config.json says, their weight is a matrix with rows.
-_EMBEDDINGS: Final = frozenset(("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"))
 
 
 def empty_weights(checkpoint: Checkpoint) -> str:
@@ -37,22 +35,17 @@ def empty_weights(checkpoint: Checkpoint) -> str:
 
     Tensors of size 0 are legitimate as buffers, and as parameters of a module whose tensors all have size 0. They
     contradict the model if every weight is empty, if other tensors of the module have elements, or if most weights are
-    empty. With a config.json in the folder, a token embedding that is not a matrix also contradicts it.
+    empty.
     """
     if checkpoint.traits.assembled:
         return ""  # the ranks recorded the shapes of the whole tensors
     survey = checkpoint.survey
-    if survey.tensors and not any(
-        entry.tensor.shape == _EMPTY or _is_no_embedding(entry.key, entry.tensor.shape) for entry in survey.tensors
-    ):
+    if survey.tensors and not any(entry.tensor.shape == _EMPTY for entry in survey.tensors):
         return ""
     names = _names_beside(checkpoint)
     adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES
     if not survey.tensors:
         return "the adapter is empty: there is no tensor in it" if adapter else ""
-    described = _CONFIG in names
-    if not (described or any(entry.tensor.shape == _EMPTY for entry in survey.tensors)):
-        return ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
         return ""  # the slices are in other files of the DeepSpeed folder
     state_dicts: dict[int, Shapes] = {}
@@ -60,7 +53,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
         dtype = BY_NAME.get(entry.tensor.dtype)
         if entry.state_dict >= 0 and dtype is not None and dtype.floating:
             state_dicts.setdefault(entry.state_dict, {})[entry.key] = entry.tensor.shape
-    found = (_emptied(shapes, described, adapter) for shapes in state_dicts.values())
+    found = (_emptied(shapes, adapter or _CONFIG in names, adapter) for shapes in state_dicts.values())
     return next((message for message in found if message), "")
 
 
@@ -81,21 +74,17 @@ def gather_step(checkpoint: Checkpoint) -> NextStep:
     return as_step(f"{_GATHER}, or convert the folder global_stepN of DeepSpeed")
 
 
-def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
-    """Return the message about one state dict, or "". ``described``: the folder has a configuration."""
+def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
+    """Return the message about one state dict, or "". ``sure``: no weight of this folder may be empty."""
     weights = [name for name in shapes if _is_weight(name)]
     empty = [name for name in weights if shapes[name] == _EMPTY]
     cause = "it was saved on one rank of DeepSpeed ZeRO-3, without gathering the weights"
     if empty and all(shape == _EMPTY for shape in shapes.values()):
         what = "the adapter is empty: all its tensors have" if adapter else "it holds no weights: every tensor has"
         return f"{what} the shape [0]; {cause}"
-    sure = described or adapter
     bad = [name for name in empty if sure or _is_contradicted(name, shapes)]
     if not bad and len(empty) * 2 > len(weights):
         bad = [name for name in empty if not _module_is_empty(name, shapes)]
-    if not bad and described and (cut := [name for name in weights if _is_no_embedding(name, shapes[name])]):
-        shape = ", ".join(map(str, shapes[cut[0]]))
-        return f"{cut[0]} embeds tokens, and has the shape [{shape}]: it is a slice from one rank of FSDP or ZeRO-3"
     if not bad:
         return ""
     count = f"{len(bad):,} of {pluralize(len(weights), 'weight')}"
@@ -104,14 +93,6 @@ def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
 
 def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == "weight" or bool(adapter_keys([name]))
-
-
-def _is_no_embedding(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a token embedding, by its name, is a vector or has no rows."""
-    if not (len(shape) == 1 or 0 in shape):
-        return False
-    module, _, end = name.rpartition(".")
-    return end == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:

@@ -140,13 +140,13 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
     """Check whether loaders take the file; ``notes`` say why torch.load refuses it."""
     unsupported, verdict, problems = checkpoint.survey.unsupported, known.verdict, known.problems
     start = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
-    call = f"torch.load(weights_only=True){verdict.versions}"
+    call = f"torch.load(weights_only=True) of torch {verdict.torch}"
     loader = checkpoint.traits.loader
     if checkpoint.traits.loads == "converted" and not checkpoint.pickled:
         from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
 
         loader = OUTPUTS[checkpoint.traits.writes_as].loader
-    by_name = f"{loader} takes it, torch.load{verdict.versions} {'too' if verdict.loads else 'does not'}"
+    by_name = f"{loader} takes it, torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
     good = f"{start}{call} takes it" if checkpoint.pickled else f"{start}{by_name}"
     check = judge(WEIGHTS_ONLY, "safety", notes, good)
     rules = [item.rule for item in verdict.blockers if item.rule]

@@ -171,7 +171,7 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
     if policy.weights_only:
         reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
         as_file = "as one file: " if checkpoint.traits.loads == "converted" else ""
-        good = f"{as_file}torch.load(weights_only=True){verdict.versions} takes it"
+        good = f"{as_file}torch.load(weights_only=True) of torch {verdict.torch} takes it"
         yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {join_limited(reasons)}")
 
 

@@ -139,15 +139,10 @@ Blocker = TypedDict("Blocker", {"global": str, "rule": str, "count": int, "calle
 
 
 class WeightsOnly(TypedDict):
-    """Whether torch.load(weights_only=True) in this version of torch loads the file.
-
-    ``since`` is null if that torch is installed or was named. Otherwise all versions from that one on decide alike, ""
-    for all versions.
-    """
+    """Whether torch.load(weights_only=True) in this version of torch loads the file."""
 
     torch: str
     loads: bool
-    since: str | None
     blockers: list[Blocker]
 
 
@@ -412,7 +407,6 @@ def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
     return {
         "torch": verdict.torch,
         "loads": verdict.loads,
-        "since": verdict.since,
         "blockers": [
             {"global": blocker.name, "count": blocker.number, "called": blocker.called}
             if blocker.name

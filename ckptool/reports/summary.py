@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 from ..base.findings import Effect, codes
 from ..base.lazy import regex
 from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pluralize, shape_text, shown, step_words
-from ..safety.weights_only import LoadPrediction
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, QuantizedReport, StateDictReport
@@ -178,8 +177,7 @@ def _loads(report: InspectReport) -> str:
 
 
 def _versions(report: InspectReport) -> str:
-    verdict = report["weights_only"]
-    return LoadPrediction(verdict["torch"], verdict["loads"], (), verdict["since"]).versions
+    return f" of torch {report['weights_only']['torch']}"
 
 
 def _verdict(report: InspectReport) -> str:

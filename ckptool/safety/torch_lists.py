@@ -153,12 +153,6 @@ def rules(version: str) -> Rules:
     )
 
 
-def differ(one: str, other: str) -> bool:
-    """Return whether two versions differ in more than their lists."""
-    both = ((rules(version), refused_opcodes(version), maps_python2(version)) for version in (one, other))
-    return next(both) != next(both)
-
-
 def _since(version: str, first: str) -> bool:
     return len(_history(version)) >= len(_history(first))
 

@@ -18,13 +18,8 @@ from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
 from .torch_lists import (
     DEFAULT,
-    HISTORY,
-    INSTALLED,
-    NEWEST,
-    VERSIONS,
     Rules,
     allowed,
-    differ,
     maps_python2,
     newobj_targets,
     refused_opcodes,
@@ -69,22 +64,11 @@ class Blocker(NamedTuple):
 
 
 class LoadPrediction(NamedTuple):
-    """Whether this version of ``torch`` ``loads`` a file; ``blockers`` are the reasons against it.
-
-    ``since``: without an installed torch, the first version from which on all versions decide alike, "" for all.
-    """
+    """Whether this version of ``torch`` ``loads`` a file; ``blockers`` are the reasons against it."""
 
     torch: str
     loads: bool
     blockers: tuple[Blocker, ...]
-    since: str | None = None
-
-    @property
-    def versions(self) -> str:
-        """The versions that it is about: " of torch 2.13", " since torch 2.4", or "" for all."""
-        if self.since is None:
-            return f" of torch {self.torch}"
-        return f" since torch {self.since}" if self.since else ""
 
 
 def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = DEFAULT) -> LoadPrediction:
@@ -93,22 +77,6 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
     ``flaws`` come from ``storage_flaws``. Failures that depend on the machine, such as a missing device, are not
     predicted.
     """
-    prediction = _predicted(checkpoint, flaws, torch)
-    if INSTALLED or torch != NEWEST:
-        return prediction
-    names = {mapped_name(node) for _, node in checkpoint.graph.of_type(Global)}
-    since = ""
-    for change, before in zip(reversed(HISTORY), reversed(VERSIONS[:-1])):
-        moved = names & (change.added | change.removed | change.registered | change.unregistered)
-        if (moved or differ(before, change.version)) and (
-            _predicted(checkpoint, flaws, before).loads is not prediction.loads
-        ):
-            since = change.version
-            break
-    return prediction._replace(since=since)
-
-
-def _predicted(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> LoadPrediction:
     program = program_of(checkpoint)
     if program is not None:
         # Its pickles are for another unpickler, so their names say nothing about torch.load.

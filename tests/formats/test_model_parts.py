@@ -358,7 +358,6 @@ def test_ranks_of_deepseek_have_experts_of_their_own(ranks: int, lora: bool, sca
     source = folder if ranks > 1 else folder / "model0-mp1.safetensors"
     assert_equal(joined(source, tmp_path / "out.safetensors", to_names="hf:deepseek_v3"), state)
     if ranks > 1:
-        assert "--to-names hf:deepseek_v3" in say("inspect", folder).out
         last = folder / f"model{ranks - 1}-mp{ranks}.safetensors"
         whole = load_file(last)
         # All layers lack the last expert: the router has a row for it.
@@ -438,7 +437,6 @@ def test_layers_of_neox_are_joined_and_summed(parts: int, tmp_path: Path) -> Non
     state = {name: torch.randint(-64, 64, value.shape) / 16 for name, value in files.items()}
     folder = save_neox(state, tmp_path / "in", parts)
     assert_equal(joined(folder, tmp_path / "out.safetensors", to_names="hf:gpt_neox"), state)
-    assert "hf:gpt_neox" in say("inspect", folder).out
     if parts > 1:
         words = ["convert", folder, "--to-names", "hf:gpt_neox", "--max-shard-size", "0.9kB"]
         assert say(*words, "-o", tmp_path / "shards", "--jobs", "2").code == 0

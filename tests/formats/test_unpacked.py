@@ -31,12 +31,6 @@ def test_the_file_is_what_it_was(name: str, tmp_path: Path) -> None:
     assert oracle.difference(oracle.load(FIXTURES / name), oracle.load(out)) == ""
 
 
-def test_inspect_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = unpacked("bare.pth", tmp_path)
-    assert run(["inspect", str(folder)]) == 0
-    assert f"-> ckptool convert {folder} -o {folder}.pth" in capsys.readouterr().out
-
-
 def test_a_storage_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = unpacked("bare.pth", tmp_path)
     (folder / "data" / "3").unlink()

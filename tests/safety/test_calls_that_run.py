@@ -35,6 +35,12 @@ def ran(names: str, *objects: Code) -> Ran:
     return Ran(names, objects)
 
 
+def runs(function: str, *arguments: object) -> Ran:
+    """A call of the function that the verdict names."""
+    module, _, last = function.rpartition(".")
+    return ran(function, call(name(module, last), *arguments))
+
+
 def at(module: str, path: str) -> Code:
     """STACK_GLOBAL, whose name may be dotted."""
     return Code(b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, path)) + b"\x93")
@@ -86,36 +92,33 @@ FILES = {
 SAMPLES = [
     # -- functions that run code or commands
     ran("posix.system('echo > mark')", call(SYSTEM, SHELL)),
-    ran("os.popen", call(name("os", "popen"), SHELL)),
-    ran("os.spawnlp", call(name("os", "spawnlp"), 0, "sh", *SH)),
-    ran("posix.posix_spawn", call(name("posix", "posix_spawn"), "/bin/sh", SH, {})),
-    ran("subprocess.Popen", call(name("subprocess", "Popen"), SH)),
-    ran("subprocess.getoutput", call(name("subprocess", "getoutput"), SHELL)),
-    ran("pty.spawn", call(name("pty", "spawn"), SH)),
-    ran("builtins.eval", call(name("builtins", "eval"), CODE)),
+    runs("os.popen", SHELL),
+    runs("os.spawnlp", 0, "sh", *SH),
+    runs("posix.posix_spawn", "/bin/sh", SH, {}),
+    runs("subprocess.Popen", SH),
+    runs("subprocess.getoutput", SHELL),
+    runs("pty.spawn", SH),
+    runs("builtins.eval", CODE),
     ran("builtins.exec", call(EXEC, CODE)),
-    ran("runpy.run_path", call(name("runpy", "run_path"), "marking.py")),
-    ran("runpy.run_module", call(name("runpy", "run_module"), "marking")),
-    ran("runpy._run_code", call(name("runpy", "_run_code"), CODE, {})),
-    ran("importlib.import_module", call(name("importlib", "import_module"), "marking")),
-    ran("builtins.__import__", call(name("builtins", "__import__"), "marking")),
-    ran("pkgutil.resolve_name", call(name("pkgutil", "resolve_name"), "marking:x")),
-    ran("pydoc.locate", call(name("pydoc", "locate"), "marking.x")),
-    ran("pydoc.safeimport", call(name("pydoc", "safeimport"), "marking")),
-    ran("pydoc.pipepager", call(name("pydoc", "pipepager"), "text", SHELL)),
-    ran("logging.config._resolve", call(name("logging.config", "_resolve"), "marking.x")),
-    ran(
+    runs("runpy.run_path", "marking.py"),
+    runs("runpy.run_module", "marking"),
+    runs("runpy._run_code", CODE, {}),
+    runs("importlib.import_module", "marking"),
+    runs("builtins.__import__", "marking"),
+    runs("pkgutil.resolve_name", "marking:x"),
+    runs("pydoc.locate", "marking.x"),
+    runs("pydoc.safeimport", "marking"),
+    runs("pydoc.pipepager", "text", SHELL),
+    runs("logging.config._resolve", "marking.x"),
+    runs(
         "logging.config.dictConfig",
-        call(
-            name("logging.config", "dictConfig"),
-            {"version": 1, "handlers": {"h": {"()": "helper.go", "x": 1}}, "root": {"handlers": ["h"]}},
-        ),
+        {"version": 1, "handlers": {"h": {"()": "helper.go", "x": 1}}, "root": {"handlers": ["h"]}},
     ),
-    ran("unittest.main.TestProgram", call(name("unittest.main", "TestProgram"), "marking")),
-    ran("timeit.timeit", call(name("timeit", "timeit"), CODE)),
-    ran("timeit.main", call(name("timeit", "main"), ["-n", "1", CODE])),
-    ran("cProfile.run", call(name("cProfile", "run"), CODE, "stats")),
-    ran("profile.run", call(name("profile", "run"), CODE, "stats")),
+    runs("unittest.main.TestProgram", "marking"),
+    runs("timeit.timeit", CODE),
+    runs("timeit.main", ["-n", "1", CODE]),
+    runs("cProfile.run", CODE, "stats"),
+    runs("profile.run", CODE, "stats"),
     ran("bdb.Bdb.run", call(at("bdb", "Bdb.run"), call(name("bdb", "Bdb")), CODE, {}, {})),
     ran(
         "code.InteractiveInterpreter.runsource",
@@ -123,47 +126,35 @@ SAMPLES = [
     ),
     ran("trace.Trace.run", call(at("trace", "Trace.run"), call(name("trace", "Trace"), 0, 0), CODE)),
     ran("ctypes.CDLL", call(call(GETATTR, call(name("ctypes", "CDLL"), None), "system"), SHELL.encode())),
-    ran(
-        "multiprocessing.util.spawnv_passfds",
-        call(name("multiprocessing.util", "spawnv_passfds"), b"/bin/sh", [b"sh", b"-c", SHELL.encode()], [0, 1, 2]),
-    ),
-    ran(
-        "asyncio.run",
-        call(
-            name("asyncio", "run"),
-            call(name("asyncio.subprocess", "create_subprocess_shell"), SHELL),
-        ),
-    ),
+    runs("multiprocessing.util.spawnv_passfds", b"/bin/sh", [b"sh", b"-c", SHELL.encode()], [0, 1, 2]),
+    runs("asyncio.run", call(name("asyncio.subprocess", "create_subprocess_shell"), SHELL)),
     ran(
         "webbrowser.GenericBrowser.open",
         call(
             at("webbrowser", "GenericBrowser.open"), call(name("webbrowser", "GenericBrowser"), ["sh", "evil.sh"]), "x"
         ),
     ),
-    ran("imaplib.IMAP4_stream", call(name("imaplib", "IMAP4_stream"), SHELL)),
-    ran(
-        "test.support.script_helper.run_python_until_end",
-        call(name("test.support.script_helper", "run_python_until_end"), "-c", CODE),
-    ),
-    ran("distutils.spawn.spawn", call(name("distutils.spawn", "spawn"), SH)),
+    runs("imaplib.IMAP4_stream", SHELL),
+    runs("test.support.script_helper.run_python_until_end", "-c", CODE),
+    runs("distutils.spawn.spawn", SH),
     ran(
         "lib2to3.pgen2.grammar.Grammar.loads",
         call(at("lib2to3.pgen2.grammar", "Grammar.loads"), call(name("lib2to3.pgen2.grammar", "Grammar")), EVIL),
     ),
-    ran("idlelib.calltip.get_entity", call(name("idlelib.calltip", "get_entity"), CODE)),
-    ran("uuid._get_command_stdout", call(name("uuid", "_get_command_stdout"), "sh", "evil.sh")),
-    ran("_osx_support._read_output", call(name("_osx_support", "_read_output"), SHELL)),
-    ran("pickle.loads", call(name("pickle", "loads"), EVIL)),
-    ran("_pickle.loads", call(name("_pickle", "loads"), EVIL)),
+    runs("idlelib.calltip.get_entity", CODE),
+    runs("uuid._get_command_stdout", "sh", "evil.sh"),
+    runs("_osx_support._read_output", SHELL),
+    runs("pickle.loads", EVIL),
+    runs("_pickle.loads", EVIL),
     ran("shelve.Shelf", call(at("shelve", "Shelf.__getitem__"), call(name("shelve", "Shelf"), {b"k": EVIL}), "k")),
-    ran("site.addpackage", call(name("site", "addpackage"), ".", "evil.pth", None)),
+    runs("site.addpackage", ".", "evil.pth", None),
     ran("sched.scheduler", call(at("sched", "scheduler.enter"), call(name("sched", "scheduler"), GO, GO), 0, 0, GO)),
     ran("threading.Thread", call(at("threading", "Thread.run"), call(name("threading", "Thread"), None, GO))),
     # -- functions that call what they are given, or lead to other functions
     ran("builtins.map", call(LIST, call(name("builtins", "map"), GO, [1]))),
     ran("builtins.map", call(name("collections", "deque"), call(name("builtins", "map"), SYSTEM, [SHELL]))),
     ran("builtins.filter", call(LIST, call(name("builtins", "filter"), GO, [1]))),
-    ran("functools.reduce", call(name("functools", "reduce"), GO, [1, 2])),
+    runs("functools.reduce", GO, [1, 2]),
     ran("itertools.starmap", call(LIST, call(name("itertools", "starmap"), GO, [(1,)]))),
     ran("itertools.accumulate", call(LIST, call(name("itertools", "accumulate"), [1, 2], GO))),
     ran("itertools.dropwhile", call(LIST, call(name("itertools", "dropwhile"), GO, [1]))),
@@ -174,7 +165,7 @@ SAMPLES = [
     ran("operator.methodcaller", call(call(name("operator", "methodcaller"), "system", SHELL), OS)),
     ran("operator.attrgetter", call(call(call(name("operator", "attrgetter"), "system"), OS), SHELL)),
     ran("builtins.getattr", call(call(GETATTR, OS, "system"), SHELL)),
-    ran("_operator.call", call(name("_operator", "call"), SYSTEM, SHELL)),
+    runs("_operator.call", SYSTEM, SHELL),
     ran(
         "types.FunctionType",
         call(call(name("types", "FunctionType"), call(name("builtins", "compile"), CODE, "", "exec"), {})),
@@ -188,15 +179,12 @@ SAMPLES = [
     ran("_codecs.register", call(name("_codecs", "register"), GO), call(name("_codecs", "lookup"), "marking")),
     ran("builtins.type", call(call(name("builtins", "type"), "T", (), {"__init__": GO}))),
     ran("abc.ABCMeta", call(call(name("abc", "ABCMeta"), "T", (), {"__init__": GO}))),
-    ran("types.new_class", call(name("types", "new_class"), "T", (), {}, GO)),
+    runs("types.new_class", "T", (), {}, GO),
     ran("argparse._os.system", call(at("argparse", "_os.system"), SHELL)),
     ran("uuid.os.system", call(at("uuid", "os.system"), SHELL)),
     ran("enum.bltns.exec", call(at("enum", "bltns.exec"), CODE)),
     ran("logging.os.system", call(at("logging", "os.system"), SHELL)),
-    ran(
-        "copyreg._reconstructor",
-        call(name("copyreg", "_reconstructor"), name("subprocess", "Popen"), name("subprocess", "Popen"), SH),
-    ),
+    runs("copyreg._reconstructor", name("subprocess", "Popen"), name("subprocess", "Popen"), SH),
     # -- the registry of extensions
     ran("copyreg.add_extension", call(name("copyreg", "add_extension"), "helper", "go", 7), extension(b"\x82\x07", 1)),
     ran(
@@ -265,17 +253,14 @@ SAMPLES = [
     ran("argparse.Namespace", Code(built(new(NAMESPACE), {"add": GO}).raw + b"(K\x01\x90")),
     ran("argparse.Namespace", built(built(new(NAMESPACE), {"__setstate__": GO}), 1)),
     # -- NumPy
-    ran("numpy.load", call(name("numpy", "load"), "evil.npy", None, True)),
-    ran("numpy.lib._npyio_impl.load", call(name("numpy.lib._npyio_impl", "load"), "evil.npy", None, True)),
-    ran("numpy.testing._private.utils.runstring", call(name("numpy.testing._private.utils", "runstring"), CODE, {})),
-    ran("numpy.testing.rundocs", call(name("numpy.testing", "rundocs"), "marking.py")),
-    ran("numpy.f2py.crackfortran.myeval", call(name("numpy.f2py.crackfortran", "myeval"), CODE)),
+    runs("numpy.load", "evil.npy", None, True),
+    runs("numpy.lib._npyio_impl.load", "evil.npy", None, True),
+    runs("numpy.testing._private.utils.runstring", CODE, {}),
+    runs("numpy.testing.rundocs", "marking.py"),
+    runs("numpy.f2py.crackfortran.myeval", CODE),
     # -- torch
-    ran(
-        "torch.jit.unsupported_tensor_ops.execWrapper",
-        call(name("torch.jit.unsupported_tensor_ops", "execWrapper"), CODE, {}, {}),
-    ),
-    ran("torch.fx.graph_module._exec_with_source", call(name("torch.fx.graph_module", "_exec_with_source"), CODE, {})),
+    runs("torch.jit.unsupported_tensor_ops.execWrapper", CODE, {}, {}),
+    runs("torch.fx.graph_module._exec_with_source", CODE, {}),
     ran(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
         call(
@@ -285,11 +270,8 @@ SAMPLES = [
             [],
         ),
     ),
-    ran("torch.utils.collect_env.run", call(name("torch.utils.collect_env", "run"), SHELL)),
-    ran(
-        "torch.utils.data.datapipes.utils.decoder.basichandlers",
-        call(name("torch.utils.data.datapipes.utils.decoder", "basichandlers"), "pickle", EVIL),
-    ),
+    runs("torch.utils.collect_env.run", SHELL),
+    runs("torch.utils.data.datapipes.utils.decoder.basichandlers", "pickle", EVIL),
     ran(
         "torch.utils._config_module.ConfigModule.load_config",
         call(at("torch.utils._config_module", "ConfigModule.load_config"), None, EVIL),
@@ -306,14 +288,8 @@ SAMPLES = [
         "torch.onnx._internal._lazy_import._LazyModule",
         built(call(name("torch.onnx._internal._lazy_import", "_LazyModule"), "marking"), {}),
     ),
-    ran(
-        "torch.nn.attention._fa3._fa3_import_module",
-        call(name("torch.nn.attention._fa3", "_fa3_import_module"), "marking"),
-    ),
-    ran(
-        "torch.nn.attention._fa4._fa4_import_module",
-        call(name("torch.nn.attention._fa4", "_fa4_import_module"), "marking"),
-    ),
+    runs("torch.nn.attention._fa3._fa3_import_module", "marking"),
+    runs("torch.nn.attention._fa4._fa4_import_module", "marking"),
     ran(
         "torch._tensor._rebuild_from_type_v2(torch.nn.attention._fa3._fa3_import_module",
         call(
@@ -325,14 +301,11 @@ SAMPLES = [
         "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
         call(call(name("torch.nn.utils._deprecation_utils", "lazy_deprecated_import"), ["x"], "a", "marking"), "x"),
     ),
-    ran("torch._utils._import_dotted_name", call(name("torch._utils", "_import_dotted_name"), "marking.x")),
-    ran(
-        "torch._utils._augment_memory_snapshot_stack_traces",
-        call(name("torch._utils", "_augment_memory_snapshot_stack_traces"), "evil.pkl"),
-    ),
-    ran("torch.hub._load_local", call(name("torch.hub", "_load_local"), ".", "x")),
+    runs("torch._utils._import_dotted_name", "marking.x"),
+    runs("torch._utils._augment_memory_snapshot_stack_traces", "evil.pkl"),
+    runs("torch.hub._load_local", ".", "x"),
     ran("posix.system", call(name("torch.storage", "_load_from_bytes"), EVIL)),
-    ran("torch.utils._pytree.tree_map", call(name("torch.utils._pytree", "tree_map"), GO, [1])),
+    runs("torch.utils._pytree.tree_map", GO, [1]),
     ran(
         "torch.nn.modules.module.Module.apply",
         call(at("torch.nn.modules.module", "Module.apply"), call(name("torch.nn", "Identity")), GO),
@@ -346,26 +319,20 @@ SAMPLES = [
     ran("torch.ops.load_library", call(at("torch", "ops.load_library"), "./evil.so")),
     ran("torch._ops._Ops.load_library", call(at("torch._ops", "_Ops.load_library"), name("torch", "ops"), "./evil.so")),
     ran("torch.classes.load_library", call(at("torch", "classes.load_library"), "./evil.so")),
-    ran(
-        "torch.cuda.memory.CUDAPluggableAllocator",
-        call(name("torch.cuda.memory", "CUDAPluggableAllocator"), "./evil.so", "a", "b"),
-    ),
-    ran("torch.cuda.CUDAPluggableAllocator", call(name("torch.cuda", "CUDAPluggableAllocator"), "./evil.so", "a", "b")),
-    ran(
-        "torch.xpu.memory.XPUPluggableAllocator",
-        call(name("torch.xpu.memory", "XPUPluggableAllocator"), "./evil.so", "a", "b"),
-    ),
-    ran("numpy.ctypeslib.load_library", call(name("numpy.ctypeslib", "load_library"), "evil.so", ".")),
+    runs("torch.cuda.memory.CUDAPluggableAllocator", "./evil.so", "a", "b"),
+    runs("torch.cuda.CUDAPluggableAllocator", "./evil.so", "a", "b"),
+    runs("torch.xpu.memory.XPUPluggableAllocator", "./evil.so", "a", "b"),
+    runs("numpy.ctypeslib.load_library", "evil.so", "."),
     # -- other packages
-    ran("cloudpickle.loads", call(name("cloudpickle", "loads"), EVIL)),
-    ran("yaml.unsafe_load", call(name("yaml", "unsafe_load"), "!!python/object/apply:os.system ['echo > mark']")),
-    ran("sympy.core.sympify.sympify", call(name("sympy.core.sympify", "sympify"), "__import__('marking')")),
-    ran("setuptools._distutils.spawn.spawn", call(name("setuptools._distutils.spawn", "spawn"), SH)),
-    ran("IPython.utils.process.getoutput", call(name("IPython.utils.process", "getoutput"), SHELL)),
-    ran("tornado.util.import_object", call(name("tornado.util", "import_object"), "marking.x")),
-    ran("dask.utils.import_required", call(name("dask.utils", "import_required"), "marking", "no")),
-    ran("pexpect.run", call(name("pexpect", "run"), "sh evil.sh")),
-    ran("psutil.Popen", call(name("psutil", "Popen"), SH)),
+    runs("cloudpickle.loads", EVIL),
+    runs("yaml.unsafe_load", "!!python/object/apply:os.system ['echo > mark']"),
+    runs("sympy.core.sympify.sympify", "__import__('marking')"),
+    runs("setuptools._distutils.spawn.spawn", SH),
+    runs("IPython.utils.process.getoutput", SHELL),
+    runs("tornado.util.import_object", "marking.x"),
+    runs("dask.utils.import_required", "marking", "no"),
+    runs("pexpect.run", "sh evil.sh"),
+    runs("psutil.Popen", SH),
 ]
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES, MANIFEST
+from conftest import MANIFEST
 from conftest import ROOT as PROJECT
 from crafted_files import (
     ROOT,
@@ -55,7 +55,6 @@ from crafted_files import (
 from ckptool.pickles.nodes import Graph
 from ckptool.reports.scan import scan_file
 from ckptool.reports.validate import validation_report
-from ckptool.safety.torch_lists import DEFAULT
 from ckptool.safety.verdict import Verdict, verdict_of
 
 CALLED, NAMED, ALLOWED = "called when loaded", "not on torch's list", "allowed"
@@ -387,18 +386,6 @@ def test_nothing_is_promised_to_be_harmless(command: str) -> None:
     ).stdout
     assert "--safe" in said  # which promises no more than that scan calls it weights-only
     assert not SAFE.search(said.replace("--safe", ""))
-
-
-def test_a_clean_file_is_said_to_name_nothing_outside_of_the_list(tmp_path: Path) -> None:
-    path = tmp_path / "seed.pth"
-    path.write_bytes(plain())
-    assert f"no global outside torch {DEFAULT}'s weights_only list" in say("validate", path).out
-
-
-def test_torchscript_is_a_program_by_nature() -> None:
-    said = say("validate", FIXTURES / "torchscript.pt")
-    assert said.code == 0
-    assert "which holds code" in said.all
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIXTURES
 
-import ckptool
 from ckptool.safety import weights_only as module
-from ckptool.safety.storages import storage_flaws
 from ckptool.safety.torch_lists import NEWEST, VERSIONS, installed_version, list_of
-from ckptool.safety.weights_only import weights_only
 
 
 @pytest.mark.parametrize(
@@ -38,22 +34,6 @@ def test_the_version_of_the_installed_torch_is_read_without_importing_it(
 def test_here_it_is_the_torch_that_is_imported() -> None:
     torch: Any = pytest.importorskip("torch")
     assert ".".join(torch.__version__.split(".")[:2]) == module.INSTALLED
-
-
-@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.pth")), ids=lambda path: path.name)
-def test_without_torch_all_versions_since_one_decide_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        checkpoint = ckptool.open(path)
-    except ckptool.CkptoolError:
-        pytest.skip("no checkpoint")
-    with checkpoint:
-        flaws = storage_flaws(checkpoint)
-        every = {version: weights_only(checkpoint, flaws, version).loads for version in VERSIONS}
-        monkeypatch.setattr(module, "INSTALLED", "")
-        found = weights_only(checkpoint, flaws, NEWEST)
-    alike = [version for version in VERSIONS if every[version] == every[NEWEST]]
-    last_other = max((number for number, version in enumerate(VERSIONS) if version not in alike), default=-1)
-    assert found.since == (VERSIONS[last_other + 1] if last_other >= 0 else "")
 
 
 def test_the_list_has_a_number_only_where_versions_differ() -> None:

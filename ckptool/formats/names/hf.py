@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
+from functools import cache
 from itertools import islice
 from typing import Any, Final
 
 from ...base.errors import MalformedError
-from ...base.lazy import regex
+from ...base.lazy import regex, table
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.suffixes import TORCH, WEIGHTS
+from ...base.suffixes import WEIGHTS
 from ...base.text import quoted
 from ...files.sources import Source
 from ..safetensors.header import strict_json
@@ -41,36 +42,10 @@ _INDEXED: Final = regex(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z"
 #: The most bytes of an index that are read: 100 for each of a million names.
 _MAX_INDEX: Final = 100_000_000
 
-#: Companion files: descriptions and the patterns of their names.
-_SIDE_FILES: Final = {
-    "the optimizer's state": ("optimizer.pt", "optimizer.bin"),
-    "the learning rate schedule": ("scheduler.pt", "scheduler.bin"),
-    "the gradient scaler": ("scaler.pt",),
-    "random generators": ("rng_state*.pth", "random_states_*.pkl"),
-    "other objects that accelerate saved": ("custom_checkpoint_*.pkl",),
-    "where the data stood": ("sampler*.bin",),
-    "the modules of a sentence-transformers model": ("modules.json",),
-    "the trainer's arguments, a pickled class": ("training_args.bin",),
-    "the trainer's progress": ("trainer_state.json",),
-    "the model's configuration": ("config.json",),
-    "the adapter's configuration": ("adapter_config.json",),
-    "how text is generated": ("generation_config.json",),
-    "the tokenizer": ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "spiece.model"),
-    "the preprocessor": ("preprocessor_config.json",),
-    "what each rank had of the same tensors": ("sharded",),
-    "what a rank had of the same tensors": ("shard-?????-model-?????-of-?????.safetensors",),
-    "a DeepSpeed checkpoint, a part a rank": ("global_step*",),
-    "DeepSpeed's script": ("zero_to_fp32.py",),
-}
 #: Suffixes of the companions that describe a model.
 _OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
 #: Files that prove the folder to be one checkpoint, even with a single weight file.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
-_MAY_BE_WEIGHTS: Final = (
-    *(*TORCH, ".tar", ".pkl", ".h5", ".keras", ".msgpack", ".onnx", ".onnx_data"),
-    *(".gguf", ".npz", ".npy", ".tflite", ".pb", ".ot", ".mlmodel", ".pt2", ".pte", ".ptl", ".zip", ".gz"),
-    ".index.json",
-)
 _CHECKPOINTS: Final = (*WEIGHTS, ".tar", ".distcp", ".gguf", ".onnx")
 
 
@@ -197,15 +172,8 @@ def _split_variant(stem: str) -> tuple[str, str]:
 
 def _load_order(weights: Weights) -> tuple[bool, bool, bool, int, bool, str]:
     stem = _STEMS.index(weights.stem) if weights.stem in _STEMS else len(_STEMS)
-    sharded = bool(weights.index_name or weights.shards)
-    return (
-        not weights.stem,
-        bool(weights.variant),
-        weights.suffix != "safetensors",
-        stem,
-        sharded,
-        weights.name * bool(weights.stem),
-    )
+    order = not weights.stem, bool(weights.variant), weights.suffix != "safetensors", stem
+    return *order, bool(weights.index_name or weights.shards), weights.name * bool(weights.stem)
 
 
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:
@@ -229,13 +197,18 @@ def model_files(names: Collection[str]) -> list[str]:
 def _is_companion(name: str) -> bool:
     if name.endswith((".safetensors", ".distcp")) or is_index(name):
         return False
-    return bool(_description(name)) or not name.endswith(_MAY_BE_WEIGHTS)
+    return bool(_description(name)) or not name.endswith(tuple(_companions()["may_be_weights"].split()))
+
+
+@cache
+def _companions() -> dict[str, Any]:
+    return table("formats/names/companions")
 
 
 def _description(name: str) -> str:
     """Return the description of a companion file, or "" for an unknown file."""
-    known = _SIDE_FILES.items()
-    return next((text for text, patterns in known if any(fnmatch(name, pattern) for pattern in patterns)), "")
+    known = _companions()["side_files"].items()
+    return next((text for text, patterns in known if any(fnmatch(name, each) for each in patterns.split())), "")
 
 
 def read_index(source: Source) -> Index:

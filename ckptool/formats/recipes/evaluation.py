@@ -17,8 +17,7 @@ from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
 from ..pieces.boxes import Box
-from .axes import PADDING, part_and_whole, sizes
-from .blocks import all_tags, grid_of, merged, steps_of
+from .axes import PADDING, all_tags, grid_of, merged, part_and_whole, sizes, steps_of
 from .names import NamePattern, parsed
 from .numbers import contradicted, known_numbers, refuse_other_models
 from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs

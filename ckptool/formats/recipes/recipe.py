@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ...base import toml
 from ...base.errors import MalformedError
 from ...base.lazy import regex
 from ...base.records import NamedTuple
-from ...base.text import join_limited, quoted
+from ...base.text import join_limited, quoted, words
 from ...files.archives import read_bytes
 from . import names
 from .axes import Axes, Leaf, Tag, leaves
@@ -32,26 +32,8 @@ TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
 _MAX_BYTES: Final = 1 << 20
 _MAX_RULES: Final = 10_000
 _MAX_PAIRS: Final = 100_000
-_KEYS: Final = frozenset(
-    (
-        "a",
-        "b",
-        "base",
-        "source",
-        "ignored",
-        "rest",
-        "numbers",
-        "rule",
-        "refuse",
-        "files",
-        "stacked",
-        "prefixes",
-        "config",
-        "config_a",
-        "model_types",
-        "note",
-        "tied",
-    )
+_KEYS: Final = words(
+    "a b base source ignored rest numbers rule refuse files stacked prefixes config config_a model_types note tied"
 )
 #: The lines of a head.
 _HEAD: Final = regex(r'^(a|b|files) = "(.+)"$', re.M)
@@ -76,10 +58,6 @@ class Pattern(NamedTuple):
         """Return the pattern with a text in place of ``{*}``."""
         return self._replace(name=names.parsed(self.name.text.replace(_ANY, text)))
 
-    def with_prefix(self, prefix: str) -> Pattern:
-        """Return the pattern with a prefix before its name."""
-        return self._replace(name=names.parsed(prefix + self.name.text)) if prefix else self
-
 
 class Pair(NamedTuple):
     """A block of a tensor on side b, and the block of side a that it is made of.
@@ -98,10 +76,6 @@ class Condition(NamedTuple):
 
     name: NamePattern
     there: bool
-
-    def with_prefix(self, prefix: str) -> Condition:
-        """Return the condition with a prefix before the name."""
-        return self._replace(name=names.parsed(prefix + self.name.text))
 
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
         """Return whether the condition holds among tensors with these names."""
@@ -133,17 +107,15 @@ class Rule(NamedTuple):
         """Return the rule from side b to side a."""
         return with_pairs(self._replace(a=self.b, b=self.a, where=self.where[::-1]), numbers)
 
-    def with_prefix(self, prefix: str) -> Rule:
-        """Return the rule with a prefix before all names on side a."""
-        own, other = self.where
-        patterns = tuple(each.with_prefix(prefix) for each in self.a)
-        return self._replace(a=patterns, where=(own and own.with_prefix(prefix), other))
-
-    def with_target_prefix(self, prefix: str) -> Rule:
-        """Return the rule with a prefix before all names on side b."""
-        own, other = self.where
-        patterns = tuple(each.with_prefix(prefix) for each in self.b)
-        return self._replace(b=patterns, where=(own, other and other.with_prefix(prefix)))
+    def with_prefix(self, prefix: str, side: int = 0) -> Rule:
+        """Return the rule with a prefix before all names on side a (0) or b (1)."""
+        if not prefix:
+            return self
+        patterns = tuple(each._replace(name=names.parsed(prefix + each.name.text)) for each in (self.a, self.b)[side])
+        where, own = list(self.where), self.where[side]
+        where[side] = own and own._replace(name=names.parsed(prefix + own.name.text))
+        rule = self._replace(where=tuple(where))
+        return rule._replace(b=patterns) if side else rule._replace(a=patterns)
 
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
         """Return whether the rule applies among tensors with these names."""
@@ -224,7 +196,7 @@ class Recipe(NamedTuple):
         rules = (rule.reversed(symbols) for rule in self.rules if not rule.one_way)
         prefix = self.prefixes[0]
         # The inverse of the inverse finds its conditions under the prefix, too.
-        named = (rule.with_target_prefix(prefix) if prefix else rule for rule in rules)
+        named = (rule.with_prefix(prefix, 1) for rule in rules)
         turned = self._replace(a=self.b, b=self.a, config=self.config_a, config_a=self.config)
         return turned._replace(rules=tuple(named), prefixes=("",), model_types=self.model_types[::-1])
 
@@ -353,32 +325,28 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
     configs = (
         {**(getattr(base, key) if base else {}), **_config(_table(content, key))} for key in ("config", "config_a")
     )
-    tied = {name: _text(_table(content, "tied"), name) for name in _table(content, "tied")}
     return Recipe(
-        families[0],
-        families[1],
-        _text(content, "source"),
-        numbers,
-        tuple(rules),
-        ignored,
-        rest == "keep",
-        refusals,
-        next(configs),
-        _text(content, "files"),
-        path,
-        _texts(content.get("prefixes", []), "prefixes") or (base.prefixes if base else ("",)),
-        next(configs),
-        _model_types(content, base),
-        _text(content, "note"),
-        tied,
+        a=families[0],
+        b=families[1],
+        source=_text(content, "source"),
+        numbers=numbers,
+        rules=tuple(rules),
+        ignored=ignored,
+        rest=rest == "keep",
+        refusals=refusals,
+        config=next(configs),
+        files=_text(content, "files"),
+        path=path,
+        prefixes=_texts(content.get("prefixes", []), "prefixes") or (base.prefixes if base else ("",)),
+        config_a=next(configs),
+        model_types=_model_types(content, base),
+        note=_text(content, "note"),
+        tied={name: _text(_table(content, "tied"), name) for name in _table(content, "tied")},
     )
 
 
 def _model_types(content: Mapping[str, Any], base: Recipe | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the types of models on both sides: those stated, those that families such as "hf:llama" name, or those of
-    the base.
-
-    """
+    """Return the types of models on both sides: those stated, named by families such as "hf:llama", or of the base."""
     stated = content.get("model_types", [])
     if isinstance(stated, dict):
         return _texts(stated.get("a", []), "model_types.a"), _texts(stated.get("b", []), "model_types.b")
@@ -396,12 +364,9 @@ def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         except (TypeError, ValueError, RecursionError):
             raise MalformedError(f"config.{field} is not a value that JSON has") from None
         if isinstance(how, dict):
-            texts = [how.get("without", ""), how.get("if", ""), *_texts(how.get("from", ""), f"config.{field}.from")]
-            if (
-                not {*how} & {"from", "without"}
-                or {*how} - {"from", "if", "absent", "without"}
-                or not all(isinstance(text, str) for text in texts)
-            ):
+            texts = (how.get("without", ""), how.get("if", ""), *_texts(how.get("from", ""), f"config.{field}.from"))
+            known = {*how} & {"from", "without"} and not {*how} - {"from", "if", "absent", "without"}
+            if not known or not all(isinstance(text, str) for text in texts):
                 raise MalformedError(f"config.{field} is a table with from and perhaps if or absent, or with without")
     return fields
 
@@ -503,7 +468,9 @@ def _pairs(a: Sequence[Pattern], b: Sequence[Pattern], ours: frozenset[str], the
                 continue
             found = free.get(_content(leaf, theirs))
             if not found:
-                raise MalformedError(f"nothing on the other side has the axes of {quoted(_shown(pattern, leaf))}")
+                factors = " ".join(each.symbol or str(each.number) for each in leaf.factors)
+                axes = quoted(f"{pattern.name.text} : {factors}")
+                raise MalformedError(f"nothing on the other side has the axes of {axes}")
             source, of = found.pop(0)
             for symbol in ours:
                 if sum(each.symbol == symbol for each in leaf.factors) != 1 or not _is_outside(leaf, symbol):
@@ -524,22 +491,27 @@ def _content(leaf: Leaf, name_axes: frozenset[str]) -> frozenset[tuple[Tag, int]
 
 def _is_outside(leaf: Leaf, symbol: str) -> bool:
     """Return whether a symbol stands outside of sections, or first in one."""
-    places = zip(leaf.axes, leaf.sections)
-    first = (
-        each for dimension, at in places for each in dimension.outer + dimension.sections[at][:1] + dimension.inner
-    )
-    return any(each.symbol == symbol for each in first)
-
-
-def _shown(pattern: Pattern, leaf: Leaf) -> str:
-    factors = " ".join(each.symbol or str(each.number) for each in leaf.factors)
-    return f"{pattern.name.text} : {factors}"
+    first = (each.outer + each.sections[at][:1] + each.inner for each, at in zip(leaf.axes, leaf.sections))
+    return any(factor.symbol == symbol for factors in first for factor in factors)
 
 
 def _text(content: Mapping[str, Any], key: str) -> str:
-    value = content.get(key, "")
-    if not isinstance(value, str):
-        raise MalformedError(f"{key} is a text")
+    return cast(str, _typed(content, key, str, "a text"))
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    return cast("list[Any]", _typed(content, key, list, f"a list: each is a [[{key}]]"))
+
+
+def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", _typed(content, key, dict, "a table"))
+
+
+def _typed(content: Mapping[str, Any], key: str, kind: type, noun: str) -> object:
+    """Return a value of the content, an empty one of its ``kind`` by default."""
+    value = content.get(key, kind())
+    if not isinstance(value, kind):
+        raise MalformedError(f"{key} is {noun}")
     return value
 
 
@@ -549,17 +521,3 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise MalformedError(f"{key} is a text or a list of texts")
     return tuple(value)
-
-
-def _list(content: Mapping[str, Any], key: str) -> list[Any]:
-    value = content.get(key, [])
-    if not isinstance(value, list):
-        raise MalformedError(f"{key} is a list: each is a [[{key}]]")
-    return value
-
-
-def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = content.get(key, {})
-    if not isinstance(value, dict):
-        raise MalformedError(f"{key} is a table")
-    return value

@@ -285,18 +285,6 @@ def test_marks(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> 
     assert kind in foreign_kinds()
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("name", "data", "kind", "word"), MARKS, ids=[item[0] for item in MARKS])
-def test_marks_in_part(name: str, data: bytes, kind: str, word: str, tmp_path: Path) -> None:
-    path, chance = tmp_path / name, random.Random(len(data))
-    for _ in range(20):
-        at = chance.randrange(len(data))
-        for bad in (data[:at], data[:at] + chance.randbytes(3) + data[at + 3 :]):
-            path.write_bytes(bad)
-            with pytest.raises(UnreadableError):
-                ckptool.open(path)
-
-
 def test_every_row_says_where_its_mark_is_from() -> None:
     rows = table("formats/foreign/formats")
     assert [row for row in rows["signatures"] if not row["source"]] == []

@@ -103,16 +103,6 @@ def test_export_gives_the_state_dict(exported: Path, tmp_path: Path) -> None:
     assert report["program"]["parameters"] == 4
 
 
-def test_export_as_safetensors(exported: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    with ckptool.open(exported) as checkpoint:
-        other = ckptool.convert(checkpoint, "safetensors", allow_loss=["entries", "strides"], tied="clone")
-        ckptool.save(other, tmp_path / "w.safetensors")
-    found, expected = load_file(tmp_path / "w.safetensors"), torch.export.load(str(exported)).state_dict
-    assert found.keys() == expected.keys() and all(raw(found[name]) == raw(expected[name]) for name in found)
-
-
 def old_export(path: Path, state: dict[str, torch.Tensor], name: str = "serialized_state_dict.pt") -> Path:
     """As torch.export.save wrote it before torch 2.8: a plain zip without a folder."""
     data = io.BytesIO()
@@ -257,13 +247,6 @@ def test_every_pickle_of_a_package(tmp_path: Path) -> None:
     assert found["weights/one.pkl"].untyped_storage().data_ptr() == two["a.b"].untyped_storage().data_ptr()
 
 
-def test_a_whole_model_in_a_package(tmp_path: Path) -> None:
-    path = packed(tmp_path / "p.pt", model=nn.Sequential(nn.Linear(2, 3)))
-    said = say("inspect", path)
-    assert said.code == 0 and "which holds code" in said.all
-    assert ckptool.inspect(path)["tensors"] == 2
-
-
 def test_a_state_dict_that_lacks_tensors_is_not_suggested(tmp_path: Path) -> None:
     """The parameters of a ``torch.fx.GraphModule`` are arguments of a call that only the package makes."""
     plain, traced = nn.Linear(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))
@@ -386,13 +369,6 @@ def test_damaged_model_json(spoil: Callable[[dict[str, Any]], Any], tmp_path: Pa
 # -- all of them --------------------------------------------------------------------------------------
 
 FILES = ("exported.pt2", "package.pt", "torchscript.pt")
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("command", [("inspect",), ("keys",), ("keys", "--all"), ("stats",), ("hash",), ("validate",)])
-def test_reports_on_the_fixtures(name: str, command: tuple[str, ...]) -> None:
-    said = say(*command[:1], FIXTURES / name, *command[1:])
-    assert said.code == 0, said.all
 
 
 @pytest.mark.parametrize("name", FILES)

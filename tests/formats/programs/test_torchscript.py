@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 import warnings
 import zipfile
@@ -15,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from command_line import say
-from conftest import CORPUS, FIXTURES, WHOLE, needs_corpus
+from conftest import CORPUS, WHOLE, needs_corpus
 from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
 
@@ -172,18 +171,6 @@ def test_the_state_dict_is_that_of_torch(maker: Maker, mobile: bool, tmp_path: P
     assert [pointers.index(one) for one in pointers] == [theirs.index(one) for one in theirs]
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    path = make(traced, tmp_path / "m.pt")
-    with ckptool.open(path) as checkpoint:
-        with pytest.raises(RefusedError, match="the program"):
-            ckptool.convert(checkpoint, "safetensors")
-        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow_loss=["entries"]), tmp_path / "w.safetensors")
-    found, expected = load_file(tmp_path / "w.safetensors"), loaded(path).state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
 @every
 @pytest.mark.parametrize("mobile", [False, True], ids=["script", "mobile"])
 def test_every_pickle_is_written_again_byte_for_byte(maker: Maker, mobile: bool, tmp_path: Path) -> None:
@@ -225,15 +212,6 @@ def assert_same_program(path: Path, other: Path) -> None:
         if data != right[name]:
             assert name.endswith(".pkl")
             assert difference(decode(data).graph, decode(right[name]).graph, texts_by_value=True) == ""
-
-
-def test_constants_are_remapped(tmp_path: Path) -> None:
-    path = make(traced, tmp_path / "m.pt")
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.remap(checkpoint, {"cpu": "cuda:3"}), tmp_path / "out.pt")
-    assert b"cuda:3" in records(tmp_path / "out.pt")["constants.pkl"]
-    assert b"cuda:3" in records(tmp_path / "out.pt")["data.pkl"]
-    assert loaded(tmp_path / "out.pt", map_location="cpu").state_dict().keys() == loaded(path).state_dict().keys()
 
 
 def test_devices_in_code_are_named_and_left(tmp_path: Path) -> None:
@@ -446,12 +424,6 @@ def test_code_that_is_missing_is_said(tmp_path: Path) -> None:
     assert {row["key"] for row in ckptool.keys(tmp_path / "out.pt")["tensors"]} >= {"layer.weight", "layer.bias"}
 
 
-def test_the_fixture() -> None:
-    report = ckptool.inspect(FIXTURES / "torchscript.pt")
-    assert report["format"] == "torchscript" and report["layout"]["kind"] == "bare"
-    assert [row["key"] for row in ckptool.keys(FIXTURES / "torchscript.pt")["tensors"]] == ["weight", "scale"]
-
-
 @needs_corpus
 def test_the_real_ones() -> None:
     found = {
@@ -468,12 +440,6 @@ def test_the_real_ones() -> None:
     assert [item["location"] for item in go1["devices"]] == ["cuda:0"] and go1["tensors"] == 6 + 2 * 0
     assert foo4["tensors"] == func["tensors"] == 0
     assert vad["program"]["code_files"] == 41 and vad["tensors"]
-
-
-def test_json_of_inspect_is_json(tmp_path: Path) -> None:
-    said = say("inspect", make(quantized, tmp_path / "m.pt"), "--format", "json")
-    report = json.loads(said.out)
-    assert report["program"]["restored_by_code"] == ["0._packed_params._packed_params"]
 
 
 class Doubled(torch.nn.Module):
