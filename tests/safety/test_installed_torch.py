@@ -1,4 +1,4 @@
-"""Which torch a verdict is about: the installed one, or all versions since one."""
+"""Which torch a verdict is about unless another is named: the installed one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.safety import weights_only as module
-from ckptool.safety.torch_lists import NEWEST, VERSIONS, installed_version, list_of
+from ckptool.safety.torch_lists import INSTALLED, NEWEST, VERSIONS, installed_version, list_of
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def test_the_version_of_the_installed_torch_is_read_without_importing_it(
 
 def test_here_it_is_the_torch_that_is_imported() -> None:
     torch: Any = pytest.importorskip("torch")
-    assert ".".join(torch.__version__.split(".")[:2]) == module.INSTALLED
+    assert ".".join(torch.__version__.split(".")[:2]) == INSTALLED
 
 
 def test_the_list_has_a_number_only_where_versions_differ() -> None:

@@ -261,15 +261,11 @@ class HfFolder(ShardedContainer):
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
             self.note(INNER, "note", what, self.folder.join(inner[0]))
         step = step_folder(self.folder, names)
-        known = folder_format(step.folder, by_names=True) if step is not None else None
-        if step is not None and known is not None:
-            content = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
-            name = os.path.basename(step.folder.path)
-            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {content}"
-            self.note(INNER, "note", what, step.folder.path)
-        for name in fsdp_folders(self.folder, names):
-            what = f"{name} in it is a checkpoint of its own: all ranks of FSDP, as accelerate saves them"
-            self.note(INNER, "note", what, self.folder.join(name))
+        is_whole = step is not None and folder_format(step.folder, by_names=True) is not None
+        own = [(step.folder.path, "DeepSpeed")] if step is not None and is_whole else []
+        for path, program in own + [(self.folder.join(name), "FSDP") for name in fsdp_folders(self.folder, names)]:
+            what = f"{os.path.basename(path)} in it is a checkpoint of its own: all ranks of {program}"
+            self.note(INNER, "note", what, path)
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ...base.errors import MalformedError, NotACheckpointError, PickleError
+from ...base.errors import CkptoolError, MalformedError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
 from ...base.records import new_tuple
@@ -216,8 +216,7 @@ class TorchZip(Container):
             self.problems.append(oddity)
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
-        if version := version_problem(archive):
-            self.problems.append(version)
+        self.problems += [found for found in (version_problem(archive), _alignment_problem(archive)) if found]
         identity = archive.text(".data/serialization_id")
         if identity is not None and identity.decode("utf-8", "replace").encode() != identity:
             self._note("bad-id", "error", ".data/serialization_id is not UTF-8; torch refuses such a file", True)
@@ -229,8 +228,6 @@ class TorchZip(Container):
             self.byteorder = order.decode()
         elif order is not None:
             self._note("bad-byteorder", "error", f"byteorder is {_shown(order)}; torch takes 'little' or 'big'", True)
-        if alignment := alignment_problem(archive):
-            self.problems.append(alignment)
         deflated = [record.name for record in archive.records if record.method == 8 and record.size]
         storages = sum(fold_case(name).startswith(self._data) for name in deflated)
         if storages and not self.deflates:
@@ -314,7 +311,7 @@ def _shown(text: bytes) -> str:
     return repr(text[:20].decode("ascii", "replace"))
 
 
-def alignment_problem(archive: Archive) -> Finding | None:
+def _alignment_problem(archive: Archive) -> Finding | None:
     """Return the problem of an invalid ``.storage_alignment``, which torch parses as a number (``_load``), or None."""
     text = archive.text(".storage_alignment")
     if text is None:
@@ -322,14 +319,11 @@ def alignment_problem(archive: Archive) -> Finding | None:
     try:
         value = int(text)
     except ValueError:
-        return Finding.of(
-            "bad-alignment", "error", f".storage_alignment is {_shown(text)}; torch takes a number", refused=True
-        )
-    if 0 < value <= _MOST_ALIGNMENT:
+        value = None
+    if value is not None and 0 < value <= _MOST_ALIGNMENT:
         return None
-    return Finding.of(
-        "bad-alignment", "error", f".storage_alignment is {_shown(text)}: torch computes no offsets with it"
-    )
+    what = f".storage_alignment is {_shown(text)}; torch takes a number from 1 to {_MOST_ALIGNMENT:,}"
+    return Finding.of("bad-alignment", "error", what, refused=value is None)
 
 
 def sniff(head: bytes, source: Source) -> bool:
@@ -339,6 +333,21 @@ def sniff(head: bytes, source: Source) -> bool:
 def read(source: Source) -> TorchZip:
     """Read a zip checkpoint; raise the error that names any other zip archive."""
     return read_records(read_whole(source))
+
+
+def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
+    """Read the zip checkpoint in an archive; raise the error that names any other archive."""
+    if kind_of(archive) is not None:
+        raise _other_archive(archive)
+    return read_checkpoint(archive, known)
+
+
+def _other_archive(archive: Archive) -> CkptoolError:
+    from ..foreign import identification
+
+    error = identification.explain_zip(archive)
+    assert error is not None
+    return error
 
 
 def read_whole(source: Source) -> Archive:
@@ -351,28 +360,13 @@ def read_whole(source: Source) -> Archive:
         raise identification.explain_damaged_zip(source, error) from error
 
 
-def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
-    """Read the zip checkpoint in an archive; raise the error that names any other archive."""
-    if kind_of(archive) is not None:
-        from ..foreign import identification
-
-        raise identification.explain_zip(archive) or _no_pickle(archive)
-    return read_checkpoint(archive, known)
-
-
 def read_checkpoint(archive: Archive, known: Known | None = None) -> TorchZip:
     """Read an archive that is of no kind in ``ZIPS``; raise the error that names it if it has no data.pkl."""
     record = archive.find("data.pkl")
     if record is None:
-        from ..foreign import identification
-
-        raise identification.explain_zip(archive) or _no_pickle(archive)
+        raise _other_archive(archive)
     # All that is read to list the tensors: data.pkl, and some records of a few bytes.
     archive.source.prefetch(
         (item.header, item.compressed + _AROUND) for item in archive.records if "/data/" not in item.name
     )
     return TorchZip(archive, record, archive.read(record, LIMITS.pickle_bytes), known)
-
-
-def _no_pickle(archive: Archive) -> NotACheckpointError:
-    return NotACheckpointError("a zip archive without data.pkl", kind="zip", path=archive.source.name)
