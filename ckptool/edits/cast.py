@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
-from ..base.errors import RefusedError, TargetError, adding_path
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
 from ..base.steps import option
@@ -20,7 +19,6 @@ from ..checkpoint.tensors import Tensor, is_sharded, rebuild_calls
 from ..files.sources import Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
-from ..values.elements import swapped
 from ..values.torch import compute
 from .recompute import WHOLE, Recomputation, SharedStorage
 from .sharded import recast_spread
@@ -104,7 +102,7 @@ def cast(
     before = after = tensors = tied = 0
     for item, source in work.choose(wanted, unfit):
         refused = overflows.first.get(item.key, "a tensor") if no_overflow else ""
-        work.compute(item, Casting(source, target, overflows.count(item.key), refused), together=cast_together)
+        work.compute(item, Casting(source, target, overflows.count(item.key), refused))
         tensors += len(item.uses)
         tied += len(item.uses) > 1
         before += item.storage.nbytes
@@ -197,39 +195,12 @@ class Casting(NamedTuple):
         self.overflows.value = 0
         for (data,) in pieces:
             elements, overflowed = compute.cast_elements(data, self.source.name, self.target.name)
-            self.note(overflowed, path)
+            self.overflows.value += overflowed
+            if overflowed and self.refused:
+                values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
+                step = "leave it out with `--exclude=`, or leave out `--no-overflow=`"
+                raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
             yield elements
-
-    def note(self, overflowed: int, path: str) -> None:
-        """Count finite values that became infinite or NaN; raise RefusedError if they are refused."""
-        self.overflows.value += overflowed
-        if overflowed and self.refused:
-            values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
-            step = "leave it out with `--exclude=`, or leave out `--no-overflow=`"
-            raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
-
-
-def cast_together(parameters: Sequence[tuple[Any, ...]]) -> list[bytes]:
-    """Return the results of ``elementwise`` for the parameters of each of many small storages.
-
-    One call casts all elements of a dtype.
-    """
-    data: list[bytes] = []
-    groups: dict[tuple[str, str], list[int]] = {}
-    for path, same in groupby(parameters, lambda item: item[0][0].path):
-        with adding_path(path):
-            for (storage,), begin, numel, _, how in same:
-                width = how.source.itemsize
-                groups.setdefault((how.source.name, how.target.name), []).append(len(data))
-                data.append(b"".join(storage.loaded(begin * width, numel * width)))
-    for dtypes, group in groups.items():
-        for place, result in zip(group, compute.cast_each([data[place] for place in group], *dtypes)):
-            (storage,), _, _, width, how = parameters[place]
-            elements, overflowed = result
-            how.overflows.value = 0
-            how.note(overflowed, storage.path)
-            data[place] = swapped(elements, width)
-    return data
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:

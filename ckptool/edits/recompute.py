@@ -25,7 +25,7 @@ from ..checkpoint.paths import within
 from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
-from ..files.sources import Computed, Piece, Together, size_of
+from ..files.sources import Computed, Piece, size_of
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import Filling, StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
 from .optimizers import optimizers
@@ -224,17 +224,10 @@ class Recomputation:
         bits = any(has_bits(self.checkpoint.graph, use) for use in item.uses)
         return "it carries a conjugate or negative bit" if bits else ""
 
-    def compute(
-        self,
-        item: SharedStorage,
-        how: Operation,
-        others: Sequence[StorageReader] = (),
-        together: Together | None = None,
-    ) -> None:
+    def compute(self, item: SharedStorage, how: Operation, others: Sequence[StorageReader] = ()) -> None:
         """Replace the elements of a storage by the results of an operation on them.
 
-        ``others`` are storages of the same size, from which the operation reads as well. ``together`` returns the
-        results of ``elementwise`` for many small storages.
+        ``others`` are storages of the same size, from which the operation reads as well.
         """
         numel = item.storage.nbytes // how.source.itemsize
         piece = None
@@ -245,7 +238,7 @@ class Recomputation:
             for each in (reader, *others):
                 each.cache.checksums = self._checksums
             size = numel * how.target.itemsize
-            piece = new_tuple(Computed, (size, elementwise, parameters, False, together))
+            piece = new_tuple(Computed, (size, elementwise, parameters, False))
         self.replace(item, piece, None if how.target == how.source else how.target)
 
     def replace(self, item: SharedStorage, piece: Piece | None, dtype: Dtype | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from types import FunctionType
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ..base.dtypes import Dtype
 from ..base.errors import ChangedError, UnreadableError
@@ -447,23 +447,17 @@ class Deferred:
         self.value = 0
 
 
-#: Called with the parameters of the same operation for several short pieces; returns the bytes of each piece.
-Together: TypeAlias = "Callable[[Sequence[tuple[Any, ...]]], list[bytes]]"
-
-
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 
     It is plain data: the operation is a module-level function, which a pickle stores by name. Every call yields the
     same bytes; a ``Deferred`` number starts again. ``late`` says that the bytes depend on numbers from earlier pieces.
-    ``together`` makes many short pieces in one step, or is None: each call of torch takes longer than a short piece.
     """
 
     size: int
     operation: Callable[..., Iterable[bytes]]
     parameters: tuple[object, ...]
     late: bool = False
-    together: Together | None = None
 
     def chunks(self) -> Iterable[bytes]:
         """Return the bytes, in chunks."""

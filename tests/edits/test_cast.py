@@ -20,13 +20,7 @@ from tensor_storages import tensors
 from torch import nn
 
 import ckptool
-from ckptool.base.dtypes import BY_NAME
 from ckptool.base.errors import RefusedError, TargetError, UnreadableError
-from ckptool.checkpoint.checkpoint import ReadCache
-from ckptool.checkpoint.container import StorageData
-from ckptool.edits.cast import Casting, cast_together
-from ckptool.files.sources import BytesSource, Deferred, Span
-from ckptool.values.elements import StorageReader
 from ckptool.values.torch import compute
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -244,41 +238,6 @@ def test_what_overflows_is_counted(dtype: str, tmp_path: Path, out: Path) -> Non
         if expected:
             with pytest.raises(RefusedError, match=r"a\.w"):
                 ckptool.save(everywhere(checkpoint, dtype, no_overflow=True), out, force=True)
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
-def test_small_tensors_cast_together_have_the_bits_of_each_alone(source: str) -> None:
-    """Any bits, among them NaN of either sign; with overflow in some storages, and in none."""
-    kind = getattr(torch, source)
-    torch.manual_seed(0)
-    for target in (*WIDE, "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64"):
-        parameters, counted = [], []
-        for count in (1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 100, 255):
-            width = torch.empty(0, dtype=kind).element_size()
-            data = torch.randint(0, 2 if source == "bool" else 256, (count * width,), dtype=torch.uint8)
-            data = data.numpy().tobytes()
-            parameters.append(_cast_parameters(data, count, source, target))
-            try:
-                alone, overflowed = compute.cast_elements(data, source, target)
-            except (RuntimeError, NotImplementedError):
-                break
-            counted.append((alone, overflowed))
-        else:
-            if source in COMPLEX and target not in COMPLEX:
-                continue
-            some = [number for number, (_, overflowed) in enumerate(counted) if not overflowed]
-            for chosen in (range(len(counted)), some):
-                batch = [parameters[number] for number in chosen]
-                assert cast_together(batch) == [counted[number][0] for number in chosen], target
-                assert [how.overflows.value for *_, how in batch] == [counted[number][1] for number in chosen], target
-
-
-def _cast_parameters(data: bytes, count: int, source: str, target: str) -> tuple[Any, ...]:
-    """Return the parameters of ``elementwise`` for a storage with these bytes."""
-    body = StorageData(Span(BytesSource(data), 0, len(data)), len(data))
-    how = Casting(BY_NAME[source], BY_NAME[target], Deferred(), "")
-    return (StorageReader("0", body, 1, "x.pth", ReadCache()),), 0, count, 1, how
 
 
 def test_large_tensors_are_cast_in_pieces(tmp_path: Path, out: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,10 +40,6 @@ def made(size: int) -> list[bytes]:
     return [bytes([size % 251]) * (size // 2), b"#" * (size - size // 2)]
 
 
-def made_together(parameters: Sequence[tuple[int]]) -> list[bytes]:
-    return [b"".join(made(size)) for (size,) in parameters]
-
-
 def plan_of(source: Path, chance: random.Random) -> tuple[Plan, bytes, list[Span]]:
     """Return a plan of pieces of all kinds, its bytes, and the spans whose checksums it expects."""
     data, file = source.read_bytes(), open_source(str(source))
@@ -60,7 +56,7 @@ def plan_of(source: Path, chance: random.Random) -> tuple[Plan, bytes, list[Span
             content += text
         elif kind == "computed":
             size = chance.randrange(1, chance.choice((3000, 100_000)))
-            pieces.append(Computed(size, made, (size,), together=chance.choice((None, made_together))))
+            pieces.append(Computed(size, made, (size,)))
             content += b"".join(made(size))
         else:
             begin, size = record.offset, record.size
@@ -207,21 +203,6 @@ def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, mon
     for number in range(60):
         pieces += [Computed(1, late, (number,), late=True), Computed(2, slow, (number,))]
     assert written(Plan(tuple(pieces)), tmp_path / "out") == b"\1ab" * 60
-
-
-def test_short_pieces_are_computed_together(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def together(parameters: Sequence[tuple[int]]) -> list[bytes]:
-        calls.append(len(parameters))
-        return made_together(parameters)
-
-    sizes = [1 + 7 * number % 2999 for number in range(2000)]
-    pieces: list[Piece] = []
-    for size in sizes:
-        pieces += [b"header", Computed(size, made, (size,), together=together)]
-    assert written(Plan(tuple(pieces)), tmp_path / "out") == b"".join(b"header" + b"".join(made(s)) for s in sizes)
-    assert sum(calls) == 2000 and len(calls) <= 4
 
 
 @pytest.mark.parametrize("kind", ["copied", "shared", "sparse"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import Full, Queue
@@ -10,13 +9,10 @@ from threading import Event, Lock, Thread
 from typing import Final, TypeAlias, TypeVar
 
 from ..sources import Computed, Piece
-from ..zips.writer import computed_together
 
 #: Pieces and chunks of each computed ahead of writing, and the number of bytes from which this pays off.
 _QUEUE_SIZE: Final = 2
 _MIN_AHEAD: Final = 2 << 20
-#: Bytes of short pieces that are computed together.
-_BATCH: Final = 1 << 20
 
 _Chunks: TypeAlias = "Queue[bytes | BaseException | None]"
 _Item = TypeVar("_Item")
@@ -26,17 +22,14 @@ class Prefetcher:
     """Computes pieces in threads while the caller writes finished chunks.
 
     Pieces of fewer than ``short`` bytes are not handed over between threads, which takes longer: they are computed when
-    they are written, many together if they can be. So are late pieces, because all pieces before them are complete
-    then. There are only two threads, because torch starts a thread pool for each thread that computes.
+    they are written. So are late pieces, because all pieces before them are complete then. There are only two threads,
+    because torch starts a thread pool for each thread that computes.
     """
 
     def __init__(self, pieces: Sequence[Piece], short: int) -> None:
         self._size = short
         computed = [piece for piece in pieces if isinstance(piece, Computed) and self._is_ahead(piece)]
         self._left = iter(computed)
-        self._short = iter([piece for piece in pieces if isinstance(piece, Computed) and self._is_joined(piece)])
-        #: The short pieces that are computed, and their bytes.
-        self._ready: deque[tuple[Computed, bytes]] = deque()
         self._taking = Lock()
         self._stopped = Event()
         #: The chunks of each piece, in the order of the plan.
@@ -56,21 +49,7 @@ class Prefetcher:
 
     def chunks(self, piece: Computed) -> Iterable[bytes]:
         """Return the chunks of the next computed piece, in the order of the plan."""
-        if self._is_joined(piece):
-            return (self._joined(piece),)
         return self._taken() if self._threads and self._is_ahead(piece) else piece.chunks()
-
-    def _joined(self, piece: Computed) -> bytes:
-        """Return the bytes of the next short piece, computed together with pieces after it."""
-        if not self._ready:
-            batch, size = list[Computed](), 0
-            while size < _BATCH and (other := next(self._short, None)) is not None:
-                batch.append(other)
-                size += other.size
-            self._ready.extend(zip(batch, computed_together(batch)))
-        known, data = self._ready.popleft()
-        assert known is piece, "pieces are taken in order"
-        return data
 
     def _taken(self) -> Iterator[bytes]:
         chunks = self._begun.get()
@@ -105,10 +84,6 @@ class Prefetcher:
                 queue.put(item, timeout=0.01)
                 return True
         return False
-
-    def _is_joined(self, piece: Computed) -> bool:
-        """Return whether a piece is computed together with other short ones."""
-        return piece.together is not None and not piece.late and piece.size < self._size
 
     def _is_ahead(self, piece: Computed) -> bool:
         """Return whether a piece is computed by a thread before it is written."""

@@ -7,10 +7,10 @@ checksum and sizes are in a descriptor after it, and the end records always incl
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from struct import Struct
-from typing import Any, Final
+from typing import Final
 
 from ...base.errors import ReadBackError
 from ...base.records import NamedTuple, new_tuple
@@ -21,7 +21,6 @@ from ..sources import (
     Piece,
     Plan,
     Span,
-    Together,
     merge_pieces,
     size_of,
 )
@@ -94,9 +93,8 @@ def checksummed(name: str, piece: Piece) -> RecordContent:
         return RecordContent(name, piece, RecordedCrc(source), source.size)
     crc = DeferredCrc()
     late = isinstance(piece, Computed) and piece.late
-    together = _summed_together if isinstance(piece, Computed) and piece.together is not None else None
     size = size_of(piece)
-    body = new_tuple(Computed, (size, summed, (piece, crc), late, together))
+    body = new_tuple(Computed, (size, summed, (piece, crc), late))
     return new_tuple(RecordContent, (name, body, crc, size, False))
 
 
@@ -106,26 +104,6 @@ def summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
     for data in _chunks(piece):
         crc.value = zlib.crc32(data, crc.value)
         yield data
-
-
-def computed_together(pieces: Sequence[Computed]) -> list[bytes]:
-    """Return the bytes of short pieces that have a function ``together``, with one call of each of these functions."""
-    places: dict[Together, list[int]] = {}
-    for place, piece in enumerate(pieces):
-        assert piece.together is not None, "only alone"
-        places.setdefault(piece.together, []).append(place)
-    found = [b""] * len(pieces)
-    for together, group in places.items():
-        for place, data in zip(group, together([pieces[place].parameters for place in group])):
-            found[place] = data
-    return found
-
-
-def _summed_together(parameters: Sequence[tuple[Any, ...]]) -> list[bytes]:
-    found = computed_together([piece for piece, _ in parameters])
-    for (_, crc), data in zip(parameters, found):
-        crc.value = zlib.crc32(data)
-    return found
 
 
 def _chunks(piece: Piece) -> Iterable[bytes]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
-from ...base.dtypes import BY_NAME, is_complex
 from .loads import need_torch, torch_dtype
 
 
@@ -41,23 +39,6 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     out, result = _empty(torch, values.numel(), torch_dtype(torch, target))
     result.copy_(values)
     return bytes(out), _overflow_count(torch, values, result)
-
-
-def cast_each(parts: Sequence[bytes], dtype: str, target: str) -> list[tuple[bytes, int]]:
-    """Return what ``cast_elements`` returns for each of many short parts, computed in one call if possible.
-
-    With overflow or NaN each part is cast alone: overflow is counted for each part, and the bits of a NaN depend on
-    whether torch's vectorised code casts it, so on its place.
-    """
-    data = b"".join(parts)
-    elements, overflows = cast_elements(data, dtype, target)
-    by_numpy = {dtype, target} == {"float32", "bfloat16"} and numpy_module() is not None
-    floating = BY_NAME[dtype].floating or is_complex(dtype)
-    if overflows or (floating and not by_numpy and count_nonfinite(data, dtype)[0]):
-        return [cast_elements(part, dtype, target) for part in parts]
-    width, wide = BY_NAME[dtype].itemsize, BY_NAME[target].itemsize
-    ends = accumulate([len(part) // width * wide for part in parts])
-    return [(elements[begin:end], 0) for begin, end in pairwise((0, *ends))]
 
 
 #: Magnitudes of float32, as bits: the first that bfloat16 rounds to infinity, infinity itself, and the bfloat16 NaN of
