@@ -163,7 +163,6 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether all places of tensors were listed; return no check if they were."""
     count = checkpoint.survey.unlisted
     message = f"tensors are at more places than are listed: {count:,} were left out"
     return [Check("places", "integrity", NOT_POSSIBLE, message)] if count else []

@@ -143,7 +143,6 @@ def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
 
 
 def _unfollowed_folders(top: Folder) -> list[Companion]:
-    """Return the links to folders and the folders of Git."""
     folders = ((inner, name) for inner, names, _ in top.walk() for name in sorted(names))
     kinds = (
         (inner.join(name), GIT_FOLDER if name == ".git" else LINKED_FOLDER)
@@ -195,7 +194,6 @@ def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion
 
 
 def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableError) -> Companion:
-    """Check the pickles in a broken checkpoint, or in a file that is not a checkpoint."""
     kind = getattr(error, "kind", "")
     pickles = examine_all(find_pickles(source), torch)
     checks = check_pickles(pickles, torch)

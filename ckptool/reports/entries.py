@@ -193,7 +193,6 @@ class _JsonWriter:
 
 
 def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
-    """Yield the numbers of a tensor as nested lists."""
     shape = reading.tensor.shape
     endless = excessive_repeats(shape, reading.tensor.stride)
     if endless:

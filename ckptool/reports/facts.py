@@ -82,7 +82,6 @@ def facts(checkpoint: Checkpoint, *, read: bool = False, torch: str = DEFAULT, s
 
 
 def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield what is missing or cannot be followed."""
     survey = checkpoint.survey
     for key in sorted(survey.reader.disagreeing):
         message = f"storage {quoted(key)} is described in two ways; torch takes the first"

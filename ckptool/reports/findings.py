@@ -100,7 +100,6 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
 
 
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
-    """Return whether all commands in a next step are among these."""
     return all(command.name in names for command in as_step(step).commands)
 
 
@@ -113,7 +112,6 @@ def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _quantized(found: Quantization | None) -> Iterator[Finding]:
-    """Yield a warning on quantized weights that lack a part, or do not fit together."""
     if found is not None and (problems := found.problems):
         message = (
             f"{pluralize(len(problems), 'quantized weight')} cannot be understood: {join_limited(problems, most=2)}"
@@ -179,7 +177,6 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a warning on sharded tensors that torch loads only in a group of ranks."""
     shards = shards_of(checkpoint)
     if shards is not None and "ShardedTensor" in shards.kinds:
         message = "torch loads a ShardedTensor only in the group of ranks that saved it, and with weights_only=False"

@@ -9,9 +9,9 @@ from typing import Literal
 
 from ..base.globs import Globs, Patterns, split_globs
 from ..base.records import TypedDict
-from ..base.steps import NextStep, as_step, command
+from ..base.steps import NextStep, command
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.selection import candidates, dotted, select_entries
+from ..checkpoint.selection import candidates, select_entries
 from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
@@ -137,14 +137,8 @@ def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything:
     """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
     entries = candidates(checkpoint, key, everything)
     near = near_patterns(checkpoint, globs, entries)
-    chosen = dotted(globs, checkpoint)
-    if not everything and any(chosen.match(entry.key, entry.path) for entry in checkpoint.survey.tensors):
-        return "no key matches in the state dicts; in the whole file: " + command(
-            name, checkpoint.path, **globs.patterns, all=True
-        )
     if not near or globs.exclude:
-        listed = command("keys", checkpoint.path, all=everything, key=key)
-        return "no key matches; what is there: " + listed if entries else as_step("no key matches")
+        return "no key matches; what is there: " + command("keys", checkpoint.path, all=everything, key=key)
     everything |= not select_entries(checkpoint, key, everything, Globs(near))
     meant = command(name, checkpoint.path, include=near, all=everything, key=key)
     return f"no key matches; did you mean {' or '.join(map(repr, near))}?" + meant

@@ -223,7 +223,6 @@ def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
 
 
 def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> FileScan:
-    """Scan a file that does not open as a checkpoint; ``error`` has the reason."""
     kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
     head = source.read(0, _HEAD)
     pickles = examine_all(find_pickles(source), torch)

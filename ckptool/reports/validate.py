@@ -431,7 +431,6 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
 
 
 def _pickles_at(path: str, torch: str) -> list[ExaminedPickle]:
-    """Return all pickles that can be found at a path, checkpoint or not."""
     try:
         folder = folder_at(path)
         if folder is not None and folder_format(folder) is not None:
@@ -531,7 +530,6 @@ def _check_report(check: Check) -> CheckReport:
 
 
 def _with_text(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy with its paths as strings, as in a policy file."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in policy.items()}
 
 

@@ -195,7 +195,6 @@ def _known(checkpoint: Checkpoint, text: str, error: KnownError, details: Detail
 
 
 def _of_case(case: Case, checkpoint: Checkpoint, details: Details) -> Answer:
-    """Return the answer of a case."""
     path, facts = checkpoint.path, words(checkpoint, details)
     step = step_of(case, checkpoint, facts)
     code = {**facts, "load": load_lines(path, facts["place"])}

@@ -197,7 +197,6 @@ def _to_safetensors(checkpoint: Checkpoint, output: str) -> str:
 
 
 def _to_legacy(checkpoint: Checkpoint, argument: str) -> str:
-    """Return the command that writes the format of torch 1.5, or "" if that cannot hold the contents."""
     if OUTPUTS["legacy"].writer().fit(checkpoint, Target("legacy")).losses:
         return ""
     return edit_step("convert", checkpoint.path, word="legacy", to_format="legacy").line
@@ -392,17 +391,6 @@ def _for_one_key(checkpoint: Checkpoint, text: str, known: KnownError, details: 
     """Answer for a tensor that code takes out of the state dict by its name."""
     path, wanted = checkpoint.path, details["entry"]
     names = {str(checkpoint.graph.nodes[key]): item for item in checkpoint.state_dicts for key, _ in item.items}
-    fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
-    if fewer and not all(name.startswith(fewer) for name in names):
-        why = f"{path} has {fewer + wanted!r} in place of {wanted!r}, and other keys do not begin with {fewer!r}"
-        return Answer(f"{why}: match compares all names with a file that the code loads.")
-    if fewer:
-        why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
-        return Answer(why, edit_step("strip-module", path, word="plain", strip_prefix=fewer))
-    more = next((wanted.removesuffix(name) for name in names if wanted.endswith("." + name)), "")
-    if more and not any(name.startswith(more) for name in names):
-        why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
-        return Answer(why, edit_step("add-module", path, word="prefixed", add_prefix=more))
     tied = next((name for name in names if name.endswith(EMBEDDINGS)), "")
     if tied and wanted.endswith(HEADS):
         base = names[tied].path
@@ -410,7 +398,7 @@ def _for_one_key(checkpoint: Checkpoint, text: str, known: KnownError, details: 
         output = suggested_output(path, "untied", pickled_suffix(checkpoint))
         why = f"{path} has no {wanted!r}: it is tied to {tied!r}. The code needs the tensor under both names."
         return Answer(why, command("edit", path, output=output, merge_entry=copy))
-    why = f"{path} has no key {wanted!r}. The code expects another model, or another version of it."
+    why = f"{path} has no key {wanted!r}: it has another prefix, or the code expects another model or version."
     return Answer(why, command("keys", path))
 
 
@@ -446,7 +434,6 @@ def _for_an_optimizer(checkpoint: Checkpoint, text: str, known: KnownError, deta
 
 
 def _lack(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
-    """Describe where an optimizer lacks a value, or return ""."""
     graph, place = checkpoint.graph, repr(optimizer.path) if optimizer.path else "the optimizer"
     states = parameter_states(graph, optimizer)
     lacking = [own for own in states.values() if wanted not in own]

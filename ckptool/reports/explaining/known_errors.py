@@ -272,7 +272,6 @@ def _found(text: str) -> Iterator[Explanation]:
 
 
 def _details(error: KnownError, text: str) -> Details | None:
-    """Return the details if a text has the error, otherwise None."""
     if not error.pattern:
         name, found = (
             ("acting-global", acting_global(text)) if error.name == "acting-global" else key_error(text) or ("", {})

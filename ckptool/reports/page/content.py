@@ -360,7 +360,6 @@ def _kind(tensors: Tensors, row: int) -> str:
 
 
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of numbers; missing values are null."""
     result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
     result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
     return result | {name: [row.get(name) or "" for row in rows] for name in ("of", "reason")}
@@ -372,7 +371,6 @@ def _exact(value: Any) -> object:
 
 
 def _added(comparison: Comparison) -> list[int]:
-    """Return the rows that only B has."""
     taken, theirs = set(comparison.partners.values()), comparison.tensors
     key = comparison.scope.other_key if comparison.scope.other_key is not None else comparison.scope.key
     inside = "" if key in (None, ".") else key

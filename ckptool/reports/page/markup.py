@@ -181,7 +181,6 @@ _FIGURE: Final = {"rel_l2": "relative L2", "cosine": "cosine", "max_abs": "max |
 
 
 def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-    """Yield the lists of changes: a title, the headings, and the rows."""
     diff, theirs = comparison.diff, comparison.tensors
     places = [row for row, fate in enumerate(comparison.fate) if fate == RENAMED]
     pairs = ((ours.rows[row], theirs.rows[comparison.partners[row]]) for row in places)
