@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple
-from ..base.steps import command
+from ..base.steps import Step, command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
 from ..formats.opening import CheckpointOrPath, takes_path
 from .table import EDITS, MODIFIERS, STEPS, function
 
 if TYPE_CHECKING:
-    from .matching.steps import FixStep
     from .matching.targets import MatchTarget
-
-#: An option of ``ckptool edit`` without its dashes, and its text (True for a flag).
-Step: TypeAlias = "tuple[str, str | bool]"
 
 #: Maximum bytes of a name table; a larger file cannot be one.
 _TABLE: Final = 64 << 20
@@ -47,7 +43,7 @@ _FILES: Final = frozenset(
 
 
 @takes_path
-def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
+def edit(checkpoint: Checkpoint, steps: Iterable[tuple[str, str | bool]]) -> Checkpoint:
     """Apply several edits in order: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
 
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` apply
@@ -68,7 +64,7 @@ def applied(checkpoint: Checkpoint, edits: Iterable[Call]) -> Checkpoint:
     return checkpoint
 
 
-def calls(steps: Iterable[Step]) -> list[Call]:
+def calls(steps: Iterable[tuple[str, str | bool]]) -> list[Call]:
     """Return the edits that the steps stand for; raise TargetError for an unknown step or an invalid text.
 
     Patterns to keep that follow each other with the same choice of keys are one edit.
@@ -158,26 +154,25 @@ def rename(
 
 
 def apply_fix(
-    checkpoint: Checkpoint, steps: Sequence[FixStep], target: MatchTarget, *, key: str | None = None
+    checkpoint: Checkpoint, steps: Sequence[Step], target: MatchTarget, *, key: str | None = None
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
     ``target`` has the names for "rename-like"; it may be a model, which no option can name. Raise the
     errors of the edits.
     """
-    from .matching.steps import FROM_TARGET, WHOLE
+    from .matching.candidates import WHOLE
     from .matching.targets import rename_like
 
     for step in steps:
-        if step.option in FROM_TARGET:
+        if step.name == "rename-like":
             checkpoint = rename_like(checkpoint, target, key=key)
             continue
-        if step.option in MODIFIERS:
+        if step.name in MODIFIERS:
             continue  # its edit reads it
-        scope: list[Step] = [] if key is None or step.option in WHOLE else [("key", key)]
-        scope += [(other.option, True) for other in steps if other.option in MODIFIERS]
-        checkpoint = edit(checkpoint, [*scope, (step.option, step.value or True)])
-        if step.option == "extract":
+        scope = [] if key is None or step.name in WHOLE else [Step("key", key)]
+        checkpoint = edit(checkpoint, [*scope, *(other for other in steps if other.name in MODIFIERS), step])
+        if step.name == "extract":
             key = None  # the extracted entry is now the whole checkpoint
     return checkpoint
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from ...base.errors import RefusedError, TargetError
 from ...base.records import NamedTuple
+from ...base.steps import Step
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
@@ -18,10 +19,9 @@ from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..averages import is_average
 from ..outputs import suggested_edit
-from .candidates import Candidate, Space, best_renaming
+from .candidates import LAYOUT, Candidate, Space, Steps, best_renaming, edit_command
 from .names import Comparison, Spec, as_torch_accepts, compare, fillable
 from .pairing import Pairing, pair_in_order
-from .steps import LAYOUT, FixStep, Steps, edit_command
 from .targets import MatchTarget, candidate_dicts, comparable, specs_of
 from .values import Values
 
@@ -112,19 +112,19 @@ class Case(NamedTuple):
             if not (path.startswith(entry.path) and path[len(entry.path) : len(entry.path) + 1] in ("", ".", "["))
         ] * bool(self.best.before)
 
-    def edited_key(self, steps: Sequence[FixStep]) -> str | None:
+    def edited_key(self, steps: Sequence[Step]) -> str | None:
         """Return the path of the state dict that the steps must name, or None if they need not.
 
         They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have
         the names of dropped keys.
         """
-        drops = any(step.option == "drop" for step in steps)
-        if self.best.before or not (drops or any(step.option not in LAYOUT for step in steps)):
+        drops = any(step.name == "drop" for step in steps)
+        if self.best.before or not (drops or any(step.name not in LAYOUT for step in steps)):
             return None
         sure = [item for item in self.checkpoint.state_dicts if item.confidence == "high"]
         return None if sure == [self.best.state_dict] and not (drops and self.best.path) else self.best.path or "."
 
-    def edit_line(self, steps: Sequence[FixStep]) -> str:
+    def edit_line(self, steps: Sequence[Step]) -> str:
         output = suggested_edit(self.checkpoint, "fits")
         return str(edit_command(self.checkpoint.path, steps, output, self.edited_key(steps)))
 
@@ -190,7 +190,7 @@ def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
     if have == wanted or keys is None:
         # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
         return (), ()
-    return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
+    return ((Step("extract", have),) if have else ()), tuple(Step("wrap", key) for key in reversed(keys))
 
 
 def string_keys(path: str) -> list[str] | None:

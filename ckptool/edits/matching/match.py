@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, Step, advised, command, in_shell, is_remote
+from ...base.steps import Step, advised, command, in_shell, is_remote
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -22,13 +22,13 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import sharding_summary
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
-from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
-from ...formats.rank_part import Part, part_of
+from ...formats.rank_part import part_of
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
 from .attempts import Case, case_of, shared_shapes, string_keys
+from .candidates import Steps, drop_steps, edit_command
 from .causes import Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
 from .names import Comparison, family_of
 from .pairing import Agreement, Pairing
@@ -43,7 +43,6 @@ from .report import (
     not_strict,
 )
 from .sizes import Cause
-from .steps import FROM_TARGET, FixStep, Steps, drop_steps, edit_command
 from .targets import MatchTarget, match_target, target_in_error
 from .values import Values
 
@@ -99,7 +98,7 @@ def match_checkpoint(
     steps, fix = _fix(case) if not other_model and not trained else ((), None)
     as_it_is = case.placed and case.is_good(now)
     refuted = ""
-    by_names = fix and fix["complete"] and not any(step.option in FROM_TARGET for step in steps)
+    by_names = fix and fix["complete"] and not any(step.name == "rename-like" for step in steps)
     if not as_it_is and not by_names and not trained:
         by_table, refuted = _by_table(case)
         if by_table is not None:
@@ -124,7 +123,8 @@ def match_checkpoint(
     if loads:
         next_step = _without_optimizers(case, others)
     elif part is not None:
-        next_step = part.message if part.folder else f"{part.message}; {part.whole}", _whole_step(case, part)
+        whole = str(command("inspect", part.folder)) if part.folder else ""  # shows which files are there
+        next_step = part.message if part.folder else f"{part.message}; {part.whole}", whole
     elif not solved and (empty := empty_weights(checkpoint)):
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
@@ -189,7 +189,7 @@ def _fix(case: Case) -> tuple[Steps, Fix | None]:
         return (), None
     before = _loadable(case.checkpoint)
     # A copy of an entry has the device of the file, so this comes last.
-    last = tuple(step for step in before if best.ties and step.option == "to")
+    last = tuple(step for step in before if best.ties and step.name == "to")
     steps = (*(step for step in before if step not in last), *steps, *last)
     return steps, _fix_report(case, steps, after, dropped, best.best.agreement)
 
@@ -205,7 +205,7 @@ def _fix_report(case: Case, steps: Steps, after: Comparison, dropped: list[str],
         notes.append("no values of the target are equal, as after another training: they cannot confirm this")
     return {
         "complete": case.is_good(after),
-        "steps": [{"option": step.option, "value": step.value or True} for step in steps],
+        "steps": [{"option": step.name, "value": step.value} for step in steps],
         **differences(after),
         "dropped": dropped,
         "left_out": left_out,
@@ -241,7 +241,7 @@ def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
         agreement = Pairing(values, target.values).agreement((name, name) for name in target.tensors)
     if agreement.contradicted:
         return None, f"the names of {family} are not offered: {_in_wrong_place(agreement)}"
-    steps = (*_loadable(checkpoint), *best.before, FixStep("to-names", family), *best.after)
+    steps = (*_loadable(checkpoint), *best.before, Step("to-names", family), *best.after)
     return (steps, _fix_report(case, steps, case.compared(target.tensors), dropped, agreement)), ""
 
 
@@ -261,26 +261,26 @@ def _copies(case: Case) -> Steps:
     path, place = case.checkpoint.path, case.best.path
     base = "" if case.best.before else place
     return tuple(
-        FixStep("merge-entry", f"{path}:{spell_key(place, source)}={spell_key(base, name)}")
+        Step("merge-entry", f"{path}:{spell_key(place, source)}={spell_key(base, name)}")
         for name, source in case.best.ties.items()
     )
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:
     """Return the steps that make an output loadable by plain ``torch.load`` on a machine without a GPU."""
-    steps = (FixStep("to", "cpu"),) if away(checkpoint) else ()
+    steps = (Step("to", "cpu"),) if away(checkpoint) else ()
     from ..sanitize.trial import loadable, options_that_work  # imported late: it needs the sanitizer
 
     options = None if loadable(checkpoint) else options_that_work(checkpoint)
     if options is None:
         return steps
-    return (FixStep("sanitize"), *(FixStep(name.replace("_", "-")) for name in options), *steps)
+    return (Step("sanitize"), *(Step(name.replace("_", "-")) for name in options), *steps)
 
 
 def _command(case: Case, steps: Steps) -> str:
     """Return the command line of a fix; "" if the target is neither a file nor a named model."""
     target = case.target
-    if not any(step.option in FROM_TARGET for step in steps) or (
+    if not any(step.name == "rename-like" for step in steps) or (
         target.kind in ("checkpoint", "lock") and not target.others
     ):
         return case.edit_line(steps)
@@ -318,7 +318,7 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
 
     Both are "" if the fix is complete, or if the causes say what helps.
     """
-    best, target = case.best, case.target
+    best = case.best
     if fix is not None and fix["complete"]:
         return "", ""
     if best.misplaced:
@@ -331,7 +331,7 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
     if not after.sizes:
         if causes or not after.loads:  # strict=False would hide them
             return "", ""
-        return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after, target.tied)}", ""
+        return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = drop_steps(renamed, bad) if case.editable else ()
     if not drops or any(not cause.replaceable and cause.kind not in _SOLVED for cause in causes):
@@ -357,15 +357,6 @@ def _of_other_model(case: Case) -> str:
         return "all names differ, and the message says no shapes: match it with a file of the model instead"
     most = f"{shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
     return f"it is probably another model: {most} have a shape that the target wants"
-
-
-def _whole_step(case: Case, part: Part) -> str:
-    """Return the command that matches the whole checkpoint, if the file is one part of it; "" if it is unknown."""
-    if not part.folder:
-        return ""
-    if case.target.kind == "names" or case.target.source == STDIN or folder_format(part.folder) is None:
-        return str(command("inspect", part.folder))  # shows which files are there, and which are missing
-    return _match_line(case, part.folder, anywhere=case.anywhere, lenient=not case.strict)
 
 
 def _without_optimizers(case: Case, others: Sequence[OptimizerReport]) -> tuple[str, str]:
@@ -396,7 +387,7 @@ def _notes(case: Case) -> list[str]:
         notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
     inside = next(averages_within(checkpoint, best.state_dict), "")
     if inside and best.best.fit.loads:
-        steps = (FixStep("use-ema"), *best.before)
+        steps = (Step("use-ema"), *best.before)
         output = suggested_edit(checkpoint, "ema")
         step = edit_command(checkpoint.path, steps, output, None if best.before else path or ".")
         notes.append(f"averaged weights (EMA) are in {inside}*: to load these, match a copy that has them: {step}")

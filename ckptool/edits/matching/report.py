@@ -190,34 +190,17 @@ def compare_optimizers(have: GroupSizes, wanted: GroupSizes) -> list[OptimizerRe
 
 
 def mismatch(report: OptimizerReport) -> str:
-    """Describe how the groups differ, quoting torch's message."""
-    have, wanted = report["have"], report["wanted"]
-    name = f"optimizer at {report['path'] or '.'!r}"
-    if len(have) != len(wanted):
-        return (
-            f"{name}: {pluralize(len(have), 'parameter group')} here, {len(wanted):,} in the target; load_state_dict"
-            ' says "loaded state dict has a different number of parameter groups"'
-        )
-    at = next(number for number, (ours, theirs) in enumerate(zip(have, wanted)) if ours != theirs)
-    which = f" in group {at}" if len(have) > 1 else ""
+    """Describe how the groups differ."""
+    have, wanted = ([f"{size:,}" for size in report[side]] for side in ("have", "wanted"))
     return (
-        f"{name}: {pluralize(have[at], 'parameter')}{which} here, {wanted[at]:,} in the target; load_state_dict"
-        " says \"loaded state dict contains a parameter group that doesn't match the size of optimizer's group\""
+        f"optimizer at {report['path'] or '.'!r}: groups of {join_limited(have)} parameters here, of"
+        f" {join_limited(wanted)} in the target, which load_state_dict refuses"
     )
 
 
-def not_strict(comparison: Comparison, tied_to: Mapping[str, str]) -> str:
+def not_strict(comparison: Comparison) -> str:
     """Describe what happens to missing or unexpected keys with strict=False."""
     if not comparison.missing:
         return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
-    loaded = {*comparison.loads}
-    tied = [name for name in comparison.missing if tied_to.get(name) in loaded]
-    kept = len(comparison.missing) - len(tied)
-    parts = []
-    if kept:
-        names = join_limited([name for name in comparison.missing if name not in tied], most=3)
-        parts.append(f"{pluralize(kept, 'key')} of the model would stay untrained, with initial values: {names}")
-    if tied:
-        pairs = join_limited([f"{name} is {tied_to[name]} under another name" for name in tied], most=3)
-        parts.append(f"{pairs}: it loads with that where the model ties them")
-    return "; ".join(parts)
+    number, names = pluralize(len(comparison.missing), "key"), join_limited(comparison.missing, most=3)
+    return f"{number} of the model would stay untrained, with initial values: {names}"

@@ -263,41 +263,39 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     """
     import json
 
-    data = read_bytes(path, LIMITS.pickle_bytes)
     try:
-        document = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise MalformedError("it begins like JSON, but is not JSON", path=path) from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != _SCHEMA:
-        message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
+        document = json.loads(read_bytes(path, LIMITS.pickle_bytes).decode("utf-8-sig"))
+        if document["schema"] != _SCHEMA:
+            raise KeyError(document["schema"])
+        places = {
+            "" if place == "." else place: {name: _spec_in_lock(entry) for name, entry in entries.items()}
+            for place, entries in document["state_dicts"].items()
+        }
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         step = f"make one with '{command('lock', 'CHECKPOINT', output='LOCK').line}'"
-        raise MalformedError(message, path=path, next=step)
-    dicts = document.get("state_dicts")
-    if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
-        raise MalformedError("it has no 'state_dicts'", path=path)
-    if not dicts:
-        raise TargetError("there is no state dict in it", path=path)
-    places = {"" if name == "." else name: value for name, value in dicts.items()}
-    if key is not None and normal_path(key) not in places:
-        known = join_limited([repr(name or ".") for name in places])
-        raise TargetError(f"no state dict at {key!r}; there is {known}", path=path)
-    place = normal_path(preferred) if preferred is not None else None
-    best = max(places, key=lambda name: (name == place, len(places[name]))) if key is None else normal_path(key)
-    specs = {name: _spec_in_lock(path, name, value) for name, value in places[best].items()}
+        raise MalformedError("it begins like JSON, and is not a lock file", path=path, next=step) from error
+    named = key if key is not None else preferred
+    place = normal_path(named) if named is not None else None
+    if not places or (key is not None and place not in places):
+        there = join_limited([repr(name or ".") for name in places]) or "none"
+        raise TargetError(f"no state dict at {key or '.'!r}; there is {there}", path=path)
+    best = (
+        place
+        if key is not None and place is not None
+        else max(places, key=lambda name: (name == place, len(places[name])))
+    )
     others = tuple(name for name in places if name != best) if key is None else ()
-    return MatchTarget(path, "lock", best, specs, others)
+    return MatchTarget(path, "lock", best, places[best], others)
 
 
-def _spec_in_lock(path: str, name: str, value: Any) -> Spec:
-    entry = value if isinstance(value, dict) else {}
-    if isinstance(entry.get("type"), str) and "shape" not in entry:
-        return Spec(None, entry["type"])
-    shape, dtype = entry.get("shape"), entry.get("dtype")
-    valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not valid or not isinstance(shape, list) or not isinstance(dtype, str):
-        raise MalformedError(f"its entry for {name!r} is not a dtype with a shape", path=path)
-    return Spec(tuple(shape), dtype)
+def _spec_in_lock(entry: Mapping[str, Any]) -> Spec:
+    """Return the spec of an entry; raise ValueError, KeyError or TypeError for one that no lock has."""
+    if "shape" not in entry:
+        return Spec(None, str(entry["type"]))
+    sizes = entry["shape"]
+    if not isinstance(entry["dtype"], str) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(entry)
+    return Spec(tuple(sizes), entry["dtype"])
 
 
 def rename_like(

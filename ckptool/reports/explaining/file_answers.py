@@ -21,12 +21,12 @@ from ...checkpoint.objects import mapping, values_of
 from ...checkpoint.paths import spell_key, within
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
+from ...edits.matching.candidates import LAYOUT, edit_command
 from ...edits.matching.causes import EMBEDDINGS, HEADS
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
 from ...edits.matching.sizes import size_causes, sizes_text
 from ...edits.matching.state_dict_errors import Mismatch, StateDictError, prefix_between, read_error
-from ...edits.matching.steps import LAYOUT, edit_command
 from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
 from ...edits.sanitize.trial import loadable
@@ -307,16 +307,16 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
     if fix is None:
         lenient = f"{load}\nmodel.load_state_dict(state, strict=False)" if "strict=False" in report["advice"] else ""
         return Answer(why, line_step(line), "" if line else lenient)
-    moves = [step for step in steps or () if step.option != "drop"]
+    moves = [step for step in steps or () if step.name != "drop"]
     python = known.python_for(path, details, report["state_dict"]) if details.get("renamed") else ""
-    if all(step.option in ("extract", "to") for step in moves):
+    if all(step.name in ("extract", "to") for step in moves):
         python = f"{load}\nmodel.load_state_dict(state)"
     dropped = fix["dropped"]
     if dropped and python:
         python = f"{python[:-1]}, strict=False)"
     if dropped and not all(key.endswith(COMPUTED) for key in dropped):
         # strict=False ignores these keys, and no edit needs to remove them.
-        renames = any(step.option not in LAYOUT for step in moves)
+        renames = any(step.name not in LAYOUT for step in moves)
         why = f"{path}: the model has no place for {pluralize(len(dropped), 'key')}: {join_limited(dropped, most=3)}."
         why += " strict=False ignores them; if they matter, build the model with the layers that they belong to."
         why += " The other keys have other names in the model, which the command changes." if renames else ""

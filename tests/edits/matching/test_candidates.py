@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.base.errors import RefusedError
-from ckptool.edits.matching.candidates import Candidate, Space, best_renaming
+from ckptool.base.steps import Step
+from ckptool.edits.matching.candidates import Candidate, Space, best_renaming, renaming
 from ckptool.edits.matching.names import Shape, Spec, agrees, fillable, names_agree
 from ckptool.edits.matching.pairing import Pairing, pair_in_order, pair_names
-from ckptool.edits.matching.steps import FixStep, renaming
 from ckptool.edits.matching.values import Values
 
 Names = dict[str, Shape]
@@ -83,7 +83,7 @@ def test_no_renaming_loses_a_name_or_claims_what_names_do_not_show(one: Names, o
     assert len(set(found.names)) == len(one)
     assert found.rank >= found_for(one, other, target="").rank or found.steps
     assert all(names_agree(own, name) for own, name in zip(one, found.names) if own != name and name in other)
-    if not any(step.option == "rename-like" for step in found.steps):
+    if not any(step.name == "rename-like" for step in found.steps):
         names = list(one)
         for step in found.steps:
             rename = renaming(step, names)
@@ -110,7 +110,7 @@ def test_layers_with_the_number_and_shape_of_others_are_not_taken_for_them() -> 
 def test_of_two_copies_the_first_is_taken() -> None:
     plain: Names = {f"blocks.{n}.weight": (8, n + 1) for n in range(4)}
     both = {f"{side}.{name}": shape for side in ("student", "teacher") for name, shape in plain.items()}
-    assert found_for(both, plain).steps == (FixStep("strip-prefix", "student."),)
+    assert found_for(both, plain).steps == (Step("strip-prefix", "student."),)
 
 
 @pytest.mark.parametrize("layers", [40, 700])
@@ -122,7 +122,7 @@ def test_two_prefixes_in_large_models(layers: int) -> None:
         found = found_for({begin + name: shape for name, shape in plain.items()}, plain, target="")
         assert found.names == list(plain) and len(found.steps) <= 2
     found = found_for({f"encoder.{name}": shape for name, shape in plain.items()}, after(plain, ["model."]), target="")
-    assert found.steps == (FixStep("rename", "encoder.*=model.*"),)
+    assert found.steps == (Step("rename", "encoder.*=model.*"),)
 
 
 def test_by_order_names_the_first_disagreement() -> None:
@@ -138,16 +138,16 @@ def test_by_order_names_the_first_disagreement() -> None:
 @pytest.mark.parametrize(
     ("step", "name", "expected"),
     [
-        (FixStep("strip-module"), "module.module.a", "module.a"),
-        (FixStep("wrappers"), "a._fsdp_wrapped_module.b", "a.b"),
-        (FixStep("strip-prefix", "model."), "model.a", "a"),
-        (FixStep("strip-prefix", "model."), "models.a", "models.a"),
-        (FixStep("add-prefix", "x.y."), "a", "x.y.a"),
-        (FixStep("rename", "a.*=b.c.*"), "a.x", "b.c.x"),
-        (FixStep("rename", "a.*=b.*"), "aa.x", "aa.x"),
+        (Step("strip-module"), "module.module.a", "module.a"),
+        (Step("wrappers"), "a._fsdp_wrapped_module.b", "a.b"),
+        (Step("strip-prefix", "model."), "model.a", "a"),
+        (Step("strip-prefix", "model."), "models.a", "models.a"),
+        (Step("add-prefix", "x.y."), "a", "x.y.a"),
+        (Step("rename", "a.*=b.c.*"), "a.x", "b.c.x"),
+        (Step("rename", "a.*=b.*"), "aa.x", "aa.x"),
     ],
 )
-def test_steps(step: FixStep, name: str, expected: str) -> None:
+def test_steps(step: Step, name: str, expected: str) -> None:
     assert renaming(step, [name])(name) == expected
 
 

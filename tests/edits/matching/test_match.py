@@ -557,7 +557,7 @@ def test_groups_of_optimizers_are_compared_as_torch_does(
     assert [(item["have"], item["wanted"]) for item in report["optimizers"]] == [([*have], [*wanted])]
     assert report["fits"] == (not refusal)
     assert run(["match", str(ours), str(theirs)]) == int(bool(refusal))
-    assert refusal in capsys.readouterr().out
+    assert ("which load_state_dict refuses" in capsys.readouterr().out) == bool(refusal)
     if refusal:
         assert typed(report["next"], out) == 0
         model.load_state_dict(torch.load(out)["model"])
