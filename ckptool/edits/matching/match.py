@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.errors import CkptoolError
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import Step, advised, command, in_shell, is_remote
+from ...base.steps import STDIN, Step, advised, command, in_shell, is_remote
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -22,9 +22,10 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import sharding_summary
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
+from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
-from ...formats.rank_part import part_of
+from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
 from .attempts import Case, case_of, shared_shapes, string_keys
@@ -123,8 +124,7 @@ def match_checkpoint(
     if loads:
         next_step = _without_optimizers(case, others)
     elif part is not None:
-        whole = str(command("inspect", part.folder)) if part.folder else ""  # shows which files are there
-        next_step = part.message if part.folder else f"{part.message}; {part.whole}", whole
+        next_step = part.message if part.folder else f"{part.message}; {part.whole}", _whole_step(case, part)
     elif not solved and (empty := empty_weights(checkpoint)):
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
@@ -357,6 +357,15 @@ def _of_other_model(case: Case) -> str:
         return "all names differ, and the message says no shapes: match it with a file of the model instead"
     most = f"{shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
     return f"it is probably another model: {most} have a shape that the target wants"
+
+
+def _whole_step(case: Case, part: Part) -> str:
+    """Return the command that matches the whole checkpoint, or shows which of its files are there; "" without any."""
+    if not part.folder or case.target.kind == "names" or case.target.source == STDIN:
+        return str(command("inspect", part.folder)) if part.folder else ""
+    if folder_format(part.folder) is None:
+        return str(command("inspect", part.folder))
+    return _match_line(case, part.folder, anywhere=case.anywhere, lenient=not case.strict)
 
 
 def _without_optimizers(case: Case, others: Sequence[OptimizerReport]) -> tuple[str, str]:
