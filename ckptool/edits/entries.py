@@ -16,7 +16,7 @@ from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
-from ..checkpoint.selection import Slot, dotted, lookup, new_key, selected, slot
+from ..checkpoint.selection import dotted, lookup, new_key, selected, slot
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 
@@ -296,11 +296,9 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         raise TargetError(f"no mapping can hold {key!r}", path=checkpoint.path)
     editor, items = GraphEditor(checkpoint.graph), list(place.items)
     new, words = editor.add(value), cut(repr(value))
-    notes: tuple[str, ...] = ()
     if place.number < 0:
         items.append((new_key(checkpoint, editor, key, place.key), new))
         summary = f"added, {words}"
-        notes = _similar_entry(checkpoint, key, place, value)
     else:
         name, old = items[place.number]
         before = checkpoint.graph.nodes[old]
@@ -310,42 +308,9 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         if type(before) is type(value) and repr(before) == repr(value):
             return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {words} already")])
         items[place.number] = (name, new)
-        summary = f"{cut(repr(before))} -> {words}{_former_type(before, value)}"
+        summary = f"{cut(repr(before))} -> {words}"
     editor.refill(place.holder, items)
-    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary, notes)])
-
-
-def _former_type(before: Scalar, value: Scalar) -> str:
-    """Return the remark that a value has another type than before, or "". None fits every type."""
-    kinds = {type(before), type(value)}
-    if len(kinds) == 1 or type(None) in kinds or kinds == {int, float}:
-        return ""
-    name = type(before).__name__
-    return f" (was {'an' if name == 'int' else 'a'} {name})"
-
-
-def _similar_entry(checkpoint: Checkpoint, key: str, place: Slot, value: Scalar) -> tuple[str, ...]:
-    """Return a remark if the name of the new entry is spelled much like one that is there, otherwise ()."""
-    if not key.endswith(str(place.key)):
-        return ()
-    from difflib import get_close_matches
-
-    nodes, name = checkpoint.graph.nodes, str(place.key)
-    there = {text.lower(): text for old, _ in place.items if isinstance(text := nodes[old], str)}
-    near = get_close_matches(name.lower(), there, 1, 0.85)
-    if not near:
-        return ()
-    meant = key.removesuffix(name) + there[near[0]]
-    output = suggested_output(checkpoint.path, "new")
-    step = command("edit", checkpoint.path, set=f"{meant}={_spelled(value)}", output=output)
-    return (f"{meant!r} is another entry; to set that one: {step}",)
-
-
-def _spelled(value: Scalar) -> str:
-    """Return the text that ``as_scalar`` reads as this value."""
-    import json
-
-    return value if isinstance(value, str) and as_scalar(value) == value else json.dumps(value)
+    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
 
 
 def parse_globs(text: str) -> tuple[str, ...]:

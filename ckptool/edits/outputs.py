@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from shlex import quote
 from types import MappingProxyType
 
 from ..base import lazy
 from ..base.errors import RefusedError, TargetError
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, command, suggested_output
-from ..base.suffixes import SAFETENSORS, TORCH
+from ..base.suffixes import TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Tied
 from ..checkpoint.selection import normal_path
@@ -159,24 +158,10 @@ def output_format(path: str) -> str:
     known = named_format(path)
     if known is not None:
         return known.name
+    what, step = "the name has no suffix that means a format", "say it: `--to-format safetensors`"
     if is_folder_name(path):
-        message = "the name means a folder, which needs a format and a shard size"
-        step = "say both: `--to-format safetensors` `--max-shard-size 5GB`"
-        raise TargetError(message, path=path, next=step)
-    stem, suffix = os.path.splitext(path)
-    formats = f"there are {join_limited(TARGETS)}"
-    if suffix and not suffix[1:].isdecimal():  # a folder may be called model-1.5
-        name = stem + SAFETENSORS
-        message, step = (
-            f"the suffix {suffix!r} means no format; {formats}",
-            f"call it {quote(name)}, or give `--to-format=`",
-        )
-        raise TargetError(message, path=path, next=step)
-    message, step = (
-        f"the name has no suffix that means a format; {formats}",
-        "say it: `--to-format safetensors`",
-    )
-    raise TargetError(message, path=path, next=step)
+        what, step = "the name means a folder", "say its format: `--to-format safetensors` `--max-shard-size 5GB`"
+    raise TargetError(f"{what}; there are {join_limited(TARGETS)}", path=path, next=step)
 
 
 def _sharded_format(checkpoint: Checkpoint, path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import permutations
 from typing import Final
 
 from ...base.lazy import regex
@@ -16,7 +15,7 @@ from .names import Comparison, Shape, Spec, agrees, family_of, is_new_weight_nor
 from .sizes import Cause, size_causes, text_of
 from .state_dict_errors import Mismatch
 from .targets import MatchTarget
-from .values import TELLING, Values
+from .values import Values
 
 #: The token embedding, which many language models also use as the output layer.
 EMBEDDINGS: Final = (
@@ -56,11 +55,6 @@ class Side(NamedTuple):
     def label(self, name: str) -> str:
         """Return the name in the file."""
         return self.names.get(name, name)
-
-    def line(self, name: str, axis: int) -> list[bytes]:
-        """Return the elements of a tensor along an axis; an empty list if they are not known."""
-        lines = self.values.lines(self.label(name)) if self.values is not None else []
-        return lines[axis] if axis < len(lines) else []
 
 
 def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
@@ -228,22 +222,20 @@ def _axis(whole: Shape, parts: Sequence[Shape]) -> int | None:
 
 
 def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> str:
-    """Say what is fused, one example of each kind, and what is known of the order of rows."""
+    """Say what is fused, one example of each kind."""
     examples: dict[str, _Fusion] = {}
     for fusion in sorted(fusions, key=lambda fusion: -len(wholes.shape(fusion.whole) or ())):
         examples.setdefault(".".join(_place(family_of(fusion.whole))[:2]), fusion)  # a matrix shows more than a bias
-    shown = [_ordered(fusion, wholes, parts, kind) for fusion in list(examples.values())[:_MOST]]
+    shown = list(examples.values())[:_MOST]
     words = []
-    for fusion, order in shown:
+    for fusion in shown:
         labels = [_place(parts.label(name))[1] + _size(parts.shape(name)) for name in fusion.parts]
         whole = wholes.label(fusion.whole) + _size(wholes.shape(fusion.whole))
-        words.append(f"{whole} is {join_limited(labels)}{order}")
+        words.append(f"{whole} is {join_limited(labels)}")
     one, several = ("the file", "the model") if kind == "fused" else ("the model", "the file")
     holds = "holds" if len(fusions) == 1 else "hold"
     text = f"{pluralize(len(fusions), 'tensor')} of {one} {holds} what {several} has in several: {'; '.join(words)}"
-    if all(order for _, order in shown):
-        return text
-    first = shown[0][0]
+    first = shown[0]
     along = f", dim={first.axis}" if first.axis else ""
     call = f"state[key].chunk({len(first.parts)}{along})" if kind == "fused" else f"torch.cat((...){along})"
     return text + text_of("unknown_order", call=call)
@@ -251,25 +243,6 @@ def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> 
 
 def _size(shape: Shape) -> str:
     return "" if shape is None else f" ({shape_text(shape)})"
-
-
-def _ordered(fusion: _Fusion, wholes: Side, parts: Side, kind: str) -> tuple[_Fusion, str]:
-    """Return a fusion with its parts in their order, and words for it; "" if values are not known or differ.
-
-    One line of values from both sides shows the order.
-    """
-    whole = wholes.line(fusion.whole, fusion.axis)
-    lines = {name: parts.line(name, fusion.axis) for name in fusion.parts}
-    every = [element for line in lines.values() for element in line]
-    if len({*whole}) < TELLING or not all(lines.values()) or sorted(every) != sorted(whole):
-        return fusion, ""
-    for names in permutations(fusion.parts):
-        if [element for name in names for element in lines[name]] == whole:
-            along = f", dim={fusion.axis}" if fusion.axis else ""
-            sizes = [len(lines[name]) for name in names]
-            call = f"state[key].split({sizes}{along})" if kind == "fused" else f"torch.cat((...){along})"
-            return fusion._replace(parts=names), f" in this order, as the values show: {call}"
-    return fusion, " with rows in another order, as the values show"
 
 
 # -- tied weights

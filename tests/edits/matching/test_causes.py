@@ -221,43 +221,24 @@ def layers(whole: str, names: tuple[str, ...], heads: int, axis: int) -> tuple[S
 
 @pytest.mark.parametrize("family", FUSIONS)
 @pytest.mark.parametrize("prefix", sample(["", "module.", "model."], 2))
-@pytest.mark.parametrize(("heads", "axis"), [(1, 0), (1, 1), (2, 0)])
-def test_fused_and_split_projections(family: str, prefix: str, heads: int, axis: int, tmp_path: Path) -> None:
-    """The order that is named is that of the values, and the call that is printed gives the other form."""
+@pytest.mark.parametrize("axis", [0, 1])
+def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_path: Path) -> None:
+    """Both are named with an example, and nothing is claimed about the order of rows."""
     whole, names = FUSIONS[family]
-    fused, split = layers(whole, names, heads, axis)
+    fused, split = layers(whole, names, 1, axis)
     for kind, have, want in (("fused", fused, split), ("split", split, fused)):
-        report = matched(with_prefix(have, prefix), want, tmp_path)
-        found, message = cause(report)
+        found, message = cause(matched(with_prefix(have, prefix), want, tmp_path))
         assert found == kind
-        assert f"layers.0.{whole}.weight" in message
+        assert f"layers.0.{whole}.weight" in message and "the order of rows is not known" in message
         assert all(name.rpartition(".")[2] in message for name in names)
-        if heads > 1:
-            assert "with rows in another order, as the values show" in message
-            continue
-        assert "in this order, as the values show" in message
-        call = re.search(r"(state\[key\]\.split|torch\.cat)\(.*\)", message)
-        assert call is not None
-        parts = [split[f"layers.0.{name}.weight"] for name in names]
-        state, key = fused, f"layers.0.{whole}.weight"
-        result = eval(call[0].replace("(...)", "parts"), {"state": state, "key": key, "torch": torch, "parts": parts})
-        expected = parts if kind == "fused" else [fused[key]]
-        assert all(map(torch.equal, result if kind == "fused" else [result], expected))
 
 
 @pytest.mark.parametrize("family", FUSIONS)
 def test_the_order_of_rows_is_not_claimed_without_values(family: str, tmp_path: Path) -> None:
-    """Neither for another training, nor for a message, which even lacks the shapes."""
+    """A message even lacks the shapes."""
     whole, names = FUSIONS[family]
     fused, split = layers(whole, names, 1, 0)
-    trained = {name: value + torch.randn(value.shape) for name, value in split.items()}
-    reports = [
-        matched(fused, trained, tmp_path),
-        matched(trained, fused, tmp_path),
-        through_error(fused, split, tmp_path),
-        through_error(split, fused, tmp_path),
-    ]
-    for report in reports:
+    for report in (through_error(fused, split, tmp_path), through_error(split, fused, tmp_path)):
         assert "the order of rows is not known" in cause(report)[1]
 
 
@@ -272,7 +253,7 @@ def test_in_proj_of_attention(tmp_path: Path) -> None:
             split[name] = value
     for have, want in ((made, split), (split, made)):
         message = cause(matched(have, want, tmp_path))[1]
-        assert "in_proj_weight (48x16) is q_proj (16x16), k_proj (16x16) and v_proj (16x16) in this order" in message
+        assert "in_proj_weight (48x16) is q_proj (16x16), k_proj (16x16) and v_proj (16x16);" in message
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
