@@ -49,8 +49,8 @@ from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
 from .recompute import Recomputation, quantized_refusal
+from .slim import equal_values
 from .storages import refuse_bits, tensors_of
-from .ties import equal_values
 
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"

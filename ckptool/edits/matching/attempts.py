@@ -20,8 +20,7 @@ from ...safety.storages import storage_flaws
 from ..averages import is_average
 from ..outputs import suggested_edit
 from .candidates import LAYOUT, Candidate, Space, Steps, best_renaming, edit_command
-from .names import Comparison, Spec, as_torch_accepts, compare, fillable
-from .pairing import Pairing, pair_in_order
+from .pairing import Comparison, Pairing, Spec, as_torch_accepts, compare, fillable, pair_in_order
 from .targets import MatchTarget, candidate_dicts, comparable, specs_of
 from .values import Values
 

@@ -17,8 +17,7 @@ from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import NextStep, Step, command
 from ..keys import Rename, parse_regex, stripping
-from .names import Comparison, Spec, compare, heads_agree, suffixes
-from .pairing import Agreement, Pairing, pair_names
+from .pairing import Agreement, Comparison, Pairing, Spec, compare, heads_agree, pair_names, suffixes
 
 #: Options that do not change names.
 LAYOUT: Final = frozenset(

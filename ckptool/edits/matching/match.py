@@ -30,9 +30,8 @@ from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
 from .attempts import Case, case_of, shared_shapes, string_keys
 from .candidates import Steps, drop_steps, edit_command
-from .causes import Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
-from .names import Comparison, family_of
-from .pairing import Agreement, Pairing
+from .causes import Cause, Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
+from .pairing import Agreement, Comparison, Pairing, family_of
 from .report import (
     Fix,
     MatchReport,
@@ -43,7 +42,6 @@ from .report import (
     module_reports,
     not_strict,
 )
-from .sizes import Cause
 from .targets import MatchTarget, match_target, target_in_error
 from .values import Values
 

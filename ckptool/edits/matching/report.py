@@ -11,7 +11,7 @@ from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import list_items
 from ..optimizers import optimizers
-from .names import Comparison, Mismatch
+from .pairing import Comparison, Mismatch
 
 #: Maximum number of modules in the table, and of segments in their names.
 _GROUPS: Final = 12

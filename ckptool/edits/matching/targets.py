@@ -29,8 +29,7 @@ from ...formats.rank_part import Part, part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
-from .names import Shape, Spec
-from .pairing import Pairing, pair_in_order, pair_names
+from .pairing import Pairing, Shape, Spec, pair_in_order, pair_names
 from .report import GroupSizes, group_sizes
 from .state_dict_errors import StateDictError, counters_left_out, prefix_between, read_error
 from .values import Values, common_precision

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from ckptool.base.errors import RefusedError
 from ckptool.base.steps import Step
 from ckptool.edits.matching.candidates import Candidate, Space, best_renaming, renaming
-from ckptool.edits.matching.names import Shape, Spec, agrees, fillable, names_agree
-from ckptool.edits.matching.pairing import Pairing, pair_in_order, pair_names
+from ckptool.edits.matching.pairing import (
+    Pairing,
+    Shape,
+    Spec,
+    agrees,
+    fillable,
+    names_agree,
+    pair_in_order,
+    pair_names,
+)
 from ckptool.edits.matching.values import Values
 
 Names = dict[str, Shape]

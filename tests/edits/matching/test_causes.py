@@ -26,7 +26,7 @@ from transformers import (
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.edits.matching.sizes import size_causes
+from ckptool.edits.matching.causes import size_causes
 from ckptool.edits.matching.state_dict_errors import Mismatch
 
 State = dict[str, torch.Tensor]

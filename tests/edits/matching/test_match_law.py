@@ -20,7 +20,7 @@ import ckptool
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
 from ckptool.edits.matching import values
-from ckptool.edits.matching.names import names_agree
+from ckptool.edits.matching.pairing import names_agree
 
 
 def saved(value: object, path: Path) -> Path:
