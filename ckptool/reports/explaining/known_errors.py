@@ -24,7 +24,7 @@ from ...base.steps import argument, is_remote, suggested_output
 from ...base.text import cut, join_limited
 from ...base.toml import parsed
 from ...checkpoint.paths import parse_path
-from ...edits.matching.sizes import size_causes
+from ...edits.matching.causes import size_causes
 from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
 from ...safety.calls import acts
 
