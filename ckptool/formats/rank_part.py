@@ -19,6 +19,7 @@ from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks,
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address, parsed_object
 from ..files.folders import Folder, open_folder
+from ..pickles.nodes import Ref
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The most bytes of a ``params.json``.
@@ -81,7 +82,6 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     folder = open_folder(folder_of(checkpoint.path))
     return (
         _deepspeed(checkpoint, folder)
-        or _deepspeed_named(checkpoint, folder)
         or _megatron(checkpoint)
         or _spread(checkpoint, folder)
         or _named(checkpoint, folder)
@@ -89,78 +89,51 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
 
 
 def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
-    """Recognise a DeepSpeed file: an optimizer partition, a stage 3 model file, or one model-parallel rank. Return None
-    for any other file."""
-    graph = checkpoint.container.graph
-    if _DEEPSPEED.isdisjoint(graph.strings):
+    """Recognise a file of DeepSpeed that is not the whole model; return None for any other file."""
+    graph, file = checkpoint.container.graph, os.path.basename(checkpoint.path)
+    expert = any(_EXPERTS in text for text in graph.strings)
+    if _DEEPSPEED.isdisjoint(graph.strings) and not expert and not file.endswith("model_states.pt"):
         return None
-    values = values_of(graph, graph.root)
-    if _DEEPSPEED.isdisjoint(values):
-        return None
-    from .names.deepspeed import EXPERT, OPTIMIZER, RANK_MODEL, whole_number
+    from . import folder_format
+    from .names.deepspeed import EXPERT, LAYER, OPTIMIZER, RANK_MODEL, whole_number
 
-    names = folder.names()
+    values, names = values_of(graph, graph.root), folder.names()
+
+    def number(name: str, default: int, within: Mapping[str, Ref] = values) -> int:
+        return whole_number(graph, within[name]) if name in within else default
+
+    def part(message: str, *, alone: bool, whole: bool = True, code: str = "rank-part") -> Part:
+        return Part(code, "warning", f"{message}; {_FOLDER}", folder.path if whole else "", alone=alone)
+
     own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
     if not _ZERO.isdisjoint(own):
-        name = OPTIMIZER.match(os.path.basename(checkpoint.path))
-        count = whole_number(graph, own["partition_count"]) if "partition_count" in own else 0
-        stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else 0
-        owner = f"rank {name[1]}" if name else "one rank"
-        message = (
-            f"it holds the optimizer partition of {owner}{f' of {count:,}' if count else ''} from DeepSpeed ZeRO"
-            f"{f' stage {stage}' if stage else ''}: flat vectors without parameter names; {_FOLDER}"
-        )
-        there = sum(OPTIMIZER.match(file) is not None for file in names)
-        return Part("rank-part", "warning", message, folder.path, alone=there < count)
+        name = OPTIMIZER.match(file)
+        count, stage = number("partition_count", 0, own), number("zero_stage", 0, own)
+        message = f"it holds the optimizer partition of {f'rank {name[1]}' if name else 'one rank'}"
+        message += f"{f' of {count:,}' if count else ''} from DeepSpeed ZeRO{f' stage {stage}' if stage else ''}"
+        there = sum(OPTIMIZER.match(other) is not None for other in names)
+        return part(f"{message}: flat vectors without parameter names", alone=there < count)
     module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
     reader = TensorReader(graph)
-    buffers = (
-        {graph.nodes[ref] for ref in list_items(graph.nodes[values["buffer_names"]])}
-        if "buffer_names" in values
-        else ()
-    )
+    buffers = {graph.nodes[ref] for ref in list_items(graph.nodes[values.get("buffer_names", graph.root)])}
     tensors = [tensor for name, ref in module.items() if name not in buffers and (tensor := reader.tensor(ref))]
     if tensors and all(0 in tensor.shape for tensor in tensors):
         message = "its parameters are empty: with ZeRO stage 3 the weights are in the optimizer's files"
-        ranks = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 1
-        there = min(sum(kind.match(file) is not None for file in names) for kind in (OPTIMIZER, RANK_MODEL))
-        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder.path, alone=there < ranks)
-    ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else 1
+        there = min(sum(kind.match(other) is not None for other in names) for kind in (OPTIMIZER, RANK_MODEL))
+        return part(message, alone=there < number("dp_world_size", 1), code="weights-elsewhere")
+    ranks = number("mp_world_size", 1)
     if tensors and ranks > 1:
-        message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
-        return Part("rank-part", "warning", message, folder.path)
-    experts = list_items(graph.nodes[values["num_experts"]]) if "num_experts" in values else ()
-    if tensors and experts and not any(_EXPERTS in str(name) for name in module):
+        message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed"
+        return part(message, alone=False)
+    message, layer = "", LAYER.match(file)
+    if tensors and number("num_experts", 0) and not any(_EXPERTS in str(name) for name in module):
         message = "it lacks the experts of the model, which DeepSpeed saves in files of their own"
-        return _deepspeed_piece(message, folder, any(map(EXPERT.match, names)))
-    return None
-
-
-def _deepspeed_piece(message: str, folder: Folder, others: bool = True) -> Part:
-    """Return the part with this message; its folder is the whole if it is DeepSpeed's and ``others`` are there."""
-    from . import folder_format
-
-    whole = others and folder_format(folder) is not None
-    return Part("rank-part", "warning", f"{message}; {_FOLDER}", folder.path if whole else "", alone=not whole)
-
-
-def _deepspeed_named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
-    """Recognise the file of one expert of DeepSpeed by its keys, and of one pipeline layer by its name; None for any
-    other file."""
-    name, graph = os.path.basename(checkpoint.path), checkpoint.container.graph
-    expert = any(_EXPERTS in text for text in graph.strings) and all(map(_is_expert, values_of(graph, graph.root)))
-    if not (expert or name.endswith("model_states.pt")):
-        return None
-    from .names.deepspeed import LAYER
-
-    layer = LAYER.match(name)
-    if not checkpoint.state_dicts or (not expert and (layer is None or layer[2])):
-        return None
-    return _deepspeed_piece(f"it holds one {'expert' if expert else 'layer'} of a model that DeepSpeed saved", folder)
-
-
-def _is_expert(key: str) -> bool:
-    return _EXPERTS in key
+    elif checkpoint.state_dicts and expert and all(_EXPERTS in name for name in values):
+        message = "it holds one expert of a model that DeepSpeed saved"
+    elif checkpoint.state_dicts and layer is not None and not layer[2]:
+        message = "it holds one layer of a model that DeepSpeed saved"
+    whole = folder_format(folder) is not None and (not tensors or any(map(EXPERT.match, names))) if message else False
+    return part(message, alone=not whole, whole=whole) if message else None
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:

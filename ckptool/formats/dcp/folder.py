@@ -510,36 +510,14 @@ def _read_listing(
 def read(folder: Folder) -> tuple[FolderSource, Dcp]:
     """Open a DCP folder, the latest iteration of a Megatron-LM folder, or all folders of one save by accelerate.
 
-    Raises MalformedError if there is no readable metadata.
+    The folders of a save become one checkpoint with the entries ``model`` and ``optimizer``; further models get an
+    entry named after their folder. Raises MalformedError if there is no readable metadata.
     """
     named, names, others = folder.path, sorted(folder.names(strict=True)), list[str]()
     if (latest := latest_folder(folder, names)) is not None:
         others = [name for name in names if ITERATION.match(name) and name != os.path.basename(latest.path)]
         folder, names = latest, sorted(latest.names())
-    if not are_files(names) and (folders := fsdp_folders(folder, names)):
-        return _read_fsdp(folder, names, folders)
-    wanted = metadata_names(folder, names)
-    opened: list[Source] = []
-    with opening(folder.path, "it is damaged: get the folder again") as stack:
-        listings: list[Source] = []
-        data = [name for name in names if name.endswith(DATA)]
-        read, odd = _read_listing(folder, wanted, listings, stack)
-        files, closed = open_data(folder, data, read.items, opened, stack)
-        opened += listings
-        container = Dcp(folder, read, files, odd, closed)
-    places = {item.file for item in container.read.items}
-    container.note_files(names, wanted, places)
-    if others:
-        container.problems.append(other_steps_problem(folder.path, LATEST, others))
-    strays = files.keys() - places
-    return FolderSource(named, opened, [folder.join(name) for name in extra_files(names)], strays), container
-
-
-def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> tuple[FolderSource, Dcp]:
-    """Open the folders of one save by accelerate as one checkpoint with the entries ``model`` and ``optimizer``.
-
-    Further models get an entry named after their folder.
-    """
+    folders = [] if are_files(names) else fsdp_folders(folder, names)
     opened: list[Source] = []
     files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
@@ -547,22 +525,28 @@ def _read_fsdp(folder: Folder, names: Sequence[str], folders: Sequence[str]) -> 
     odd: list[tuple[str, Source]] = []
     wanted: list[str] = []
     with opening(folder.path, "it is damaged: get the folder again") as stack:
-        for part in folders:
-            inside = sorted(folder.inner(part).names())
-            data = [f"{part}/{name}" for name in inside if name.endswith(DATA)]
-            metadata = [f"{part}/{name}" for name in metadata_names(folder.inner(part), inside)]
+        for part in folders or [""]:
+            inner = folder.inner(part) if part else folder
+            inside = sorted(inner.names()) if part else names
+            prefix = f"{part}/" if part else ""
+            metadata = [prefix + name for name in metadata_names(inner, inside)]
             listings: list[Source] = []
             read, more_odd = _read_listing(folder, metadata, listings, stack)
-            taken = {place[:1] for other in parts for place in other.paths.values()}
-            apart = any(place[:1] in taken for place in read.paths.values())
-            parts.append(placed(read, part, apart=apart))
-            more_files, more_closed = open_data(folder, data, parts[-1].items, opened, stack)
+            if part:
+                taken = {place[:1] for other in parts for place in other.paths.values()}
+                read = placed(read, part, apart=any(place[:1] in taken for place in read.paths.values()))
+            data = [prefix + name for name in inside if name.endswith(DATA)]
+            more_files, more_closed = open_data(folder, data, read.items, opened, stack)
             opened += listings
-            odd, wanted = [*odd, *more_odd], [*wanted, *metadata]
+            parts, odd, wanted = [*parts, read], [*odd, *more_odd], [*wanted, *metadata]
             files, closed = files | more_files, closed | more_closed
         container = Dcp(folder, united(parts), files, odd, closed)
     places = {item.file for item in container.read.items}
     beside = [name for name in names if name not in folders]
-    container.note_files([*files, *closed, *beside], wanted, places, "accelerate")
-    companions = [folder.join(name) for name in model_files(beside) if name != _TRAINER]
-    return FolderSource(folder.path, opened, companions, files.keys() - places, folder=folder.path), container
+    listed = [*files, *closed, *beside] if folders else names
+    container.note_files(listed, wanted, places, "accelerate" if folders else "")
+    if others:
+        container.problems.append(other_steps_problem(folder.path, LATEST, others))
+    own = [name for name in model_files(beside) if name != _TRAINER] if folders else extra_files(names)
+    paths, place = [folder.join(name) for name in own], folder.path if folders else ""
+    return FolderSource(named, opened, paths, files.keys() - places, folder=place), container

@@ -110,6 +110,8 @@ def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:
 def united(parts: Sequence[Metadata]) -> Metadata:
     """Merge the metadata of several folders with distinct names."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     return first._replace(
         values={name: value for part in parts for name, value in part.values.items()},
         paths={name: path for part in parts for name, path in part.paths.items()},
