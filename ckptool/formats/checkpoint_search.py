@@ -81,7 +81,7 @@ def names_one_file(paths: Sequence[str]) -> bool:
 def as_one(paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths; if they are the rank files of one save, all of them, return their pattern as the only path."""
     if len(paths) > 1 and all(map(_has_digit, paths)):
-        from .fsdp.patterns import pattern_of  # only for such names
+        from .fsdp.meshes import pattern_of  # only for such names
 
         if pattern := pattern_of(paths):
             return (pattern,)
@@ -107,7 +107,7 @@ def _has_digit(path: str) -> bool:
 def _is_rank_pattern(path: str) -> bool:
     if not {"*", "{"} & set(os.path.basename(path)):
         return False
-    from .fsdp.patterns import of_one_save  # only for patterns
+    from .fsdp.meshes import of_one_save  # only for patterns
 
     return of_one_save(path)
 

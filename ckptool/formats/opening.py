@@ -51,7 +51,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     """
     name = path_text(path)
     if _may_be_pattern(name):
-        from .fsdp.patterns import read_pattern
+        from .fsdp.meshes import read_pattern
 
         if files := read_pattern(name):
             return Checkpoint.of(name, *files)

@@ -211,7 +211,7 @@ def _whole_of_ranks(checkpoint: Checkpoint, folder: Folder, ranks: int) -> str:
     The path is the folder, or a pattern if other files there are not of this save by their names. No other file is
     opened.
     """
-    from .fsdp.patterns import pattern_among
+    from .fsdp.meshes import pattern_among
     from .names.ranks import numbered_sets, rank_sets, torch_files
 
     name = os.path.basename(checkpoint.path)

@@ -45,7 +45,7 @@ from ..pieces.boxes import Box
 from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
 from ..search.pickle_search import bare_pickles, find_pickles
 from .checks import ItemKey, Pieces, compare_items, extra_files, is_whole, is_zstd, usable_items
-from .files import ask_for, metadata_names, open_data
+from .files import ask_for, metadata_names, open_data, origin_of
 from .items import (
     KnownItems,
     OpenedItem,
@@ -62,7 +62,6 @@ from .items import (
 from .leaves import Nested
 from .listing import read_listing
 from .metadata import Item, Metadata, merge_metadata, placed, united
-from .origin import origin_of
 
 #: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000

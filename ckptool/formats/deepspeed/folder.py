@@ -35,9 +35,18 @@ from ..names.hf import model_files
 from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces.chunks import Rows
 from ..pieces.copies import STATISTICS, CopyPair
-from .rounding import MOST_UNLIKE, unlike
 from .slices import Slices, Vector, slices_of_ranks, slices_of_vectors
-from .states import OF_PARTS, ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
+from .states import (
+    MOST_UNLIKE,
+    OF_PARTS,
+    ModelState,
+    ZeroState,
+    base_optimizer,
+    group_states,
+    read_model,
+    read_optimizer,
+    unlike,
+)
 
 #: Samples per rank when its 32-bit weights are compared with the rounded weights in the model file.
 _PIECES: Final = 16

@@ -42,8 +42,7 @@ from ..names.training import training_folder
 from ..pieces.chunks import Rows
 from .folder import groups_with, name_like, state_dict_with
 from .numbered import EXPERT_KEY, NumberedFiles, Pipeline, listed_in, without_tensors
-from .rounding import MOST_UNLIKE, unlike
-from .states import OF_PARTS, ModelState, number_of, read_model
+from .states import MOST_UNLIKE, OF_PARTS, ModelState, number_of, read_model, unlike
 
 _LATEST: Final = "latest_universal"
 #: Holds one folder per parameter, with one file per state.

@@ -7,10 +7,11 @@ recipe, which has all the names, says so. A tensor that the recipe does not cut 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import cache
-from math import prod
+from functools import cache, partial
+from math import frexp, inf, isfinite, ldexp, prod
+from struct import pack
 from typing import Any, Final
 
 from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
@@ -23,15 +24,15 @@ from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import TensorReader, contiguous_strides
 from ...files.archives import parsed_object
 from ...files.folders import Folder
-from ...files.sources import FolderSource, Span
+from ...files.sources import FolderSource, Source, Span
 from ...pickles.nodes import Ref
+from ...values.numeric import to_numbers
 from .. import read_container
 from ..folders import opening
 from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, slice_of, whole_tensor
 from ..names.hf import companions
 from ..pieces.chunks import Chunk, Rows, RowSource
 from ..pieces.copies import CopyPair
-from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
 from ..recipes.evaluation import Output, UnknownError, View, fits, joined
 from ..recipes.numbers import CONFIGURATIONS, known_numbers, model_type
@@ -433,3 +434,57 @@ def read(folder: Folder) -> tuple[FolderSource, Parts]:
         container = Parts(folder, found, stack)
     beside = [folder.join(name) for name in {*companions(names), *(names & {*CONFIGURATIONS})}]
     return FolderSource(folder.path, container.files, sorted(beside)), container
+
+
+#: The most bytes of each tensor in memory at once.
+_BLOCK: Final = 1 << 16
+
+
+def _packed(code: str, number: float) -> bytes:
+    try:
+        return pack(f"<{code}", number)
+    except OverflowError:
+        return pack(f"<{code}", inf if number > 0 else -inf)
+
+
+def _bfloat16(number: float) -> bytes:
+    """Return a number as bfloat16, rounded once: ties go to even."""
+    if isfinite(number) and number:
+        _, exponent = frexp(number)
+        steps = 8 - max(exponent, -125)  # eight bits of precision, fewer below the smallest normal number
+        number = ldexp(round(ldexp(number, steps)), -steps)
+    return _packed("f", number)[2:]
+
+
+#: Dtypes that have sums, and how a number is stored.
+SUMMABLE: Final[Mapping[str, Callable[[float], bytes]]] = {
+    "bfloat16": _bfloat16,
+    **{name: partial(_packed, code) for name, code in {"float16": "e", "float32": "f", "float64": "d"}.items()},
+}
+
+
+class SumSource(Source):
+    """The sums of tensors of one dtype, divided by ``divisor``: computed in float64, rounded once.
+
+    ``terms`` are their elements, row by row.
+    """
+
+    def __init__(self, terms: Sequence[Span], dtype: str, width: int, divisor: int, name: str) -> None:
+        self.name, self.size = name, terms[0].size
+        self.terms, self.dtype, self.width, self.divisor = tuple(terms), dtype, width, divisor
+
+    def read(self, offset: int, size: int) -> bytes:
+        end = max(min(offset + size, self.size), offset)
+        begin = offset - offset % self.width
+        blocks = (self._block(at, min(at + _BLOCK, end)) for at in range(begin, end, _BLOCK))
+        return b"".join(blocks)[offset - begin : end - begin]
+
+    def _block(self, begin: int, end: int) -> bytes:
+        end += -end % self.width
+        columns = [to_numbers(span.source.read(span.offset + begin, end - begin), self.dtype) for span in self.terms]
+        stored = SUMMABLE[self.dtype]
+        return b"".join(stored(sum(numbers) / self.divisor) for numbers in zip(*columns))
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        for span in self.terms:
+            yield span._replace(offset=span.offset + offset, size=min(size, self.size - offset))

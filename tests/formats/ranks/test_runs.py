@@ -20,7 +20,7 @@ from zero_folders import random_model, write_zero
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.formats import folder_format
-from ckptool.formats.deepspeed.rounding import rounded
+from ckptool.formats.deepspeed.states import rounded
 
 RANKS = FIXTURES / "ranks"
 SHAPES = [[(7, 5), (5,)], [(9,), (4, 3)]]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError
 from ckptool.base.steps import suggested_output
-from ckptool.formats.fsdp.patterns import matching, of_one_save, pattern_of
+from ckptool.formats.fsdp.meshes import matching, of_one_save, pattern_of
 
 WEIGHT, MOMENT = torch.arange(35.0).reshape(7, 5), torch.arange(35.0).reshape(7, 5) / 7
 #: Names of the files of a model and of its optimizer, as scripts choose them.
