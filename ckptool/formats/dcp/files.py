@@ -1,5 +1,4 @@
-"""The files of a DCP folder: which ones list its content, which data files can be opened, and which framework wrote them
-at which step."""
+"""The files of a DCP folder: its listings, the data files that can be opened, and the framework that wrote them."""
 
 from __future__ import annotations
 
