@@ -12,11 +12,22 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.paths import parse_path
 
 
 def load(path: Path | str) -> Any:
     """What torch loads, on the CPU, under weights_only."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def at(loaded: Any, path: str) -> Any:
+    """The tensor at a path in what torch loaded; None in an attribute, or under a key that no path spells."""
+    try:
+        for step in parse_path(path):
+            loaded = loaded[step]
+    except (KeyError, IndexError, TypeError, ckptool.CkptoolError):
+        return None
+    return loaded if isinstance(loaded, torch.Tensor) else None
 
 
 def skip_unless_read(path: Path) -> None:

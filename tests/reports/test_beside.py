@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import pickle
 import shutil
@@ -119,16 +116,6 @@ def test_what_a_trainer_writes_is_valid(tmp_path: Path) -> None:
     assert "argparse.Namespace" in str(report["globals"])
 
 
-def test_links_to_folders_are_named(tmp_path: Path) -> None:
-    folder = folder_of("safetensors", tmp_path / "model")
-    (tmp_path / "elsewhere").mkdir()
-    (folder / "link").symlink_to("../elsewhere")
-    (folder / "inner").mkdir()
-    (folder / "inner" / "link").symlink_to("../../elsewhere")
-    named = {item["name"]: item["looked_at"] for item in ckptool.validate(folder)["files"]}
-    assert (named["link"], named["inner/link"]) == (False, False)
-
-
 def test_more_files_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("safetensors", tmp_path / "model")
     for number in range(9):
@@ -155,39 +142,6 @@ def test_a_file_alone_has_no_files_beside(tmp_path: Path) -> None:
     (tmp_path / "b.pth").write_bytes(EVIL["zip"])
     report: dict[str, Any] = ckptool.validate(tmp_path / "a.pth")
     assert report["valid"] and report["files"] == []
-
-
-@settings(max_examples=examples(60))
-@given(kind=st.sampled_from(sorted(EVIL)), name=st.sampled_from(NAMES))
-def test_a_scan_of_a_folder_finds_what_would_run(
-    kind: str, name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("scan")
-    torch.save({"w": torch.zeros(2)}, folder / "plain.pth")
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(EVIL[kind])
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert run(["validate", str(folder), "--format", "jsonl"]) in (1, 3)
-    reports = [json.loads(line) for line in out.getvalue().splitlines()]
-    (bad,) = (report for report in reports if report["status"] != "valid")
-    assert "posix.system" in json.dumps(bad)
-
-
-@pytest.mark.parametrize("name", ["objects.pkl", "pytorch_model.bin", "noise.dat"])
-def test_a_scan_of_a_folder_names_what_it_passes_over(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"w": torch.zeros(2)}, tmp_path / "plain.pth")
-    (tmp_path / "README.md").write_text("some words\n")
-    (tmp_path / name).write_bytes(GOOD["noise" if name.endswith(".dat") else "bare"][0])
-    assert run(["validate", str(tmp_path)]) == 0
-    kind = "unread file" if name.endswith(".dat") else "other file"
-    words = f"skipped: 2 (1 text file, 1 {kind}): README.md and {name}"
-    assert words in capsys.readouterr().out
-    assert run(["validate", str(tmp_path), "-q"]) == 0
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["torchscript.pt", "exported.pt2", "package.pt", "script_net.pt"])

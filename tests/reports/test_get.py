@@ -23,7 +23,6 @@ from random_tensors import any_tensor
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
-from ckptool.checkpoint.paths import parse_path
 from ckptool.checkpoint.selection import lookup
 from ckptool.cli.main import run
 from ckptool.values.numeric import to_numbers
@@ -114,17 +113,8 @@ def test_halves_and_quarters_of_bytes() -> None:
 def reached(path: Path) -> list[tuple[str, torch.Tensor]]:
     """The tensors at paths that keys and numbers lead to."""
     loaded = oracle.load(path)
-    found = []
-    for entry in ckptool.keys(path, all=True)["tensors"]:
-        here = loaded
-        try:
-            for step in parse_path(entry["path"]):
-                here = here[step]
-        except (KeyError, IndexError, TypeError, TargetError):
-            continue  # it stands in an attribute, or under a key that no path spells
-        if isinstance(here, torch.Tensor):
-            found.append((entry["path"], here))
-    return found
+    every = ((entry["path"], oracle.at(loaded, entry["path"])) for entry in ckptool.keys(path, all=True)["tensors"])
+    return [(name, tensor) for name, tensor in every if tensor is not None]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
