@@ -151,11 +151,6 @@ def test_a_mesh_over_some_of_the_ranks() -> None:
     assert (item["rank"], item["parts"][0]["offsets"]) == (3, [4, 0])
 
 
-def test_a_plain_tensor_says_nothing_of_shards() -> None:
-    for path in (SHARDED / "dtensors.rank0.pth", SHARDED / "sharded_tensors.rank0.pth"):
-        assert not {"sharding", "parts", "mesh"} & listed(path)["plain"].keys()
-
-
 @every
 def test_the_whole_file_is_one_state_dict_of_its_names(path: Path) -> None:
     with ckptool.open(path) as checkpoint:
@@ -211,19 +206,6 @@ def test_what_does_not_fit_is_not_known() -> None:
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 
-@every
-def test_inspect_says_that_it_is_what_one_rank_had(path: Path) -> None:
-    report = ckptool.inspect(path)
-    rank = int(path.stem[-1])
-    kind = "ShardedTensor" if path.stem.startswith(("fsdp1", "sharded")) else "DTensor"
-    assert (report["sharding"]["kinds"], report["sharding"]["ranks"]) == ([kind], [rank])
-    codes = {item["code"]: item for item in report["findings"]}
-    assert f"rank {rank}" in codes["shards"]["message"]
-    assert "full_state_dict=True" in codes["shards"]["message"]
-    assert ("process-group" in codes) == (kind == "ShardedTensor")
-    assert "dangerous-call" not in codes
-
-
 def test_tensors_on_one_rank_are_whole() -> None:
     report = ckptool.inspect(FIXTURES / "dtensor.pt")
     assert (report["sharding"]["tensors"], report["sharding"]["partial"]) == (2, 0)
@@ -238,12 +220,6 @@ def test_a_sum_that_is_to_be_taken_is_not_whole() -> None:
             found = sharding_summary(checkpoint.survey.reader, [entries[name]])
             assert found is not None
             assert (found.partial == 0) is is_whole
-
-
-def test_validate_has_a_check_for_it() -> None:
-    for name, status in (("sharded/fsdp2.rank1.pth", "fail"), ("dtensor.pt", "pass"), ("bare.pth", None)):
-        checks = {item["name"]: item["status"] for item in ckptool.validate(FIXTURES / name)["checks"]}
-        assert checks.get("shards") == status
 
 
 def test_the_class_within_a_class_is_no_dangerous_call_and_everything_else_is() -> None:
@@ -329,13 +305,6 @@ def test_a_cast_reaches_tensors_of_which_nothing_is_here(group: None, tmp_path: 
     assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
 
 
-def test_an_excluded_dtensor_is_not_cast() -> None:
-    with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
-        edited = ckptool.cast(checkpoint, "float64", exclude=("line.*",))
-        dtypes = {entry.key: entry.tensor.dtype for entry in edited.survey.tensors}
-    assert (dtypes["line.weight"], dtypes["whole.weight"]) == ("float32", "float64")
-
-
 def test_an_edit_of_nothing_gives_the_file(tmp_path: Path) -> None:
     for path in FILES:
         with ckptool.open(path) as checkpoint:
@@ -344,15 +313,6 @@ def test_an_edit_of_nothing_gives_the_file(tmp_path: Path) -> None:
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
-
-
-def test_remap_says_what_of_a_mesh_it_leaves(tmp_path: Path) -> None:
-    path = SHARDED / "fsdp2.rank1.pth"
-    code, told = run("remap", path, "--map", "cpu=cuda:0", "-o", tmp_path / "x.pth")
-    assert code == 0
-    assert "the DeviceMesh of 'cpu' stays so; --strings changes it too" in told
-    item = listed(tmp_path / "x.pth")["0.weight"]
-    assert (item["location"], item["mesh"]["device"]) == ("cuda:0", "cpu")
 
 
 def test_remap_with_strings_reaches_meshes_and_back(tmp_path: Path) -> None:
@@ -412,11 +372,6 @@ def test_a_name_of_a_part_that_is_taken(tmp_path: Path) -> None:
         taken = ckptool.rename(checkpoint, {"plain": "blocks.weight.part1"})
         with pytest.raises(RefusedError, match=r"a key 'blocks\.weight\.part1' already"):
             local_parts(taken)
-
-
-def test_what_is_not_spread_is_left_alone() -> None:
-    with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
-        assert local_parts(checkpoint) is checkpoint
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".dcp"])
@@ -488,24 +443,6 @@ def test_two_ranks_differ_in_what_they_are_and_have() -> None:
     assert "mesh.coordinate" in text
     assert "local_tensor" in text
     assert "_hash" not in text
-
-
-def test_parts_of_other_sizes_differ(tmp_path: Path) -> None:
-    report = ckptool.diff(SHARDED / "fsdp_tp.rank1.pth", SHARDED / "fsdp_tp.rank2.pth")
-    told = {(item["path"], item["what"]): (item["a"], item["b"]) for item in report["changed"]}
-    assert told['["2.weight"]', "local_tensor shape"] == ([2, 4], [1, 4])
-    torch.save({"a.w": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
-    torch.save({"a.w": torch.ones(3, 3).to_sparse()}, tmp_path / "b.pt")
-    assert not ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")["same"]
-
-
-def test_stats_are_those_of_the_part() -> None:
-    rows = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank0.pth")["tensors"]}
-    part = t("rows", 10, 4)[:3]
-    assert (rows["rows.weight"]["min"], rows["rows.weight"]["numel"]) == (part.min().item(), 12)
-    assert rows["blocks.weight"]["reason"] == "a ShardedTensor of 2 tensors"
-    none = {row["key"]: row for row in ckptool.stats(SHARDED / "sharded_tensors.rank2.pth")["tensors"]}
-    assert none["blocks.weight"]["reason"] == "no part of it is in this file"
 
 
 @pytest.mark.parametrize("name", ["fsdp2.rank3", "tp.rank3", "sharded_tensors.rank0"])

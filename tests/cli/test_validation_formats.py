@@ -105,9 +105,6 @@ def test_every_fixture_has_an_answer_in_every_format(validate: Validate) -> None
     assert len(lines) == finds
 
 
-BAD = ("fail", "warning")
-
-
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_a_report_agrees_with_itself(item: Any, validate: Validate) -> None:
     for options in ([], ["--strict"], ["--quick"]):

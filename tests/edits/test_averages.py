@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -206,23 +205,3 @@ def test_the_pickled_modules_of_yolo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = oracle.load(Path(step[-1]))
     assert list(found) == ["epoch", "model"]
     same(found["model"], expected(own))
-
-
-def test_the_folder_beside_a_model_of_diffusers_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    for name in ("unet", "unet_ema"):
-        (tmp_path / name).mkdir()
-        save_file({"a.weight": ONES}, tmp_path / name / "model.safetensors", {"format": "pt"})
-    said = say("edit", tmp_path / "unet", "--use-ema", "-o", tmp_path / "out")
-    assert said.code == 4 and f"inspect {tmp_path / 'unet_ema'}" in said.all
-
-
-def test_inspect_prints_the_edit_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    torch.save(AveragedModel(model).state_dict(), "averaged.pth")
-    [finding] = [item for item in ckptool.inspect("averaged.pth")["findings"] if item["code"] == "prefix"]
-    assert "--use-ema" in finding["next"]
-    assert say(*shlex.split(finding["next"])[1:]).code == 0
-    model.load_state_dict(torch.load(shlex.split(finding["next"])[-1]))

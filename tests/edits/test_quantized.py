@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ckptool.checkpoint.quantized import quantization
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 Tensors = dict[str, torch.Tensor]
-Maker = Callable[[str], Tensors]
+
 
 OUT, K = 32, 64
 M = "model.layers.0.mlp.down_proj"

@@ -13,7 +13,7 @@ from conftest import CORPUS
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.base.errors import CkptoolError, RefusedError
+from ckptool.base.errors import RefusedError
 
 State = dict[str, torch.Tensor]
 
@@ -452,24 +452,3 @@ def test_rules_of_the_corpus(name: str, back: bool, tmp_path: Path) -> None:
     )
     ckptool.save(made, tmp_path / "out.safetensors")
     assert_equal(load_file(tmp_path / "out.safetensors"), wanted)
-
-
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("nanogpt", "no recipe leads from its names to nanogpt, only to neox:layers and split:gpt_neox"),
-        ("neox", "'neox' is not a family of names"),
-        ("hf:gpt_neox", "it has the names of hf:gpt_neox already"),
-    ],
-)
-def test_a_family_that_no_recipe_leads_to(family: str, words: str, tmp_path: Path) -> None:
-    files = files_of(tiny("GPTNeoX", intermediate_size=6), tmp_path / "hf")
-    with pytest.raises(CkptoolError, match=words) as caught:
-        converted(files, family, tmp_path)
-    if family == "neox":
-        assert "recipes lead to neox:layers and split:gpt_neox" in str(caught.value.next)
-
-
-def test_an_unknown_family_is_answered_with_similar_ones(tmp_path: Path) -> None:
-    with pytest.raises(CkptoolError, match="one of hf:llama, megatron:llama, meta:llama2, meta:llama3 and vllm:llama"):
-        converted({"a.weight": torch.ones(2)}, "llama", tmp_path)

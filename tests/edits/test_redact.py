@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import shlex
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -14,7 +13,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from command_line import say
 from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
 from output_checks import checked, edited, every, named_for, saved
 
@@ -229,16 +227,3 @@ def test_keys_that_become_equal_stay_apart(tmp_path: Path) -> None:
 
 
 # -- the next step ---------------------------------------------------------------------------------------------
-
-
-def test_the_next_step_of_redact_removes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my model.ckpt").write_bytes((FIXTURES / "lightning.ckpt").read_bytes())
-    said = say("redact", "my model.ckpt")
-    step = said.out.rpartition("-> ckptool ")[2]
-    assert say(*shlex.split(step)).code == 0
-    assert "nothing private is recognised" in say("redact", "my model.redacted.ckpt").out
-
-
-def test_a_file_without_secrets_has_no_next_step() -> None:
-    assert "->" not in say("redact", FIXTURES / "bare.pth").out

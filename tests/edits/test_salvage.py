@@ -444,21 +444,3 @@ def test_each_state_says_whether_it_is_whole_and_training_starts_from_the_weight
         again.load_state_dict((rest["run"] if layout == "nested" else rest)[own.rpartition(".")[2]])
         assert all(torch.equal(again.state_dict()[key], value) for key, value in inner(whole, layout)[0].items())
     assert seen == {"model", "optimizer"}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_command_names_a_file_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry run writes none. A module is as good as a state dict; an element of a list cannot be dropped."""
-    monkeypatch.chdir(tmp_path)
-    model = network()
-    parts = [model, stepped("Adam", model).state_dict()]
-    for obj, command in (
-        (dict(zip(("model", "optimizer"), parts)), "ckptool drop out.pth optimizer -o out.weights.pth"),
-        ([model.state_dict(), parts[1]], ""),
-    ):
-        saved(Path("cut.pth"), obj, 0.6)
-        dry, wet = (say("salvage", "cut.pth", *more, "-o", "out.pth", "--force") for more in (["--dry-run"], []))
-        assert dry.out.count("; incomplete") == wet.out.count("; incomplete") == 1
-        assert "do not resume the optimizer" in wet.out and "ckptool" not in dry.out
-        assert wet.out.rpartition("\n  -> ")[2].strip() == command if command else "ckptool" not in wet.out
-    assert [state["drop"] for state in ckptool.salvage("cut.pth").states] == ["", "[1]"]

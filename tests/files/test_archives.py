@@ -186,18 +186,6 @@ def test_a_file_with_a_mark_is_that_file(tmp_path: Path) -> None:
     assert file_name("x/no!such.pth") == "no!such.pth"
 
 
-def test_what_is_not_there(outer: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match=r"there is no 'policy\.pth'") as caught:
-        ckptool.open(f"{outer}!policy.pth")
-    assert caught.value.next == f"ckptool inspect '{outer}!run/policy.pth'"
-    with pytest.raises(UnreadableError, match="is not a zip or tar archive"):
-        ckptool.open(f"{outer}!config.json!x")
-    with pytest.raises(UnreadableError, match="no such file"):
-        ckptool.open(tmp_path / "nowhere.zip!x.pth")
-    with pytest.raises(UnreadableError, match="not a zip or tar archive"):
-        ckptool.open(f"{FIXTURES / 'legacy_bare.pth'}!x")
-
-
 def test_a_thousand_marks(tmp_path: Path) -> None:
     path = zipped(tmp_path / "a.zip", PARTS)
     for rest in ("!x" * 1000, "!" * 100_000, "!run/policy.pth" * 1000):
@@ -322,28 +310,6 @@ def test_real_ones() -> None:
         expected = torch.load(io.BytesIO(file.read("policy.pth")), weights_only=True)
     found = ckptool.load(f"{path}!policy.pth")
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"a.weight": torch.zeros(2), "a.bias": torch.zeros(3)}, "a.pth")
-    torch.save({"b.weight": torch.zeros(2), "b.bias": torch.zeros(3)}, "b.pth")
-    assert say("strip-module", "b.pth", "--strip-prefix", "b.", "--in-place").code == 0
-    assert say("lock", "a.pth", "-o", "a.lock.json").code == 0
-    with tarfile.open("x.tgz", "w:gz") as archive, zipfile.ZipFile("x.zip", "w", zipfile.ZIP_DEFLATED) as other:
-        for name in ("a.pth", "b.pth", "a.lock.json"):
-            archive.add(name, f"run/{name}")
-            other.write(name, f"run/{name}")
-    for outer in ("x.tgz", "x.zip"):
-        assert say("match", f"{outer}!run/a.pth", f"{outer}!run/a.pth").code == 0
-        assert say("match", "a.pth", f"{outer}!run/a.lock.json").code == 0
-        said = say("rename", f"{outer}!run/b.pth", "--rename-like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
-        assert said.code == 0, said.all
-        assert list(torch.load(f"{outer}.pth")) == ["a.weight", "a.bias"]
-        said = say("undo", "--list", f"{outer}!run/b.pth")
-        assert said.code == 0 and "2 versions" in said.out and "undo" not in said.out
-        said = say("undo", f"{outer}!run/b.pth")
-        assert said.code == 4 and "within an archive" in said.err and "then name the file inside" in said.err
 
 
 @pytest.mark.parametrize("name", ["model.pth.gz", "model.pth"])

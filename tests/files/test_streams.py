@@ -59,13 +59,6 @@ def test_an_edit_of_a_stream(tmp_path: Path) -> None:
     assert (tmp_path / "out.pth").read_bytes() == (tmp_path / "expected.pth").read_bytes()
 
 
-def test_a_stream_has_nothing_to_edit_in_place(tmp_path: Path) -> None:
-    said = ckptool("strip-module", "-", "--in-place", cwd=tmp_path, input=(FIXTURES / "ddp4_training.pth").read_bytes())
-    assert said.returncode == 4
-    assert b"a stream cannot be edited in place" in said.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_temporary_file_has_no_name(tmp_path: Path) -> None:
     data = (FIXTURES / "bare.pth").read_bytes()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
@@ -87,9 +80,3 @@ def test_an_endless_stream_ends() -> None:
         )  # fmt: skip
     assert said.returncode == 3
     assert b"the stream has more than 5.00 MB" in said.stderr and b"save it to a file" in said.stderr
-
-
-def test_an_empty_stream_is_an_empty_file(tmp_path: Path) -> None:
-    said = ckptool("inspect", "-", cwd=tmp_path, input=b"")
-    assert said.returncode == 3
-    assert b"the file is empty" in said.stderr

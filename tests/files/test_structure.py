@@ -210,12 +210,6 @@ def test_70000_bytes_behind_the_end_are_too_many_for_torch(tmp_path: Path) -> No
     assert not takes(tmp_path / "seed.pth")
 
 
-def test_extra_values_on_the_stack_warn(tmp_path: Path) -> None:
-    data = plain(pickled=b"\x80\x02K\x01" + FIRST[2:])
-    report = report_of(tmp_path / "seed.pth", data)
-    assert (report["status"], "odd-pickle" in notes(report, "warning")) == ("valid", True)
-
-
 @pytest.mark.parametrize("name", ["zip_two_folders", "zip_no_version", "zip_leading", "zip_no_folder"])
 def test_what_torch_refuses_and_zipfile_takes_fails(name: str) -> None:
     path = FIXTURES / f"{name}.pth"

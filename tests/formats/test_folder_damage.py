@@ -338,14 +338,6 @@ def test_a_file_of_a_dcp_folder_leads_to_the_folder(command: str, name: str) -> 
     assert said.err.endswith(f"  -> ckptool inspect {FIXTURES / 'dcp4'}\n")
 
 
-def sharded_model(tmp_path: Path) -> Path:
-    out = tmp_path / "model"
-    assert say("convert", FIXTURES / "model.safetensors", "-o", out, "--max-shard-size", "80").code == 0
-    (out / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    (out / "notes.json").write_text("{}")
-    return out
-
-
 # -- what is whole of a folder with gaps ------------------------------------------------------------------------------
 
 ALL_RANKS = FIXTURES / "ranks"

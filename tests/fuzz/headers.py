@@ -11,30 +11,8 @@ from .opcodes import WIDE, bytewise
 __all__ = ["mutated_json", "mutated_safetensors"]
 
 _DTYPES = (
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-    "I64",
-    "I32",
-    "I16",
-    "I8",
-    "U8",
-    "BOOL",
-    "U16",
-    "U32",
-    "U64",
-    "F8_E4M3",
-    "F8_E5M2",
-    "F8_E8M0",
-    "C64",
-    "F4",
-    "F6_E2M3",
-    "f32",
-    "X",
-    "",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
+    *("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "U16", "U32", "U64", "F8_E4M3"),
+    *("F8_E5M2", "F8_E8M0", "C64", "F4", "F6_E2M3", "f32", "X", "", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
 )
 _NUMBERS = (-1, 0, 1, 2, 3, 7, 8, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30)
 _VALUES: tuple[Any, ...] = (None, True, False, "", "x", 1.0, 1.5, -0.0, [], {}, [1], "1", 1e20)
@@ -96,18 +74,8 @@ def _changed(table: Any, chance: random.Random, size: int) -> Any:
     elif way == 2:
         new = chance.choice(
             (
-                "",
-                "__metadata__",
-                "a\x00b",
-                "\u00e9",
-                "x" * 300,
-                key.upper(),
-                "a.b",
-                'a"b',
-                "\ud800",
-                "\x7f",
-                "\u202e",
-                "0",
+                *("", "__metadata__", "a\x00b", "\u00e9", "x" * 300, key.upper(), "a.b", 'a"b', "\ud800", "\x7f"),
+                *("\u202e", "0"),
             )
         )
         table[at] = (new, info)
@@ -214,36 +182,9 @@ def mutated_json(data: bytes, chance: random.Random) -> bytes:
         return b"{}"
     at = chance.randrange(len(data))
     bits = (
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b",",
-        b":",
-        b'"',
-        b"\\u0000",
-        b"\\ud800",
-        b"\\u00e9",
-        b"NaN",
-        b"Infinity",
-        b"-",
-        b"0",
-        b"1e3",
-        b".5",
-        b"//",
-        b"\xff",
-        b"\xef\xbb\xbf",
-        b" ",
-        b"\x00",
-        b"\n",
-        b"\t",
-        b"null",
-        b"true",
-        b"1_0",
-        b"01",
-        b"'",
-        b"\\x41",
-        b"\\/",
+        *(b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\u0000", b"\\ud800", b"\\u00e9", b"NaN", b"Infinity", b"-"),
+        *(b"0", b"1e3", b".5", b"//", b"\xff", b"\xef\xbb\xbf", b" ", b"\x00", b"\n", b"\t", b"null", b"true"),
+        *(b"1_0", b"01", b"'", b"\\x41", b"\\/"),
     )
     way = chance.randrange(7)
     if way == 0:

@@ -166,22 +166,9 @@ def _safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | No
 
 def _many() -> dict[str, torch.Tensor]:
     types = (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.complex64,
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+        *(torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32),
+        *(torch.uint64, torch.complex64),
     )
     return {f"t.{str(dtype)[6:]}": _numbers(3, dtype) for dtype in types}
 

@@ -23,34 +23,9 @@ def _pairs_of(text: str) -> tuple[tuple[str, str], ...]:
 _INTS = (-1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 64, 255, 256, 65535, 1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 32, 1 << 40)
 _HUGE = ((1 << 61), (1 << 63) - 1, 1 << 63, -(1 << 63), (1 << 64) - 1, 1 << 100)
 _STRINGS = (
-    "",
-    "0",
-    "1",
-    "cpu",
-    "cuda:0",
-    "cuda",
-    "meta",
-    "mps",
-    "cuda:-1",
-    "cuda:99",
-    "module.",
-    "storage",
-    "00",
-    "\u00e9",
-    "\u212a",
-    "a.b",
-    "weight",
-    "archive",
-    "\x00",
-    "x" * 300,
-    "\ud800",
-    "FloatStorage",
-    "hpu:1",
-    "CPU",
-    "cpu:0",
-    "cpu:1",
-    "xyz",
-    "module.module.",
+    *("", "0", "1", "cpu", "cuda:0", "cuda", "meta", "mps", "cuda:-1", "cuda:99", "module.", "storage", "00"),
+    *("\u00e9", "\u212a", "a.b", "weight", "archive", "\x00", "x" * 300, "\ud800", "FloatStorage", "hpu:1", "CPU"),
+    *("cpu:0", "cpu:1", "xyz", "module.module."),
 )
 _STORAGES = _words(
     """
@@ -134,26 +109,9 @@ def mutated_pickle(data: bytes, chance: random.Random) -> bytes:
 def _changed(root: Term, chance: random.Random) -> Term:
     terms = walk(root)
     ways: list[Callable[[list[Term], random.Random], None]] = [
-        _other_constant,
-        _other_constant,
-        _other_type,
-        _arguments,
-        _arguments,
-        _numbers,
-        _numbers,
-        _storage_id,
-        _storage_id,
-        _pairs,
-        _pairs,
-        _ordered,
-        _build,
-        _other_global,
-        _other_rebuild,
-        _dangerous,
-        _alias,
-        _wrapped,
-        _new_entry,
-        _apart,
+        *(_other_constant, _other_constant, _other_type, _arguments, _arguments, _numbers, _numbers, _storage_id),
+        *(_storage_id, _pairs, _pairs, _ordered, _build, _other_global, _other_rebuild, _dangerous, _alias, _wrapped),
+        *(_new_entry, _apart),
     ]
     holder = Term("tuple", [root])
     chance.choice(ways)([holder, *terms], chance)

@@ -22,46 +22,16 @@ __all__ = ["Answer", "contained"]
 
 #: Events of reading files, of pickles, and of a temporary folder (the tar of old torch is unpacked into one).
 _QUIET = {
-    "pickle.find_class",
-    "object.__getattr__",
-    "object.__setattr__",
-    "object.__delattr__",
-    "sys._getframe",
-    "builtins.id",
-    "os.listdir",
-    "os.scandir",
-    "mmap.__new__",
-    "gc.get_objects",
-    "gc.get_referrers",
-    "sys.unraisablehook",
-    "code.__new__",
-    "os.putenv",
-    "sys.excepthook",
-    "sys._getframemodulename",
-    "array.__new__",
-    "fcntl.flock",
-    "os.fwalk",
-    "os.walk",
-    "glob.glob",
+    *("pickle.find_class", "object.__getattr__", "object.__setattr__", "object.__delattr__", "sys._getframe"),
+    *("builtins.id", "os.listdir", "os.scandir", "mmap.__new__", "gc.get_objects", "gc.get_referrers"),
+    *("sys.unraisablehook", "code.__new__", "os.putenv", "sys.excepthook", "sys._getframemodulename"),
+    *("array.__new__", "fcntl.flock", "os.fwalk", "os.walk", "glob.glob"),
 }
 #: Events whose first argument is a path: in the folder of the load they are its own business.
 _ON_PATHS = {
-    "os.mkdir",
-    "os.rmdir",
-    "os.remove",
-    "os.chmod",
-    "os.chown",
-    "os.utime",
-    "os.rename",
-    "shutil.rmtree",
-    "tempfile.mkdtemp",
-    "tempfile.mkstemp",
-    "os.truncate",
-    "os.symlink",
-    "os.link",
-    "shutil.copyfile",
-    "shutil.move",
-    "os.setxattr",
+    *("os.mkdir", "os.rmdir", "os.remove", "os.chmod", "os.chown", "os.utime", "os.rename", "shutil.rmtree"),
+    *("tempfile.mkdtemp", "tempfile.mkstemp", "os.truncate", "os.symlink", "os.link", "shutil.copyfile"),
+    *("shutil.move", "os.setxattr"),
 }
 _PROJECT = str(Path(__file__).resolve().parents[2])
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

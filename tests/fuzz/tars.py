@@ -116,44 +116,15 @@ def _header(data: bytes, chance: random.Random) -> bytes:
     block = bytearray(data[at : at + 512])
     begin, width = chance.choice(
         (
-            (0, 100),
-            (100, 8),
-            (108, 8),
-            (116, 8),
-            (124, 12),
-            (136, 12),
-            (148, 8),
-            (156, 1),
-            (157, 100),
-            (257, 6),
-            (263, 2),
-            (329, 8),
-            (345, 155),
+            *((0, 100), (100, 8), (108, 8), (116, 8), (124, 12), (136, 12), (148, 8), (156, 1), (157, 100), (257, 6)),
+            *((263, 2), (329, 8), (345, 155)),
         )
     )
     value = chance.choice(
         (
-            b"",
-            b"pickle",
-            b"storages",
-            b"tensors",
-            b"0" * width,
-            b"7" * width,
-            b" " * width,
-            b"\x80" + bytes(width - 1),
-            b"\xff" * width,
-            b"%o" % chance.choice(WIDE),
-            b"1\x00",
-            b"5",
-            b"L",
-            b"x",
-            b"g",
-            b"S",
-            b"K",
-            b"-1",
-            b" 12 ",
-            b"0x10",
-            b"8",
+            *(b"", b"pickle", b"storages", b"tensors", b"0" * width, b"7" * width, b" " * width),
+            *(b"\x80" + bytes(width - 1), b"\xff" * width, b"%o" % chance.choice(WIDE), b"1\x00", b"5", b"L", b"x"),
+            *(b"g", b"S", b"K", b"-1", b" 12 ", b"0x10", b"8"),
         )
     )
     block[begin : begin + width] = value[:width].ljust(width, b"\x00")
@@ -164,18 +135,8 @@ def _header(data: bytes, chance: random.Random) -> bytes:
 
 
 _NAMES = (
-    "pickle",
-    "storages",
-    "tensors",
-    "sys_info",
-    "./pickle",
-    "pickle/",
-    "a/pickle",
-    "PICKLE",
-    "/pickle",
-    "../pickle",
-    "\u00e9",
-    "x" * 120,
+    *("pickle", "storages", "tensors", "sys_info", "./pickle", "pickle/", "a/pickle", "PICKLE", "/pickle"),
+    *("../pickle", "\u00e9", "x" * 120),
 )
 
 

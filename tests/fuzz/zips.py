@@ -198,21 +198,9 @@ def _inside(archive: Archive, chance: random.Random) -> None:
 
 
 _NAMES = (
-    b"version",
-    b".data/version",
-    b"byteorder",
-    b".storage_alignment",
-    b"data.pkl",
-    b"DATA.PKL",
-    b"data/0",
-    b"data/00",
-    b"constants.pkl",
-    b"code/x.py",
-    b".format_version",
-    b".data/serialization_id",
-    b"data/",
-    b"data.p\xe2\x84\xaal",
-    b"attributes.pkl",
+    *(b"version", b".data/version", b"byteorder", b".storage_alignment", b"data.pkl", b"DATA.PKL", b"data/0"),
+    *(b"data/00", b"constants.pkl", b"code/x.py", b".format_version", b".data/serialization_id", b"data/"),
+    *(b"data.p\xe2\x84\xaal", b"attributes.pkl"),
 )
 
 
@@ -225,24 +213,11 @@ def _names(archive: Archive, chance: random.Random) -> None:
     root, _, rest = record.name.partition(b"/")
     record.name = chance.choice(
         (
-            record.name.upper(),
-            root.upper() + b"/" + rest,
-            root + b"//" + rest,
-            b"/" + record.name,
-            b"./" + record.name,
-            record.name.replace(b"/", b"\\"),
-            record.name + b"\x00",
-            record.name + b"/",
-            rest,
-            b"other/" + rest,
-            root + b"/" + chance.choice(_NAMES),
-            chance.choice(archive.records).name,
-            record.name.replace(b"k", b"\xe2\x84\xaa"),
-            root + b"/../" + record.name,
-            b"",
-            record.name + b" ",
-            b"\xff" + record.name,
-            b"r" * chance.choice((400, 507, 512, 600)) + b"/" + rest,
+            *(record.name.upper(), root.upper() + b"/" + rest, root + b"//" + rest, b"/" + record.name),
+            *(b"./" + record.name, record.name.replace(b"/", b"\\"), record.name + b"\x00", record.name + b"/", rest),
+            *(b"other/" + rest, root + b"/" + chance.choice(_NAMES), chance.choice(archive.records).name),
+            *(record.name.replace(b"k", b"\xe2\x84\xaa"), root + b"/../" + record.name, b"", record.name + b" "),
+            *(b"\xff" + record.name, b"r" * chance.choice((400, 507, 512, 600)) + b"/" + rest),
         )
     )
 
@@ -472,27 +447,6 @@ def _aligned(archive: Archive, chance: random.Random) -> None:
 
 
 _WAYS: tuple[Callable[[Archive, random.Random], None], ...] = (
-    _names,
-    _names,
-    _local_name,
-    _roots,
-    _more,
-    _more,
-    _more,
-    _fewer,
-    _order,
-    _twin_fields,
-    _twin_fields,
-    _twin_fields,
-    _share,
-    _deflate,
-    _zip64,
-    _zip64,
-    _extras,
-    _hidden,
-    _around,
-    _around,
-    _second,
-    _ends,
-    _aligned,
+    *(_names, _names, _local_name, _roots, _more, _more, _more, _fewer, _order, _twin_fields, _twin_fields),
+    *(_twin_fields, _share, _deflate, _zip64, _zip64, _extras, _hidden, _around, _around, _second, _ends, _aligned),
 )

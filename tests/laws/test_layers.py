@@ -540,9 +540,3 @@ def test_a_write_is_found(text: str, wrong: bool) -> None:
 )
 def test_a_question_about_one_format_is_found(text: str, names: set[str]) -> None:
     assert facts_of_one_format(text) == names
-
-
-def test_imports_are_told_apart() -> None:
-    text = "import os\ndef f():\n    import torch\nif TYPE_CHECKING:\n    import numpy\nelse:\n    import json\n"
-    found = {one.target: (one.local, one.typing) for one in module_of("ckptool.x", text).imports}
-    assert found == {"os": (False, False), "torch": (True, False), "numpy": (False, True), "json": (False, False)}

@@ -144,41 +144,6 @@ def test_validate_in_every_format(bare: Bare, style: str, jobs: str) -> None:
         assert [name in done.out for name in files] == [style == "table"] * 2 + [True] * 2
 
 
-EXPECTED = [
-    ["--layout", "bare"],
-    ["--prefix", "none"],
-    ["--device", "cpu"],
-    ["--dtype", "float32"],
-    ["--require", "*.weight"],
-    ["--forbid", "optimizer*"],
-    ["--max-bytes", "1MB"],
-    ["--weights-only"],
-    ["--weights-only", "--torch", "2.0"],
-]
-
-
-def test_validate_with_every_expectation(bare: Bare) -> None:
-    file = bare.put("bare.pth")
-    for options in EXPECTED:
-        report = bare.report(file, *options)
-        assert (report["exit"], report["coverage"]) == (0, "complete"), options
-        assert report["checks"][-1]["group"] == "expectations"
-    together = bare.report(file, *(word for options in EXPECTED for word in options), "--strict")
-    assert (together["exit"], together["coverage"]) == (0, "complete")
-    assert bare.report(file, "--layout", "wrapped")["exit"] == 1
-    quick = bare.report(file, "--quick")
-    assert (quick["exit"], quick["not_checked"]) == (0, ["checksums"])
-
-
-@pytest.mark.skipif("tomli" in PACKAGES and _place("tomli") is None, reason="Python 3.10 without tomli")
-def test_validate_with_a_policy(bare: Bare) -> None:
-    file = bare.put("bare.pth")
-    (bare.work / "policy.toml").write_text('layout = "bare"\nrequire = ["*.weight"]\nfinite = true\n', encoding="utf-8")
-    report = bare.report(file, "--policy", "policy.toml")
-    assert (report["exit"], report["not_checked"]) == (0, ["finite"])
-    assert bare.report(file, "--policy", "policy.toml", "--strict")["exit"] == 1
-
-
 @pytest.mark.parametrize("option", ["finite", "load"])
 @pytest.mark.parametrize("name", ["bare.pth", "ddp4_training.pth", "legacy_bare.pth", "tensor.pt"])
 def test_what_needs_torch_is_not_possible(bare: Bare, name: str, option: str) -> None:
@@ -191,21 +156,6 @@ def test_what_needs_torch_is_not_possible(bare: Bare, name: str, option: str) ->
     assert NEEDS in check["message"]
     strict = bare.report(file, f"--{option}", "--strict")
     assert (strict["exit"], strict["status"]) == (1, "invalid")
-
-
-def test_what_needs_torch_is_said_to_people(bare: Bare) -> None:
-    files = [bare.put("bare.pth"), bare.put("wrapped.pth")]
-    done = bare.ckptool("validate", files[0], "--finite", "--load", "--map-location", "cpu")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.count("not possible") == 2
-    assert done.out.endswith("coverage PARTIAL: not checked: finite, load\n")
-    done = bare.ckptool("validate", *files, "--finite")
-    assert (done.code, done.err) == (0, "")
-    assert "bare.pth: VALID (torch-zip, 3.74 kB), PARTIAL: not checked: finite\n" in done.out
-    assert done.out.endswith("2 files: 2 valid, 0 not; coverage PARTIAL for 2\n")
-    junit = bare.ckptool("validate", files[0], "--finite", "--format", "junit")
-    skipped = ElementTree.fromstring(junit.out).findall(".//skipped")
-    assert [NEEDS in (item.get("message") or "") for item in skipped] == [True]
 
 
 def test_inspect_load_says_what_it_needs(bare: Bare) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import os
 import pickle
 import posix
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -25,7 +23,7 @@ from command_line import say
 
 from bench import scanners
 from bench.samples import Sample, samples
-from bench.scanners import ALARM, DOUBT, FAILED, QUIET, SILENT, Said
+from bench.scanners import ALARM, DOUBT, QUIET, Said
 
 EVERY = list(samples())
 #: Kinds that are unpacked before a loader reads what is in them.
@@ -128,78 +126,6 @@ def test_ckptool_misses_nothing_and_gives_no_false_alarm(item: Sample, tmp_path:
 
 # -- how answers are read --------------------------------------------------------------------------------------------
 
-_SUMMARY = "Scanned files: {}\nInfected files: 0\nSuspicious globals: {}\nDangerous globals: {}\n"
-
-
-@pytest.mark.parametrize(
-    ("code", "out", "found"),
-    [
-        (1, _SUMMARY.format(1, 0, 2), ALARM),
-        (2, _SUMMARY.format(1, 0, 2), ALARM),
-        (2, _SUMMARY.format(1, 1, 0), FAILED),
-        (2, "", FAILED),
-        (0, _SUMMARY.format(1, 1, 0), DOUBT),
-        (0, _SUMMARY.format(0, 0, 0), SILENT),
-        (0, "WARNING: could not parse x as pickle: y\n" + _SUMMARY.format(1, 0, 0), SILENT),
-        (0, _SUMMARY.format(1, 0, 0), QUIET),
-    ],
-)
-def test_answers_of_picklescan(code: int, out: str, found: int) -> None:
-    assert scanners.read_picklescan(Said(code, out, "")) == found
-
-
-@pytest.mark.parametrize(
-    ("code", "report", "found"),
-    [
-        (1, '{"issues": [{}], "errors": []}', ALARM),
-        (3, '{"issues": [], "errors": [{}]}', FAILED),
-        (2, "", FAILED),
-        (3, '{"issues": [], "errors": []}', SILENT),
-        (0, '{"issues": [], "errors": []}', QUIET),
-    ],
-)
-def test_answers_of_modelscan(code: int, report: str, found: int) -> None:
-    assert scanners.read_modelscan(Said(code, "", report)) == found
-
-
-@pytest.mark.parametrize(
-    ("code", "severities", "found"),
-    [
-        (1, ["LIKELY_SAFE", "OVERTLY_MALICIOUS"], ALARM),
-        (1, ["LIKELY_UNSAFE"], DOUBT),
-        (1, [], FAILED),
-        (2, [], FAILED),
-        (0, ["LIKELY_SAFE"], QUIET),
-    ],
-)
-def test_answers_of_fickling(code: int, severities: list[str], found: int) -> None:
-    report = "".join(f'{{\n    "severity": "{word}",\n    "analysis": ""\n}}' for word in severities)
-    assert scanners.read_fickling(Said(code, "", report)) == found
-
-
-@pytest.mark.parametrize(
-    ("code", "severities", "scanners_run", "found"),
-    [
-        (1, ["info", "critical"], ["pickle"], ALARM),
-        (1, ["info", "warning"], ["pickle"], DOUBT),
-        (2, ["critical"], ["pickle"], ALARM),
-        (2, [], ["pickle"], FAILED),
-        (0, ["info"], ["pickle"], QUIET),
-        (0, [], [], SILENT),
-        (0, [], ["unknown"], SILENT),
-    ],
-)
-def test_answers_of_modelaudit(code: int, severities: list[str], scanners_run: list[str], found: int) -> None:
-    issues = [{"severity": word} for word in severities]
-    report = json.dumps({"issues": issues, "has_errors": False, "scanner_names": scanners_run})
-    assert scanners.read_modelaudit(Said(code, "", report)) == found
-
-
-def test_a_scanner_that_takes_too_long_gives_no_answer(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert scanners.answer(scanners.CKPTOOL, command, tmp_path, 0.1) == SILENT
-
-
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -213,9 +139,3 @@ def test_the_table_counts_each_sample_once_and_says_what_is_not_installed() -> N
         ),
         *("| **clean, 1 samples** | false alarm | not installed |", "| b | false alarm | not installed |"),
     ]
-
-
-def test_the_page_has_a_row_for_each_kind() -> None:
-    lines = scanners.PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
-    assert {item.kind for item in EVERY} <= {row.rpartition(" (")[0] or row for row in rows}

@@ -59,21 +59,6 @@ def test_what_moves_is_named(old: str, new: str) -> None:
     assert len(said) == (1 if old == "restored cpu" else 2)
 
 
-def test_other_things_that_move_are_named() -> None:
-    entries = facts.stored()
-    entries[NEWEST]["added"] += ["registered torch/new.py torch.New", "arguments torch._utils._rebuild_tensor 5 5"]
-    entries[NEWEST]["reviews"][LOAD] = ""
-    entries["2.11"]["reviews"] = {LOAD: "It moved."}
-    assert {*facts.differences(entries)} == {
-        "torch 2.11: code torch/serialization.py _load did not move, but has a review",
-        f"torch {NEWEST}: torch/new.py registers names; does a plain import of torch run it?",
-        f"torch {NEWEST}: {LOAD} moved, nobody has read it",
-        f"torch {NEWEST}: torch._utils._rebuild_tensor takes 5 arguments or more, our rule says 4",
-    }
-    del entries[NEWEST]
-    assert any(line.startswith("versions: ") for line in facts.differences(entries))
-
-
 def test_a_wheel_of_a_version_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,11 +219,6 @@ def test_no_credentials_at_all(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert server.count() == 0
 
 
-def test_no_account_of_azure(server: Server) -> None:
-    error = failure("az://container/a", Settings(anonymous=True))
-    assert error.what == "the storage account is not known"
-
-
 def test_profiles(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -329,42 +324,6 @@ def test_an_endpoint_of_a_file_without_boto3(server: Server, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "profile",
-    [
-        "aws_access_key_id = AK",
-        "credential_process = false",
-        "credential_process = no-such-program-anywhere",
-        "credential_process = echo no-json",
-        "source_profile = missing\nrole_arn = arn:aws:iam::123456789012:role/x",
-    ],
-)
-def test_profiles_without_credentials(
-    profile: str, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("botocore")
-    config = tmp_path / "config"
-    config.write_text(f"[profile team]\nregion = us-east-1\n{profile}\n", encoding="utf-8")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    error = failure("s3://bucket/a", Settings(server.url, profile="team"))
-    assert error.what == "the profile gives no credentials"
-
-
-@pytest.mark.parametrize("keys", [True, False])
-def test_what_is_not_installed(keys: bool, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not keys:  # boto3 finds those of the machine
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setitem(sys.modules, "botocore.session", None)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    error = failure("s3://bucket/a", Settings(server.url, profile="team" if keys else ""))
-    assert error.next == "pip install 'ckptool[s3]', or read a public bucket with anonymous=True"
-    assert failure("gs://bucket/a", Settings(server.url)).next == "pip install 'ckptool[remote]'"
-    if keys:
-        assert open_remote("s3://bucket/a", Settings(server.url)).size == 1000
-
-
-@pytest.mark.parametrize(
     ("url", "text"), [("http://host/a%20b", "ed7002b4"), ("https://host:81/a", "UNSIGNED-PAYLOAD")]
 )
 def test_a_signature_is_that_of_botocore(url: str, text: str) -> None:
@@ -435,25 +394,6 @@ def test_every_error_of_the_server_is_known() -> None:
     for code in (each for _, each in ERRORS.values()):
         error: Any = error_of(Failed("", 400, code), "s3://bucket/a")
         assert "SECRET" not in str(error)
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["http://127.0.0.1:99999/a", "http://[::1/a", "http://host:12x/a", "http://a b/a", "https://h%zz/a", "s3://b b/a"],
-)
-def test_names_of_hosts_and_buckets_that_cannot_be(address: str) -> None:
-    failure(address, Settings("http://127.0.0.1:9", anonymous=True))
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
-@pytest.mark.parametrize("endpoint", ["ftp://x", "nonsense", "http://h:99999", "http://", "http://[x", "http://h:1x"])
-def test_endpoints_that_cannot_be(endpoint: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore panics at most of them."""
-    if scheme == "hf":
-        pytest.importorskip("huggingface_hub")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    error = failure(f"{scheme}://bucket/a/b", Settings(endpoint, anonymous=True))
-    assert error.what == "the address or the endpoint does not name a server"
 
 
 #: The first bytes of a file, and what to do about it in a bucket and on a web server.

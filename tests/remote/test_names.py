@@ -48,13 +48,6 @@ def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatc
     assert say("keys", "s3:/bucket/bare.pth").code == 0
 
 
-def test_several_inputs_for_one_address(server: Server) -> None:
-    """Nothing is said about an address that nobody typed."""
-    said = say("strip-module", "s3://bucket/bare.pth", "s3://bucket/bare_module.pth", "-o", "s3://bucket/o.pth")
-    assert said.code == 2
-    assert said.err.endswith("Error: Several inputs need --out-dir DIR instead of -o.\n")
-
-
 @pytest.mark.parametrize(("size", "what"), [(0, "no such file"), (9, "it is a file and a folder at once")])
 def test_a_name_that_was_not_found_is_not_suggested(size: int, what: str, server: Server) -> None:
     """Listings have the name of ``run/evil.pth/`` without its slash."""

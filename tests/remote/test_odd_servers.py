@@ -458,12 +458,6 @@ def test_odd_redirects_of_the_hub(answer: Callable[[Answers], None], monkeypatch
     assert said.code == 3 and has_next_step(said), said.all
 
 
-@pytest.mark.parametrize("sha", ["../../other", "a/b", "a?b#c", "", " ", "x" * 10_000, "\x1b[31m"])
-def test_odd_commits(sha: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = on_hub(monkeypatch, "keys", "hf://org/model/a.pth", answer=lambda ask: ask.send(200, repository(sha=sha)))
-    assert said.code == 0 or has_next_step(said), said.all
-
-
 @pytest.mark.parametrize("words", [["validate", "-v"], ["scan", "-v"], ["inspect"], ["keys"]], ids=" ".join)
 def test_odd_names_on_the_hub(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names lead to no other place, and are printed without control characters."""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
 
 import ckptool
 from ckptool.cli.main import run
@@ -72,20 +71,6 @@ def test_a_size_is_explained_and_nothing_is_dropped(
     assert words in report["why"]
     assert key in report["why"]
     assert report["next"] == ""
-
-
-def test_the_users_own_message_is_repeated() -> None:
-    long = "KeyError: 'state_dict' " + "x" * 1000
-    report = ckptool.explain(f'Traceback (most recent call last):\n  File "load.py", line 1\n{long}')
-    assert report["message"].startswith("KeyError: 'state_dict' xxx")
-    assert len(report["message"]) <= 240
-
-
-def test_findings_are_told_from_an_unknown_message() -> None:
-    path = str(FIXTURES / "ddp4_training.pth")
-    why = ckptool.explain("nothing to see here", path)["why"]
-    assert why.startswith(f"No explanation is known for this message. inspect says of {path}: prefix 'module.'")
-    assert ckptool.explain("", path)["why"].startswith(f"{path}: prefix 'module.'")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -158,15 +143,6 @@ def test_keys_that_lack_a_prefix_are_renamed_and_printed_python_loads_the_same(
             assert run(words[1:]) == 0
             model_with(theirs).load_state_dict(torch.load(words[-1]))
             os.remove(words[-1])
-
-
-def test_missing_weights_are_said_to_stay_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save(model_with(KEYS).state_dict(), "model.pth")
-    with pytest.raises(RuntimeError) as error:
-        model_with(KEYS | {"new.weight": (3, 3)}).load_state_dict(torch.load("model.pth"))
-    why = ckptool.explain(str(error.value), "model.pth")["why"]
-    assert "1 key of the model would stay untrained, with initial values: new.weight" in why
 
 
 #: Optimizers, and how they are made.

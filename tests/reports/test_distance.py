@@ -18,9 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.base.errors import TargetError
 from ckptool.cli.main import run
-from ckptool.reports.comparing.values import SORTS
 from ckptool.values.torch.blocks import STEP
 
 FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
@@ -305,17 +303,6 @@ def test_counters_do_not_count_for_the_total(tmp_path: Path) -> None:
     assert (alone["total"]["tensors"], alone["total"]["max_abs"], alone["counters"]) == (1, 1000, 0)
 
 
-def test_every_order(tmp_path: Path) -> None:
-    x = torch.arange(1.0, 5.0)
-    a = {"d": x, "c": x, "b": x, "a": x}
-    b = {"d": x * 3, "c": x + torch.tensor([0, 0, 0, 5.0]), "b": -x, "a": x + 1}
-    orders = {sort: "".join(row["path"] for row in compared(tmp_path, a, b, sort=sort)["values"]) for sort in SORTS}
-    assert orders["file"] == "dcba" and orders["name"] == "abcd" and orders["cosine"][0] == "b"
-    assert orders["max"] == "bdca" and orders["differing"][-1] == "c" and orders["mean"][-1] == "a"
-    with pytest.raises(TargetError):
-        compared(tmp_path, a, b, sort="size")
-
-
 def test_what_is_no_number_at_all_is_worst(tmp_path: Path) -> None:
     x = torch.ones(4)
     broken = torch.tensor([1.0, math.nan, 1.0, math.inf])
@@ -333,14 +320,6 @@ def test_without_values_nothing_is_read(tmp_path: Path) -> None:
     assert run(["diff", str(a), str(b), "--no-values", "-q"]) == 0 and run(["diff", str(a), str(b), "-q"]) == 1
     shapes = saved(tmp_path / "c.pth", {"x": torch.ones(5)})
     assert run(["diff", str(a), str(shapes), "--no-values", "-q"]) == 1
-
-
-def test_a_list_is_shortened_unless_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = saved(tmp_path / "a.pth", {f"layer{n}.w": torch.ones(4) for n in range(30)})
-    b = saved(tmp_path / "b.pth", {f"layer{n}.w": torch.ones(4) * n for n in range(30)})
-    for more, shown in (([], 20), (["-v"], 29)):
-        run(["diff", str(a), str(b), *more])
-        assert capsys.readouterr().out.count("float32") == shown
 
 
 def test_the_fixture_and_its_cast(out: Path) -> None:

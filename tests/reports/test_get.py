@@ -299,14 +299,6 @@ def test_a_tensor_without_end_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 # -- where a key leads ------------------------------------------------------------------------------------------------
 
 
-def test_dots_in_keys_need_no_quotes() -> None:
-    for text in ("state_dict.module.head.bias", 'state_dict["module.head.bias"]'):
-        with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
-            assert lookup(checkpoint, text).path == 'state_dict["module.head.bias"]'
-    with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
-        assert lookup(checkpoint, "optimizer.state[3].exp_avg").path == "optimizer.state[3].exp_avg"
-
-
 def test_an_exact_path_counts_first_and_two_readings_are_refused(tmp_path: Path) -> None:
     torch.save({"a": {"b": 1, "b.c": 2}, "a.b": {"c": 3}, "x.y": {"z": 4}, "x": {"y.z": 5}}, tmp_path / "a.pth")
     path = tmp_path / "a.pth"

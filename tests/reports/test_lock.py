@@ -127,20 +127,6 @@ def test_exactly_what_moved_is_named(name: str, tmp_path: Path) -> None:
     assert run(["validate", str(path), "--lock", str(lock), "-q"]) == bool(expected)
 
 
-def test_devices_layouts_and_places(tmp_path: Path) -> None:
-    lock = tmp_path / "lock.json"
-    path = FIXTURES / "cuda0.pth"
-    ckptool.write_lock(path, lock)
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.remap(checkpoint, "cpu"), tmp_path / "cpu.pth")
-        ckptool.save(ckptool.wrap(checkpoint, "model"), tmp_path / "wrapped.pth")
-    notes = said(tmp_path / "cpu.pth", lock)
-    assert notes and all(": device cpu, the lock says cuda:0" in note for note in notes)
-    notes = said(tmp_path / "wrapped.pth", lock)
-    assert "the layout is wrapped, the lock says bare" in notes and "the state dict '.' is missing" in notes
-    assert "the state dict 'model' is new" in notes
-
-
 def test_content_is_compared_where_it_is_locked(tmp_path: Path) -> None:
     plain, full = tmp_path / "plain.json", tmp_path / "full.json"
     path = saved(tmp_path / "a", BEFORE)

@@ -18,7 +18,6 @@ import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name
 from every_dtype import EVERY, any_bits
 from page_files import HOSTILE, hostile, pair
-from process_probe import probe
 
 import ckptool
 from ckptool.base.text import visible
@@ -138,26 +137,6 @@ def test_checksums_of_what_was_read_for_its_numbers_are_compared(shape: tuple[in
         assert f">{side}invalid: 1 check failed<" in page and (not side or f">{'AB'['A' in side]}: valid<" in page)
 
 
-def test_names_of_another_prefix_are_paired_and_the_page_says_so(tmp_path: Path) -> None:
-    page = written(tmp_path, FIXTURES / "ddp4_training.pth", FIXTURES / "ddp4_training.pth", key="state_dict")
-    assert set(data_of(page)["diff"]["fate"]) == {"same", "not compared"}
-    with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
-        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "plain.pth")
-    page = written(tmp_path, FIXTURES / "ddp4_training.pth", tmp_path / "plain.pth")
-    assert set(data_of(page)["diff"]["fate"]) == {"same"}
-    assert "--ignore prefix" in page
-
-
-def test_the_state_of_an_optimizer_names_its_parameter(tmp_path: Path) -> None:
-    data = data_of(written(tmp_path, FIXTURES / "ddp4_training.pth", no_values=True))
-    paths = data["path"]
-    owners = {paths[row]: paths[owner] for row, owner in enumerate(data["owner"]) if owner is not None}
-    assert owners["optimizer.state[0].exp_avg"] == 'state_dict["module.stem.0.weight"]'
-    shapes = data["shape"]
-    pairs = [(row, owner) for row, owner in enumerate(data["owner"]) if owner is not None and shapes[row] != "scalar"]
-    assert len(pairs) == 16 and all(shapes[row] == shapes[owner] for row, owner in pairs)
-
-
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     assert written(tmp_path, a, b) == written(tmp_path, a, b)
@@ -185,14 +164,6 @@ def test_the_policy_allows_this_style_and_this_program_alone(tmp_path: Path) -> 
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
     assert not re.search(r"""\s(on\w+|style)=["']|https?://(?!www\.w3\.org/)|innerHTML|eval\(""", page)
-
-
-def test_a_page_without_torch_has_no_numbers_and_says_so(tmp_path: Path) -> None:
-    call = f"import ckptool; ckptool.report({str(FIXTURES / 'bare.pth')!r}, output={str(tmp_path / 'x.html')!r})"
-    found = probe(call)
-    page = (tmp_path / "x.html").read_text("utf-8")
-    assert found.wanted and data_of(page)["stats"] is None
-    assert "torch, which is not installed" in page and "conv1.weight" in page
 
 
 def test_nothing_is_written_over_and_nothing_is_half_written(tmp_path: Path) -> None:

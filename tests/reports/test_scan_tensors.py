@@ -137,15 +137,6 @@ FORMATS: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
 }
 
 
-def _loaded(path: Path, key: str) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    if path.suffix == ".pth":
-        return torch.load(path, weights_only=True)[key]
-    assert path.suffix == ".safetensors"
-    return load_file(path)[key]
-
-
 def _values(tensor: torch.Tensor) -> bytes:
     """The bytes that ``set_extra_state`` of TransformerEngine gives to ``pickle.loads``."""
     return tensor.detach().cpu().numpy().tobytes()

@@ -17,7 +17,6 @@ from random_tensors import any_tensor
 from zip_copies import rewritten
 
 import ckptool
-from ckptool.base.errors import TargetError
 from ckptool.cli.main import run
 from ckptool.safety.weights_only import weights_only
 from ckptool.values.torch.blocks import STEP
@@ -335,28 +334,6 @@ def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
     assert (summary["elements"], summary["zeros"], summary["nans"], summary["infs"]) == (8, 3, 1, 1)
 
 
-def test_nan_and_inf_have_columns_where_there_are_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.pth"
-    torch.save({"a.good": torch.ones(2), "a.bad": torch.tensor([math.nan, math.nan])}, path)
-    assert run(["stats", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "NaN" in told.splitlines()[0] and "Inf" not in told.splitlines()[0]
-    assert "NaN in a.bad" in told and "no finite number" in told
-
-
-@pytest.mark.parametrize("sort", ["bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs"])
-def test_sorting(sort: str) -> None:
-    rows = ckptool.stats(FIXTURES / "ddp4_training.pth", all=True, sort=sort)["tensors"]
-    keys = [-math.inf if row[sort] is None else row[sort] for row in rows]
-    assert keys == sorted(keys, reverse=True)
-    assert len(rows) == len(ckptool.keys(FIXTURES / "ddp4_training.pth", all=True)["tensors"])
-
-
-def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(TargetError, match="sorted by"):
-        ckptool.stats(FIXTURES / "bare.pth", sort="colour")
-
-
 def test_json_is_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(torch.tensor([math.nan, 1.7e308, -1.7e308, 1.7e308], dtype=torch.float64), tmp_path / "a.pth")
     assert run(["stats", str(tmp_path / "a.pth"), "--format", "json"]) == 0
@@ -379,19 +356,6 @@ def test_an_overlapping_view_of_endless_elements_is_not_counted(tmp_path: Path) 
     torch.save({"w": torch.zeros(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1))}, tmp_path / "a.pth")
     (row,) = listed(tmp_path / "a.pth")
     assert row["min"] is None and "are 65,535 stored ones" in row["reason"]
-
-
-def test_charts_without_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-    import sys
-
-    for encoding, inside, outside in (("ascii", "|", "▕"), ("utf-8", "▕", "|")):
-        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert run(["stats", str(FIXTURES / "bare.pth")]) == 0
-        stream.seek(0)
-        told = stream.read()
-        assert inside in told and outside not in told
 
 
 def test_without_torch_it_says_what_is_missing() -> None:

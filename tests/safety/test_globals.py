@@ -187,22 +187,6 @@ def test_what_no_pickler_writes_is_said(raw: bytes, tmp_path: Path) -> None:
     assert notes(report) & {"odd-pickle", "after-stop", "malformed", "broken-pickle"}, report["checks"]
 
 
-def test_the_spelling_of_the_file_stands_beside_the_name(tmp_path: Path) -> None:
-    path = tmp_path / "seed.pth"
-    report = report_of(path, plain({"x": call(name("__builtin__", "eval"), "1+1")}))
-    (found,) = (item for item in report["globals"] if item["mapped"] == "builtins.eval")
-    assert (found["module"], found["name"], found["word"]) == ("__builtin__", "eval", CALLED)
-    assert report["status"] == "invalid"
-    words = say("validate", path).out
-    assert "builtins.eval" in words
-    assert "__builtin__" in say("validate", path, "-v").out
-
-
-def test_how_often_a_global_is_named_is_counted(tmp_path: Path) -> None:
-    report = report_of(tmp_path / "seed.pth", plain({"a": SYSTEM, "b": SYSTEM, "c": SYSTEM}))
-    assert [item["times"] for item in report["globals"] if item["mapped"] == "posix.system"] == [3]
-
-
 # -- where a pickle may hide ------------------------------------------------------------------------------------
 
 
@@ -600,16 +584,6 @@ def test_bytes_that_torch_loads_are_clean_or_not(inner: bytes, tmp_path: Path) -
     )
     found = {verdict_on(data) for data in bad}
     assert found <= {"unsafe", "unknown"} and "unsafe" in found
-
-
-def test_what_to_do_depends_on_whether_a_call_acts(tmp_path: Path) -> None:
-    path = tmp_path / "model.pth"
-    path.write_bytes(plain({"w": TENSOR, "x": SYSTEM}))
-    assert "do not load it; delete it" in say("inspect", path).out
-    path.write_bytes(plain({"w": TENSOR, "x": call(call(name("pkg", "make")), 1)}))
-    said = say("inspect", path).out
-    assert "delete it" not in said
-    assert f"ckptool sanitize {path}" in said
 
 
 @pytest.mark.sampled(every=2)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import say
 from conftest import FIXTURES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import ckptool
-from ckptool.base.errors import RefusedError
 from ckptool.cli.main import run
 
 ALONG = {
@@ -71,28 +68,6 @@ def test_what_belongs_to_the_weights_goes_along(form: str, folder: Path, tmp_pat
     found = beside(out)
     weights = found.pop("pytorch_model.bin", b"") if form == "converted" else b"x"
     assert found == ALONG and weights != LEFT["pytorch_model.bin"]
-
-
-def test_what_goes_along_and_what_does_not_is_told(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "--format", "json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["copied"] == sorted(ALONG) and report["not_copied"] == sorted([*LEFT, "runs"])
-    weights = sum(file.stat().st_size for file in (tmp_path / "out").glob("model[-.]*"))
-    assert report["output_bytes"] == weights, "of the checkpoint alone, as those of the input are"
-    assert run(["strip-module", str(folder), "-o", str(tmp_path / "one.safetensors"), "--format", "json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert "copied" not in report and set(report["not_copied"]) == {*ALONG, *LEFT, "runs"}
-    assert set(load_file(tmp_path / "one.safetensors")) == set("abcd")
-
-
-def test_an_output_can_be_replaced_with_its_companions(folder: Path, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "--force", "-q"]) == 0
-    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
-    with ckptool.open(folder) as checkpoint, pytest.raises(RefusedError, match=r"notes\.txt"):
-        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "out", force=True)
 
 
 def test_a_link_is_followed(folder: Path, tmp_path: Path) -> None:
@@ -177,33 +152,3 @@ def test_force_replaces_a_dcp_folder_but_no_stray_file_in_it(folder: Path, tmp_p
     assert run(how) == 0 and run([*how, "--force"]) == 0
     (tmp_path / "out" / "__7_0.distcp").write_bytes(b"of another save")
     assert run([*how, "--force"]) == 4
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_config_beside_the_file_is_not_called_missing(to: str, tmp_path: Path) -> None:
-    """It is named if it stays behind; without one, the note says that the folder needs one."""
-    (tmp_path / "model").mkdir()
-    save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model" / "model.safetensors")
-
-    def notes(path: Path) -> str:
-        words = ["convert", path, "--to-format", to, "--max-shard-size", "50", "-o", tmp_path / "out", "--force"]
-        said = say(*words)
-        assert said.code == 0, said.all
-        return said.out
-
-    for path in (tmp_path / "model" / "model.safetensors", tmp_path / "model"):
-        assert "the folder has no config.json" in notes(path)
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert f"config.json is not copied: give the folder, {tmp_path / 'model'}, in place of the file" in notes(
-        tmp_path / "model" / "model.safetensors"
-    )
-    assert "copied as they are: config.json" in (said := notes(tmp_path / "model")) and "not copied" not in said
-
-
-def test_tensors_larger_than_a_shard_are_named(tmp_path: Path) -> None:
-    save_file({"large": torch.ones(99), "small": torch.ones(9)}, tmp_path / "model.safetensors")
-    words = ["convert", tmp_path / "model.safetensors", "--to-format", "safetensors", "-o", tmp_path / "out"]
-    assert (
-        "larger than 100 bytes, so each has a shard of its own: large\n" in say(*words, "--max-shard-size", "100").out
-    )
-    assert "shard of its own" not in say(*words, "--max-shard-size", "400", "--force").out

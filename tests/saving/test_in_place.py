@@ -27,7 +27,6 @@ from output_checks import WHOLE, saved
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
 from ckptool.cli.main import run
-from ckptool.files.write import in_place as writing
 
 ZIPS = [item for item in WHOLE if item.container == "torch-zip"]
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
@@ -148,15 +147,6 @@ def test_an_output_leaves_former_versions_behind(name: str, tmp_path: Path, caps
     assert oracle.difference(*map(oracle.load, outs)) == ""
 
 
-def test_an_output_that_is_its_input_says_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = edited_often(tmp_path)
-    out = tmp_path / "same.pth"
-    assert run(["slim", str(path), "-o", str(out)]) == 0
-    assert out.read_bytes() == path.read_bytes()
-    said = capsys.readouterr().err
-    assert "edited in place 3 times" in said and "the output contains all of it" in said and "--repack" in said
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -251,13 +241,3 @@ def test_fifty_edits_in_a_row(tmp_path: Path) -> None:
         assert path.read_bytes() == state
     ckptool.undo(path, original=True)
     assert path.read_bytes() == states[0]
-
-
-def test_the_steps_in_which_a_file_grows() -> None:
-    """Each end of the file leaves the one before it within what readers search."""
-    for at in (3, 4096, 61_440, 123_457):
-        for size in (4096, 61_440, 65_536, 1_000_000):
-            ends = list(writing._growth_steps(at, end := -(-(at + size) // 4096) * 4096))
-            assert ends[-1] == end and sorted(set(ends)) == ends
-            assert all(0 < there - here <= 61_440 for here, there in zip([at, *ends], ends))
-            assert all(here % 4096 == 0 for here in ends)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -100,14 +98,6 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
 
 
-def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = copied(FIXTURES / "bare.pth", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert in_place(Path("bare.pth"), wrapped) and in_place(Path("./bare.pth"), wrapped)
-    assert ckptool.undo("bare.pth", original=True)["left"] == 0
-    assert sha(path) == sha(FIXTURES / "bare.pth")
-
-
 # -- others who write ----------------------------------------------------------------------------------------
 
 
@@ -172,86 +162,6 @@ def test_eight_processes_at_once(tmp_path: Path) -> None:
 
 
 # -- as a user would -----------------------------------------------------------------------------------------
-
-ODD_NAMES = (
-    "a b.pth",
-    "it's.pth",
-    'a"b.pth',
-    "-dash.pth",
-    "--all",
-    "new\nline.pth",
-    "ta\tb.pth",
-    "ünï.pth",
-    "$(x).pth",
-    "*.pth",
-)
-
-
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    shutil.copyfile(FIXTURES / "bare.pth", path)
-    given = ["--", name] if name.startswith("-") else [name]
-
-    def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*TOOL, *arguments], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-
-    done = tool("add-module", "--in-place", *given)
-    assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("  -> ")]
-    assert len(steps) == 2
-    for step, name_of_command in zip(reversed(steps), ("edit", "undo"), strict=True):
-        command = step.removeprefix("  -> ")
-        assert command.startswith(f"ckptool {name_of_command} ") and command.isprintable()
-        words = shlex.join(TOOL) + command.removeprefix("ckptool")
-        pasted = subprocess.run(
-            ["bash", "-c", words], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert pasted.returncode == 0, (words, pasted.stderr)
-    assert path.read_bytes() == (FIXTURES / "bare.pth").read_bytes()
-    out = next(file for file in tmp_path.iterdir() if file != path)
-    assert "module.conv1.weight" in oracle.load(out) and len(ckptool.history(out)["versions"]) == 1
-    shown = tool("undo", "--list", *given)
-    assert shown.returncode == 0
-    refused = tool("edit", "--in-place", "--to-dtype", "float16", *given)
-    assert refused.returncode == 4, refused.stderr
-
-
-JSON = (
-    (["strip-module", "--in-place"], 0),
-    (["edit", "--set", "n=1", "--in-place"], 0),
-    (["edit", "--set", "n=1", "--in-place", "--dry-run"], 0),
-    (["edit", "--set", "n=2", "--in-place"], 0),
-    (["undo", "--list"], 0),
-    (["drop", "optimizer", "--in-place"], 0),
-    (["undo", "--dry-run"], 0),
-    (["undo"], 0),
-    (["undo"], 0),
-    (["undo"], 0),
-    (["undo"], 0),
-    (["undo"], 1),
-    (["undo", "--list"], 0),
-)
-
-
-@pytest.mark.parametrize("style", ["json", "jsonl"])
-def test_json_of_all(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = copied(FIXTURES / "ddp4_training.pth", tmp_path)
-    for (command, *rest), code in JSON:
-        assert run([command, str(path), *rest, "--format", style]) == code
-        report = json.loads(capsys.readouterr().out)
-        assert report["schema"] == f"ckptool.{command}/1" and report["path"] == str(path)
-        if "--in-place" in rest:
-            assert report["in_place"] and report["output"] == str(path)
-            assert report["dry_run"] == ("--dry-run" in rest)
-            assert report["dry_run"] or report["output_bytes"] == path.stat().st_size
-    out = tmp_path / "out.pth"
-    assert run(["edit", str(path), "--repack", "-o", str(out), "--format", style]) == 0
-    assert json.loads(capsys.readouterr().out)["output_bytes"] == out.stat().st_size
-
 
 MAKERS = (
     ["strip-module"], ["add-module"], ["remap", "--to", "cpu"], ["rename", "--rename", "module.*=x.*"],

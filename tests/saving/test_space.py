@@ -102,17 +102,6 @@ def test_a_filesystem_that_does_not_say_is_not_believed(
     assert run(["strip-module", str(checkpoint), "-o", str(out)]) == 0
 
 
-def test_root_may_use_what_is_kept_for_root(
-    disk: Disk, checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
-    disk(0, reserved=1 << 30)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert run(["strip-module", str(checkpoint), "-o", str(out)]) == 5
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert run(["strip-module", str(checkpoint), "-o", str(out)]) == 0
-
-
 def test_shared_blocks_and_holes_need_no_room(
     disk: Disk, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,13 +130,6 @@ def test_the_model_is_cut_or_quantized(kind: str, sizes: list[tuple[tuple[int, .
     assert found[0].replaceable == (kind == "classes")
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "quantizer.codebook"])
-def test_what_is_no_classifier(name: str) -> None:
-    (found,) = size_causes([Mismatch(name, (4, 8), (8, 8))], 0)
-    assert found.kind == "configuration"
-    assert not found.replaceable
-
-
 # -- positions
 
 
@@ -324,14 +317,6 @@ def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
     assert report["fix"]["complete"] and typed(report["fix"]["command"], tmp_path / "named.pth") == 0
     result = torch.load(tmp_path / "named.pth")
     assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("name", ["state_dict_ema", "model_ema", "params_ema", "ema"])
-def test_another_state_dict_with_averaged_weights_is_named(name: str, tmp_path: Path) -> None:
-    have = {"state_dict": dict(network().state_dict()), name: dict(network().state_dict())}
-    report = matched(have, network().state_dict(), tmp_path)
-    assert f"averaged weights (EMA) are in {name!r}: --key {name} takes these instead" in report["notes"]
-    assert ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth", key=name)["state_dict"] == name
 
 
 def test_the_counter_of_averaged_models(tmp_path: Path) -> None:

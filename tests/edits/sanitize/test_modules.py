@@ -142,29 +142,6 @@ def test_modules_whose_state_is_not_in_tensors_are_refused(module: Any, tmp_path
         assert "drop_unknown" not in refusal.value.next and "save module.state_dict()" in refusal.value.next
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["compiled", "traced", "traced inside"])
-def test_inspect_names_the_command_for_modules_that_run_code_when_they_are_loaded(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "in.pth"
-    torch.save({"model": MODULES[name]}, path)
-    for report in (ckptool.inspect(path)["findings"], [ckptool.validate(path)]):
-        step = next(item["next"] for item in report if item["next"])
-        assert "sanitize" in step and "--as-state-dict" in step and "--drop-unknown" not in step
-
-
-def test_hooks_of_a_state_dict_are_said_not_to_run(tmp_path: Path, out: Path) -> None:
-    module = nn.Linear(1, 1)
-    module._register_state_dict_hook(_hook)
-    torch.save(module, tmp_path / "in.pth")
-    result = sanitized(tmp_path / "in.pth", out, as_state_dict=True)
-    assert list(result.loaded) == ["weight", "bias"]
-    assert "1 hook of it not run" in result.what("")
-
-
-def _hook(module: Any, state: Any, prefix: str, local: Any) -> None:
-    state[prefix + "more"] = 1
-
-
 def test_the_versions_are_those_of_torch(tmp_path: Path, out: Path) -> None:
     """Every module of torch.nn that can be made without arguments, and the norms."""
     made = []

@@ -198,19 +198,8 @@ def test_files_of_some_ranks_of_many_saves_are_no_folder_of_one() -> None:
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def damaged(folder: Path) -> list[str]:
-    try:
-        with ckptool.open(folder) as checkpoint:
-            return [problem.message for problem in checkpoint.container.problems if problem.blocks_edits]
-    except CkptoolError as error:
-        return [str(error)]
-
-
 def files(*kinds: str) -> list[Any]:
     return [(name, path.name) for name in kinds for path in sorted((RANKS / name).iterdir()) if path.suffix != ".json"]
-
-
-SOME = files("fsdp1", "fsdp2_3", "hsdp2", "placements", "tp_3", "verl_fsdp1", "local_3")
 
 
 # -- states that FSDP1 has cut, which say nothing of themselves --------------------------------------------------------
