@@ -89,9 +89,10 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         if any(problem.storages is None or problem.code == COPIES for problem in damage_of(other)):
             refuse_damage(other)
     if target is None:
-        planned = _as_it_is(checkpoint)
-        if isinstance(planned, FolderPlan):
-            planned = _with_claims(checkpoint, planned, whole=True)
+        source = checkpoint.source
+        planned: Plan | FolderPlan = Plan((Span(source, 0, source.size),))
+        if isinstance(source, FolderSource):
+            planned = _with_claims(checkpoint, _whole_files(source.files), whole=True)
         planned = _with_companions(checkpoint, planned, follow_links)
         _refuse_folder_name(output, planned, os.path.splitext(checkpoint.path)[1])
         return planned, True
@@ -271,11 +272,6 @@ def refuse_step_file(path: str) -> None:
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:
     return RefusedError(what, path=output, next=f"call it {quote(called)}")
-
-
-def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
-    source = checkpoint.source
-    return _whole_files(source.files) if isinstance(source, FolderSource) else Plan((Span(source, 0, source.size),))
 
 
 class InPlace(NamedTuple):

@@ -232,10 +232,14 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     name = os.path.basename(checkpoint.path)
     if not any(marks(name)) or not checkpoint.state_dicts:
         return None
-    parts = named_parts(name, folder.names()) or _lone_part(checkpoint, name, folder)
+    parts = named_parts(name, folder.names())
+    ranks = _llama_ranks(checkpoint, folder) if parts is None and name.startswith("consolidated.00") else 1
+    if ranks > 1:
+        parts = NamedParts({0: name}, range(ranks), SLICES, name.replace("00", "\0", 1), 2)
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
-    if parts is not None and parts.kind == RANKS and _is_adapter(checkpoint):
-        return None
+    names = (f"{entry.key}" for entry in checkpoint.survey.tensors)
+    if parts is not None and parts.kind == RANKS and adapter_keys(names):
+        return None  # the matrices of a LoRA adapter have the rank in its name
     if parts is not None and others and parts.kind != SLICES and not _SHARD.search(name):
         parts = _by_content(parts, checkpoint, folder, others[0])
     if parts is None:
@@ -255,16 +259,6 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     place = folder.path if whole else ""
     alone = bool(missing)
     return Part("part", level, message, place, False, paths, tensors_whole=parts.is_shards, alone=alone)
-
-
-def _is_adapter(checkpoint: Checkpoint) -> bool:
-    return bool(adapter_keys(f"{entry.key}" for entry in checkpoint.survey.tensors))
-
-
-def _lone_part(checkpoint: Checkpoint, name: str, folder: Folder) -> NamedParts | None:
-    """Return the parts for a lone ``consolidated.00.pth`` by Meta whose shapes prove that more exist, else None."""
-    ranks = _llama_ranks(checkpoint, folder) if name.startswith("consolidated.00") else 1
-    return NamedParts({0: name}, range(ranks), SLICES, name.replace("00", "\0", 1), 2) if ranks > 1 else None
 
 
 def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name: str) -> NamedParts | None:

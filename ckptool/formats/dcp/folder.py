@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain, islice
 from math import prod
@@ -287,8 +287,11 @@ class Dcp(Container):
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
-                with self._noting_subclasses(problems, item):
+                try:
                     self._tensor(item, opened)
+                except SubclassError as error:  # a tensor of another class, which is sound
+                    what = f"{item.place}: {error.what}"
+                    problems.append(Finding.of(UNJOINED, "warning", what, item.file, item.at))
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else reported once per file
                     what = f"{item.place}: {error.what}"
@@ -315,15 +318,6 @@ class Dcp(Container):
             more = "" if count == 1 else f" and {pluralize(count - 1, 'tensor')} like it"
             pickles.append(FoundPickle(known + more, graph))
         return problems, pickles
-
-    @staticmethod
-    @contextmanager
-    def _noting_subclasses(problems: list[Finding], item: Item) -> Iterator[None]:
-        """Report an item with a tensor of another class, which is sound."""
-        try:
-            yield
-        except SubclassError as error:
-            problems.append(Finding.of(UNJOINED, "warning", f"{item.place}: {error.what}", item.file, item.at))
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:

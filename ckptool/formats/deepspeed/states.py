@@ -350,12 +350,10 @@ def rounded(data: bytes, dtype: str, target: str) -> tuple[int, ...] | None:
     if dtype != "float32":
         return None
     if target == "bfloat16":
-        return tuple(map(_upper_half, bits))
+        return tuple(
+            one >> 16 | 0x40 if _is_nan(one, dtype) else (one + 0x7FFF + (one >> 16 & 1)) >> 16 for one in bits
+        )
     return tuple(map(_half, struct.unpack(f"<{count}f", data)))
-
-
-def _upper_half(bits: int) -> int:
-    return bits >> 16 | 0x40 if _is_nan(bits, "float32") else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 def _half(value: float) -> int:

@@ -128,7 +128,10 @@ class Merge:
         if not spread:
             self.without[number] = file.name
         self.ranks.setdefault(rank, []).append(file.name)
-        flat = self._flat_storages(file, spread)
+        refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
+        self.flat = self.flat or bool(refs)
+        #: The storages of FSDP1's flat parameter vectors.
+        flat = {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
         digests = Digests(file.reader)
         for value in values:
             self._place(file, value)
@@ -142,12 +145,9 @@ class Merge:
                     if value.path in self._cut or self._is_state(value.path):
                         self._pieces.setdefault(value.path, {})[rank] = plain
             elif not value.inside:
-                self._add_leaf(file, value.path, digests.digest(value.ref))
-
-    def _flat_storages(self, file: RankFile, spread: dict[str, Sharding]) -> set[str]:
-        refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
-        self.flat = self.flat or bool(refs)
-        return {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
+                digest = digests.digest(value.ref)
+                if digest is not None and self._leaves.setdefault(value.path, digest) != digest:
+                    self._unequal.setdefault(value.path, []).append(file.name)
 
     def _place(self, file: RankFile, value: Value) -> None:
         """Record where a path is found first; if the first file lacks it, add it to its parent mapping."""
@@ -249,11 +249,6 @@ class Merge:
             copies.open.append(pair)
             self._container.storage_of[pair.path] = grafted_key(one.copy.file, a.storage)
         return same
-
-    def _add_leaf(self, file: RankFile, path: str, digest: Hashable) -> None:
-        if digest is None or self._leaves.setdefault(path, digest) == digest:
-            return
-        self._unequal.setdefault(path, []).append(file.name)
 
     # -- results
 

@@ -253,7 +253,7 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
 def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
     """Return the sets of rank files in a folder that form one checkpoint; [] if there are none."""
     sets = rank_sets(names)[:_MOST_SETS]
-    spread = [rank_set for rank_set in sets if _is_spread(folder, rank_set)]
+    spread = [rank_set for rank_set in sets if _mentions(folder, rank_set, _CLASSES)]
     if not spread:
         return _labelled(_numbered(folder, names))
     first = spread[0]
@@ -312,10 +312,6 @@ def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> boo
     if rank_set.world or other.world:
         return rank_set.world == other.world
     return rank_set.files.keys() <= {*ranks} and (len(rank_set.files) > 1 or len(ranks) == 1)
-
-
-def _is_spread(folder: Folder, rank_set: RankSet) -> bool:
-    return _mentions(folder, rank_set, _CLASSES)
 
 
 def _mentions(folder: Folder, rank_set: RankSet, words: Sequence[bytes]) -> bool:

@@ -190,7 +190,10 @@ class RankFiles(ShardedContainer):
         """
         if tensor.size >= TOO_LARGE:
             raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder.path)
-        key = self.storage_of[name] = self._new_key(name)
+        key = name
+        while not key or key in self._tensors:
+            key += "'"  # the empty name needs a key
+        self.storage_of[name] = key
         self._tensors[key] = tensor if whole else None
         return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
 
@@ -243,12 +246,6 @@ class RankFiles(ShardedContainer):
         files = "one per-rank file is" if number == 1 else f"{number:,} per-rank files are"
         files = f"{self.parts_words} are" if self.parts_words else files
         self.note(JOINED, "note", f"{files} read as one checkpoint; edits write a single file")
-
-    def _new_key(self, name: str) -> str:
-        key = name
-        while not key or key in self._tensors:
-            key += "'"  # the empty name needs a key
-        return key
 
     # -- the Container interface
 

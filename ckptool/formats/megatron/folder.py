@@ -38,7 +38,7 @@ from ..names.megatron import (
     ranks_in_words,
     twice,
 )
-from ..names.ranks import MAX_RANKS, StepFolder
+from ..names.ranks import MAX_RANKS
 from ..pieces.chunks import Chunk, Rows
 from ..pieces.copies import CopyPair, is_one_value
 from .args import Arguments, arguments, number
@@ -434,7 +434,8 @@ def read(folder: Folder) -> tuple[FolderSource, Megatron]:
         except NotACheckpointError as error:
             step = "its files: " + command("inspect", found.folder.join("*/*.pt"))
             raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
-    others = _other_iterations(found)
+    beside = sorted(found.above.names()) if found.above else []
+    others = [name for name in beside if ITERATION.match(name) and name != os.path.basename(found.folder.path)]
     if others:
         container.problems.append(other_steps_problem(found.folder.path, LATEST, others))
     if left := _left_out(found.folder, files.values()):
@@ -455,8 +456,3 @@ def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
     words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
     what = f"other files in this folder, not read here: {join_limited(words)}"
     return Finding.of(OTHER_FILES, "note", what, next(iter(beside.values()))[0])
-
-
-def _other_iterations(found: StepFolder) -> list[str]:
-    own, names = os.path.basename(found.folder.path), sorted(found.above.names()) if found.above else []
-    return [name for name in names if ITERATION.match(name) and name != own]
