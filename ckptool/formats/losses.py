@@ -248,11 +248,8 @@ def _is_copy(checkpoint: Checkpoint, state_dict: StateDict, key: Ref, ref: Ref) 
 def _may_hold_weights(
     checkpoint: Checkpoint, ref: Ref, tensors: Mapping[Ref, Tensor], training: Collection[Ref]
 ) -> bool:
-    """Return whether a value outside the state dict holds what may be weights, apart from optimizer states.
-
-    These are tensors of special kinds, bare storages, floating-point tensors with several elements, and tensors of two
-    or more dimensions. Others are metrics, counters, and states of random number generators.
-    """
+    """Return whether a value outside the state dict holds what may be weights: tensors of special kinds, bare storages,
+    floating-point tensors with several elements, and matrices. Others are metrics, counters and random states."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     seen, work = set[Ref](training), [ref]
     while work:

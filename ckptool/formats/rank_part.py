@@ -206,11 +206,8 @@ def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
 
 
 def _whole_of_ranks(checkpoint: Checkpoint, folder: Folder, ranks: int) -> str:
-    """Return the path of all ranks' files, judged by the names in the folder; "" if the names do not prove it.
-
-    The path is the folder, or a pattern if other files there are not of this save by their names. No other file is
-    opened.
-    """
+    """Return the path of all ranks' files: the folder, or a pattern if files of other saves are in it; "" if the names
+    do not prove it. No other file is opened."""
     from .fsdp.meshes import pattern_among
     from .names.ranks import numbered_sets, rank_sets, torch_files
 
@@ -262,10 +259,7 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
 
 def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name: str) -> NamedParts | None:
-    """Decide how parts relate by reading another one, ``name``; return None if each part is complete.
-
-    Reads that file's metadata only, no values: copies are recognised by equal recorded checksums.
-    """
+    """Decide how parts relate by the metadata of another one, ``name``; return None if each part is complete."""
     from . import read_container
 
     try:
@@ -297,11 +291,8 @@ def are_copies(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _llama_ranks(checkpoint: Checkpoint, folder: Folder) -> int:
-    """Return the number of files in which Meta saved the model, judged by shapes in one file; 1 if the shapes do not
-    say.
-
-    Each file holds some heads, as rows of ``wq``, which is usually square. ``params.json`` gives the size if it is not.
-    """
+    """Return the number of files in which Meta saved the model; 1 if the shapes in one file do not say. Each file has
+    some heads, as rows of ``wq``, which is square unless ``params.json`` says otherwise."""
     shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
     norm = shapes.get("norm.weight", ())
     rows = shapes.get("layers.0.attention.wq.weight", ())

@@ -128,10 +128,8 @@ def _note_cut_files(
 
 
 def _without_overlaps(usable: Mapping[ItemKey, Item], note: AddProblem) -> dict[ItemKey, Item]:
-    """Return the items in file order, without items that overlap the one before: one of the two is misplaced.
-
-    This bounds the time to read all items by the size of the files.
-    """
+    """Return the items in file order, without items that overlap the one before, so that the size of the files bounds
+    the time to read them all."""
     # Sort twice by an attribute rather than once by a tuple: there may be a million items.
     ordered = sorted(usable, key=lambda key: usable[key].at)
     ordered.sort(key=lambda key: usable[key].file)

@@ -80,10 +80,8 @@ def open_data(
 
 
 def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span]:
-    """Return the first bytes of files that may be placeholders, by name.
-
-    A remote file with room for its items is not looked at. A rank with nothing to write leaves an empty file.
-    """
+    """Return the first bytes of files that may be placeholders: not of remote files with room for their items, and of
+    the empty files of ranks with nothing to write."""
     ends: dict[str, int] = {}
     for item in items:
         ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)

@@ -403,10 +403,8 @@ class Dcp(Container):
         return self._last
 
     def _tensor(self, item: Item, opened: OpenedItem | None = None) -> tuple[Box, TensorItem] | None:
-        """Return the box and the elements of a tensor piece; None for an object. ``opened`` avoids opening it again.
-
-        Raises MalformedError if the item differs from .metadata.
-        """
+        """Return the box and the elements of a tensor piece; None for an object. Raises MalformedError if the item
+        differs from .metadata."""
         value = self.read.values[item.name]
         if value.dtype is None or item.offset is None:
             return None

@@ -110,10 +110,8 @@ class Items:
         self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._plain_dtype(ref)))
 
     def _plain_dtype(self, ref: Ref) -> Dtype | None:
-        """Return the dtype of a tensor that DCP stores in pieces, or None for any other value.
-
-        DCP copies elements, which some torch dtypes do not allow.
-        """
+        """Return the dtype of a tensor that DCP stores in pieces, or None: DCP copies elements, which some dtypes do
+        not allow."""
         tensor = self.reader.tensor(ref)
         dtype = BY_NAME.get(tensor.dtype) if tensor and tensor.kind == "dense" and tensor.storage else None
         if dtype is None or dtype.packed > 1 or dtype.name.startswith(("q", "bits", "float4")):
@@ -121,11 +119,7 @@ class Items:
         return dtype if self._is_bare(ref) else None
 
     def _is_bare(self, ref: Ref) -> bool:
-        """Return whether a tensor or Parameter has no attributes, no class of its own and no lazy conjugation or
-        negation.
-
-        Any other tensor is stored as an object, which keeps them.
-        """
+        """Return whether a tensor has no attributes, no class of its own and no lazy bits: an object keeps them."""
         for call in rebuild_calls(self.graph, ref):
             node = self.graph.nodes[call.ref]
             if not isinstance(node, Call) or node.states:
@@ -137,12 +131,8 @@ class Items:
         return False
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
-        """Return whether a list is stored as one object: it and its inner lists have no mappings with items or plain
-        tensors.
-
-        A loader sees the list that the items make: a tensor stored as an object is not a tensor there, and an empty
-        mapping is absent.
-        """
+        """Return whether a list is stored as one object: no mappings with items and no plain tensors are in it. A
+        loader sees the list that the items make, without tensors stored as objects and empty mappings."""
         if ref in self._terminal:
             return self._terminal[ref]
         self._check_depth(depth)

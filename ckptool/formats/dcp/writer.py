@@ -138,10 +138,8 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtyp
 
 @lru_cache(maxsize=256)
 def _frame(dtype: Dtype, shape: tuple[int, ...], size: int) -> tuple[bytes, bytes] | None:
-    """Return the bytes before and after a tensor's bytes in its item, with ``_ANY_CRC`` as their checksum.
-
-    They are equal for all tensors of one dtype and shape. Returns None if they contain these four bytes by chance.
-    """
+    """Return the bytes before and after a tensor's bytes in its item, equal for all tensors of one dtype and shape,
+    with ``_ANY_CRC`` as their checksum; None if they contain these four bytes by chance."""
     body = Span(BytesSource(b""), 0, size)
     content = RecordContent(_STORAGE, body, int.from_bytes(_ANY_CRC, "little"), size)
     before, _, after = _tensor_archive(dtype, shape, content).pieces

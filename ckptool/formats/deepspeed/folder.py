@@ -111,11 +111,8 @@ class Deepspeed(RankFiles):
     def _read_all(
         self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile, int], _State], stack: ExitStack
     ) -> dict[int, _State]:
-        """Read the files of one kind; return their states by rank.
-
-        An unreadable file, or a file from another save than the majority, becomes a problem. Raises MalformedError if
-        no file is left.
-        """
+        """Read the files of one kind; return their states by rank, without unreadable files and those of another save.
+        Raises MalformedError if none is left."""
         states: dict[int, _State] = {}
         for rank, name in names.items():
             file = self.open_file(name, stack)
@@ -194,10 +191,8 @@ class Deepspeed(RankFiles):
         self.note_own(map(quoted, own), self._model.name)
 
     def _compare_weights(self) -> None:
-        """Compare a sample of each rank's 32-bit weights, rounded, with the weights in the model file.
-
-        DeepSpeed copies them there after each step: stage_1_and_2.py (``step``), bf16_optimizer.py.
-        """
+        """Compare a sample of each rank's 32-bit weights, rounded, with the model file, to which DeepSpeed copies them
+        after each step (stage_1_and_2.py, ``step``; bf16_optimizer.py)."""
         own: dict[int, list[tuple[str, Rows, int, int, int]]] = {}
         for name, cut in self._slices.items():
             tensor = self._tensor_in_model(name)
@@ -283,12 +278,9 @@ class Deepspeed(RankFiles):
         return slices
 
     def _odd_partitions(self, group: int, size: int, part: int) -> Iterator[tuple[str, str]]:
-        """Yield (message, file) for each partition with an unexpected size: its elements would be read from the wrong
-        places.
-
-        Each partition should have ``part`` elements. Only the first ``size`` elements of the whole group are used; the
-        rest is padding. Padding may be stripped, by old versions in the last rank only, but never in moments.
-        """
+        """Yield (message, file) for each partition without ``part`` elements: elements would be read from the wrong
+        places. Only the first ``size`` elements of a group are used. The padding after them may be stripped, by old
+        versions in the last rank only, but never in moments."""
         for rank, state in self._states.items():
             count, used = state.flats[group].shape[0], min(max(size - rank * part, 0), part)
             last = rank >= self._ranks - 1

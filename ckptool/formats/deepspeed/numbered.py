@@ -200,10 +200,8 @@ class Pipeline(NumberedFiles):
     def _note_lost(
         self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
     ) -> None:
-        """Report parameters that the stages name or list but no file has, and gaps in the layer numbers.
-
-        Functions and repeated tied layers have no files: a gap is no loss if the stages tell of all tensors.
-        """
+        """Report parameters that the stages name or list but no file has, and gaps in the layer numbers. Functions and
+        repeated tied layers have no files: a gap is no loss if the stages tell of all tensors."""
         rest = dict(shapes)
         listed: list[Listed] = []
         is_sure = bool(stages)

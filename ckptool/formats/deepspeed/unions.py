@@ -116,11 +116,8 @@ class Universal(RankFiles):
         refs: dict[str, Ref],
         states: list[tuple[str, Ref]],
     ) -> None:
-        """Add a parameter's weights to ``refs`` and its optimizer state to ``states``.
-
-        A parameter that the optimizer does not update was copied from the model in 32 bits: the model's own tensor is
-        used.
-        """
+        """Add a parameter's weights to ``refs`` and its optimizer state to ``states``. If the optimizer does not update
+        it, the model's own tensor is used: the file has a copy of that."""
         entries: list[tuple[str, Ref]] = []
         known = parameter in self._shapes or self._experts
         if not known and (parameter not in self._module[1] or files.keys() != {_WEIGHTS}):
@@ -309,10 +306,7 @@ class WholeModel(NumberedFiles):
 
     def _writers(self, file: RankFile, values: Mapping[str, Ref], counts: Sequence[int]) -> int:
         """Return how many ranks have a file of the optimizer: all of them with ZeRO, else one for each share of the
-        experts; 0 if unknown.
-
-        The optimizer of a rank has the parameters in the model file, and its share of the experts.
-        """
+        experts, whose optimizer has the parameters in the model file, too; 0 if unknown."""
         graph = file.graph
         world = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 0
         listed = listed_in(file, values)

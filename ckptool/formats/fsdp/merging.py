@@ -389,12 +389,9 @@ class Merge:
         return quoted(self._name(path))
 
     def _find_cut(self, parameters: Collection[int]) -> None:
-        """Find the optimizer vectors that FSDP1 has cut: all vectors of a parameter for which the ranks differ.
-
-        If there are any, vectors with one value throughout (such as zeros) also count as cut: their pieces are equal
-        for that reason. If other sets have split ``parameters`` but these files have no split tensors and no matrices,
-        all state vectors count as cut: FSDP2 splits states as DTensors, and full states contain matrices.
-        """
+        """Find the optimizer vectors that FSDP1 has cut: those of a parameter for which the ranks differ. The constant
+        ones beside them (such as zeros) are equal for that reason. FSDP2 splits states as DTensors, and full states
+        have matrices: without both, all state vectors are cut if other sets split the parameters."""
         states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
         own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}
         matrices = any(len(plain.tensor.shape) > 1 for plain in self._plain.values())

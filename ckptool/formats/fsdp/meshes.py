@@ -151,10 +151,8 @@ class Meshes(RankFiles):
             self.note(FLAT_PARAMETERS, "warning", FLAT_MESSAGE)
 
     def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
-        """Report a file that was saved under another name, which torch records in the archive.
-
-        If both names belong to the same set, the tensors still record the rank, so a warning suffices.
-        """
+        """Report a file that was saved under another name. Within its set a warning suffices: the tensors record the
+        rank."""
         if saved != name:
             what = f"{name} was saved under the name of {saved}"
             if saved in rank_set.files.values():
@@ -225,11 +223,8 @@ def _most_ranks(mesh: Mesh) -> int:
 
 
 def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: Collection[int]) -> set[int]:
-    """Return the ranks that saved a set, by file names or else by the meshes of the tensors.
-
-    All ranks of a pipeline are expected, since each stage has different tensors. Any other mesh within a larger one may
-    have been saved alone, because the rest of the larger mesh holds copies.
-    """
+    """Return the ranks that saved a set, by file names or else by the meshes. All stages of a pipeline are expected.
+    Any other mesh within a larger one may have been saved alone, because the rest of the larger mesh holds copies."""
     members = {rank for mesh in meshes for rank in mesh.members}
     stages = [mesh.world for mesh in meshes if mesh.is_of_stage]
     if not rank_set.world and members and not stages and all(mesh.outer for mesh in meshes):
@@ -266,11 +261,8 @@ def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
 
 
 def _numbered(folder: Folder, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
-    """Return sets of numbered files of one save: mesh ranks, and training states with the same numbers. [] if there are
-    no mesh ranks.
-
-    ``like`` are the numbers of files named as ranks: next to these, training states alone are enough.
-    """
+    """Return sets of numbered files of one save: mesh ranks, and training states with the same numbers. Next to files
+    named as ranks, with the numbers ``like``, training states alone are enough."""
     sets: list[RankSet] = []
     taken: set[str] = set()
     every = numbered_sets(names)[:_MOST_SETS]
@@ -333,11 +325,8 @@ def _has_word(folder: Folder, name: str, words: Sequence[bytes]) -> bool:
 
 
 def _is_one_save(folder: Folder, rank_set: RankSet) -> bool:
-    """Return whether numbered files are from several ranks of one mesh, all ranks or some.
-
-    Files that one rank saved one after the other are not. One readable file is enough if there are as many files as
-    ranks.
-    """
+    """Return whether numbered files are from several ranks of one mesh, not from one rank at several times. One
+    readable file is enough if there are as many files as ranks."""
     names = list(rank_set.files.values())
     ends = [_summary(folder, name) for name in (names[0], names[-1])]
     named = all(end is not None and end.expected == len(names) for end in ends)

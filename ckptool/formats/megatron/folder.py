@@ -142,10 +142,8 @@ class Megatron(RankFiles):
     # -- the files
 
     def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
-        """Read all files; return them by rank. A file from another save than the majority becomes a problem.
-
-        Raises MalformedError if no file can be read, NotACheckpointError if no file has a model.
-        """
+        """Read all files; return them by rank, without unreadable files and those of another save. Raises
+        MalformedError if none is left, NotACheckpointError if no file has a model."""
         parts: dict[Rank, _Part] = {}
         for rank, name in self._files.items():
             file = self.open_file(name, stack)
@@ -304,10 +302,8 @@ class Megatron(RankFiles):
         self.note_lost(f"{quoted(name)} has another shape or dtype in {file} than in {other}", file)
 
     def _is_gated(self, rows: int, blocks: int) -> bool | None:
-        """Return whether the first MLP matrix includes a gate, or None if the arguments do not say.
-
-        ``rows`` is the number of rows that one rank holds, ``blocks`` the number of ranks.
-        """
+        """Return whether the first MLP matrix, of ``rows`` rows on each of ``blocks`` ranks, includes a gate; None if
+        unknown."""
         own = self._arguments
         if own.get("swiglu") or own.get("gated_linear_unit"):
             return rows % 2 == 0
@@ -374,10 +370,8 @@ def _checksums(part: _Part) -> Iterator[tuple[_Keys, int]]:
 
 
 def _read_part(file: RankFile) -> _Part | None:
-    """Read one rank's file; return None if it has no model.
-
-    Raises MalformedError for a damaged file, NotACheckpointError for a model that cannot be joined.
-    """
+    """Read one rank's file; return None if it has no model. Raises MalformedError for a damaged file,
+    NotACheckpointError for a model that cannot be joined."""
     graph = file.graph
     root = values_of(graph, graph.root)
     if "model0" in root:
