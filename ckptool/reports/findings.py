@@ -11,7 +11,7 @@ from ..base.findings import ADAPTER, DANGEROUS_CALL, EMPTY_WEIGHTS, FLAT_MESSAGE
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.patterns import escaped
-from ..base.prefixes import Naming, Prefix, adapter_keys
+from ..base.prefixes import Naming, adapter_keys
 from ..base.steps import AnyStep, advised, as_step, option
 from ..base.text import human_bytes, join_limited, pluralize, shown
 from ..checkpoint.accounting import Account
@@ -72,19 +72,20 @@ def findings(
     if not steps:
         every.sort(key=lambda finding: _LEVELS.index(finding.level))
         return [item._replace(next="") for item in every[: LIMITS.listed]]
-    if runs:
-        # Suggest no command that writes another file that runs code.
-        every = [finding if finding.code == DANGEROUS_CALL else finding._replace(next="") for finding in every]
-    if part is not None and part.cut and part.folder:
-        # An edit of one part would make nothing useful, so the whole checkpoint comes first.
-        every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
-    if any(item.code == EMPTY_WEIGHTS for item in every):
-        every = [item if item.level == "error" else item._replace(next="") for item in every]
     program = program_of(checkpoint)
-    if program is not None:
-        commands = ("convert", "salvage", *program.edits)
-        every = [item if _allowed(item.next, commands) else item._replace(next="") for item in every]
-    else:
+    # An edit of one part, or of weights without values, would make nothing useful.
+    useless = (part is not None and part.cut and part.folder) or any(item.code == EMPTY_WEIGHTS for item in every)
+
+    def helps(item: Finding) -> bool:
+        if runs:
+            return item.code == DANGEROUS_CALL  # suggest no command that writes another file that runs code
+        if useless and item.level != "error" and not (part is not None and item.code == part.code):
+            return False
+        commands = as_step(item.next).commands
+        return program is None or all(each.name in ("convert", "salvage", *program.edits) for each in commands)
+
+    every = [item if helps(item) else item._replace(next="") for item in every]
+    if program is None:
         every = _in_one_pass(checkpoint, every)
         every = [item._replace(next=as_one_file(checkpoint, item.next)) for item in every]
         every += _in_archive(checkpoint, every)
@@ -97,10 +98,6 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
     if is_address(checkpoint.path) and not any(item.next or item.level == "error" for item in every):
         step = edit_step("edit", checkpoint.path, repack=True)
         yield Finding.of("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
-
-
-def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
-    return all(command.name in names for command in as_step(step).commands)
 
 
 def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -187,6 +184,7 @@ def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:
+    path = checkpoint.path
     for state_dict, (names, prefix, inner) in zip(checkpoint.state_dicts, namings):
         if state_dict.confidence != "high":
             continue
@@ -199,23 +197,18 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             )
             yield Finding.of("prefix-collision", "warning", message, next="remove one of each pair with drop")
         elif prefix.keys:
-            nested = bool(inner.keys() - {"module"}) or any(name.startswith(prefix.name * 2) for name in names)
-            finding = _prefix_finding(checkpoint.path, prefix, where, nested)
+            share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
+            message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
+            nested = inner.keys() - {"module"} or any(name.startswith(prefix.name * 2) for name in names)
+            step = edit_step("strip-module", path, word="plain", wrappers=bool(nested) or prefix.name.count(".") > 1)
             if "n_averaged" in bare:  # AveragedModel: its counter is in the way as well
-                finding = finding._replace(next=as_step(edit_step("edit", checkpoint.path, word="ema", use_ema=True)))
-            yield finding
+                step = edit_step("edit", path, word="ema", use_ema=True)
+            yield Finding.of("prefix", "warning", message, next=step)
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
-            step = edit_step("strip-module", checkpoint.path, word="plain", wrappers=True)
+            step = edit_step("strip-module", path, word="plain", wrappers=True)
             yield Finding.of("wrappers", "warning", message, next=step)
-
-
-def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Finding:
-    share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
-    message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
-    nested = wrappers or prefix.name.count(".") > 1
-    return Finding.of("prefix", "warning", message, next=edit_step("strip-module", path, word="plain", wrappers=nested))
 
 
 def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
