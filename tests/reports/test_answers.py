@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import shutil
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
+from conftest import FIXTURES
+from printed_commands import output_of, tensors
 
 import ckptool
+from ckptool.base.errors import CkptoolError
 from ckptool.cli.main import run
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 
 
 def test_an_entry_is_renamed_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,3 +248,94 @@ def test_no_command_drops_an_optimizer_that_is_the_whole_file(tmp_path: Path) ->
     torch.save(stepped("SGD", {"momentum": 0.9})["optimizer"], path)
     report = ckptool.explain("KeyError: 'exp_avg'", str(path))
     assert (report["cause"], report["next"]) == ("file", "") and "another optimizer" in report["why"]
+
+
+# -- what explain claims: every known message and unknown ones, for files that they are not about ----------------------
+
+FILES = sorted(
+    path.relative_to(FIXTURES).as_posix()
+    for folder in (FIXTURES, FIXTURES / "real", FIXTURES / "ranks", FIXTURES / "sharded")
+    for path in folder.iterdir()
+    if path.suffix != ".tsv" and path.name not in ("real", "ranks", "sharded")
+)
+#: Messages of programs that the table does not know.
+UNKNOWN = (
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x4 and 8x2)",
+    "NotImplementedError: Architecture 'LlavaForConditionalGeneration' not supported!",
+    "ERROR: Could not detect model type of: model.safetensors",
+    "AssertionError: Torch not compiled with CUDA enabled",
+    "KeyError: 'epohc'",
+)
+#: What a file that is not the cause must not be said to be.
+TOO_MUCH = ("is fine", "comes from the code", "from the version of a library", "change the code", "upgrade torch:")
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Files without any flaw, of three kinds, and one of a whole model."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    torch.save(model.state_dict(), "bare.pth")
+    torch.save({"net": model.state_dict(), "note": 1}, "run.pth")
+    torch.save(torch.optim.SGD(model.parameters(), momentum=0.9).state_dict(), "optimizer.pt")
+    torch.save(model, "whole.pth")
+    return {name: name for name in ("bare.pth", "run.pth", "optimizer.pt", "whole.pth")}
+
+
+@pytest.mark.sampled(every=20)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+def test_an_unknown_message_gets_findings_and_no_more(name: str, tmp_path: Path) -> None:
+    path = str(FIXTURES / name)
+    alone = ckptool.explain("", path)
+    for text in UNKNOWN:
+        report = ckptool.explain(text, path)
+        assert report["why"].startswith(f"No explanation is known for this message. inspect says of {path}: ")
+        assert (report["name"], report["cause"], report["python"]) == ("", "unknown", "")
+        assert report["next"] in ("", alone["next"])
+        assert not any(words in report["why"] for words in TOO_MUCH)
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
+def test_a_known_message_about_another_file_claims_nothing(error, plain: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+    """The printed command runs and keeps every tensor; a class that the file does not name is not said to be in it."""
+    for text in (error.message, *error.alike):
+        for path in plain:
+            report = ckptool.explain(text, path)
+            assert not any(words in report["why"] for words in TOO_MUCH), (path, report["why"])
+            if "does not name" in report["why"]:
+                assert report["next"] == report["python"] == ""
+            if report["cause"] == "elsewhere" and "bout another file" in report["why"]:
+                assert report["next"] == ""
+            if report["next"]:
+                check(report["next"], path)
+
+
+def check(line: str, path: str) -> None:
+    """Run a printed command; its output has the tensors of its input, unless it takes an optimizer out."""
+    words = shlex.split(line)
+    said = say(*words[1:])
+    assert said.code in (0, 1), (line, said.all)
+    output = output_of(line)
+    if output is None:
+        return
+    try:
+        if words[1] not in ("drop", "extract"):
+            assert not tensors(path, None, False) - tensors(str(output)), line
+    except CkptoolError as error:
+        raise AssertionError(f"{line}: {error}") from error
+    finally:
+        shutil.rmtree(output) if output.is_dir() else output.unlink()
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
+def test_printed_python_is_python_for_the_file(error, plain: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+    for path in plain:
+        python = ckptool.explain(error.message, path)["python"]
+        compile(python, path, "exec")
+        if "torch.load(" in python and "weights_only" not in python:
+            torch.load(path, weights_only=True)
