@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ..base.errors import PickleError, PickleLimitError, TruncatedPickleError
 from ..base.limits import Limits
+from ..base.records import NamedTuple
 from . import opcodes as op
 from .batches import BATCH_SIZE, Batch, default_batches
 from .nodes import HASHABLE, UNHASHABLE, Call, Dict, Filling, Instance, List, Node, Ref, Set, Style
@@ -36,7 +37,7 @@ Foreign: TypeAlias = Callable[[list[Node], Ref, int], int]
 TemplateRefs: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
 
 
-class Template:
+class Template(NamedTuple):
     """What many repetitions of the ``fast_decode`` pattern share.
 
     ``refs`` are the nodes, ``device`` is the text of a device that each repetition repeats, ``number`` the place among
@@ -45,27 +46,14 @@ class Template:
     is ``device_distance`` bytes before the end.
     """
 
-    __slots__ = ("base", "device", "device_distance", "number", "refs", "size", "start", "step")
-
-    def __init__(
-        self,
-        number: int,
-        refs: TemplateRefs,
-        start: bytes = b"",
-        base: int = 0,
-        step: int = 0,
-        size: int = 0,
-        device: str | None = None,
-        device_distance: int = 0,
-    ) -> None:
-        self.number = number
-        self.refs = refs
-        self.start = start
-        self.base = base
-        self.step = step
-        self.size = size
-        self.device = device
-        self.device_distance = device_distance
+    number: int
+    refs: TemplateRefs
+    start: bytes = b""
+    base: int = 0
+    step: int = 0
+    size: int = 0
+    device: str | None = None
+    device_distance: int = 0
 
 
 class Machine:

@@ -1,6 +1,7 @@
 """Execute the opcodes that are too rare for the loop of ``decode``.
 
-Each handler is called with the machine and the opcode; ``machine.pos`` is then the offset after the opcode.
+Each handler is called with the machine and the opcode; ``machine.pos`` is then the offset after the opcode. The table
+at the end says which opcodes a handler executes.
 """
 
 from __future__ import annotations
@@ -36,20 +37,17 @@ def _sized(machine: Machine, code: int) -> bytes:
 
 
 def _binary_float(machine: Machine, code: int) -> None:
-    """Execute BINFLOAT."""
     raw = machine.take(8)
     _number(machine, code, raw, _f64(raw)[0], op.float_opcode(machine.dialect))
 
 
 def _binary_long(machine: Machine, code: int) -> None:
-    """Execute LONG1 or LONG4."""
     raw = _sized(machine, code)
     value = int.from_bytes(raw, "little", signed=True)
     _number(machine, code, raw, value, op.int_opcode(value, machine.dialect))
 
 
 def _text_number(machine: Machine, code: int) -> None:
-    """Execute INT, LONG or FLOAT."""
     raw, limit = machine.line(), machine.limits.int_digits
     if len(raw) > limit + 2:
         machine.fail_limit(f"a number of {len(raw):,} digits; the limit is {limit:,} (limits.int_digits)")
@@ -78,14 +76,12 @@ def _number(machine: Machine, code: int, raw: bytes, value: Node, default: int) 
 
 
 def _text(machine: Machine, code: int) -> None:
-    """Execute SHORT_BINUNICODE or BINUNICODE8."""
     raw = _sized(machine, code)
     default = op.text_opcode(len(raw), machine.dialect)
     machine.push(raw.decode("utf-8", "surrogatepass"), -1 if default == code else code)
 
 
 def _text_line(machine: Machine, code: int) -> None:
-    """Execute UNICODE."""
     try:
         # The method decode() would import a module for this codec, which is an event for an audit hook.
         machine.push(raw_unicode_escape_decode(machine.line())[0], code if machine.dialect else -1)
@@ -121,7 +117,6 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _raw_bytes(machine: Machine, code: int) -> None:
-    """Execute SHORT_BINBYTES, BINBYTES, BINBYTES8 or BYTEARRAY8."""
     raw = _sized(machine, code)
     if code == op.BYTEARRAY8:
         machine.push(ByteArray(raw))
@@ -133,14 +128,12 @@ def _raw_bytes(machine: Machine, code: int) -> None:
 
 
 def _empty(machine: Machine, code: int) -> None:
-    """Execute EMPTY_LIST, EMPTY_DICT or EMPTY_SET."""
     # Protocol 0 has only LIST and DICT.
     form = code if machine.dialect == 0 else -1
     machine.push(List(()) if code == op.EMPTY_LIST else Dict(()) if code == op.EMPTY_DICT else Set(()), form)
 
 
 def _list_or_dict(machine: Machine, code: int) -> None:
-    """Execute LIST or DICT."""
     items = machine.pop_mark()
     form = code if items or machine.dialect else -1
     if code == op.LIST:
@@ -153,20 +146,17 @@ def _list_or_dict(machine: Machine, code: int) -> None:
 
 
 def _frozen_set(machine: Machine, _: int) -> None:
-    """Execute FROZENSET."""
     items = machine.pop_mark()
     machine.check_keys(items)
     machine.push(FrozenSet(items))
 
 
 def _fill(machine: Machine, code: int) -> None:
-    """Execute APPEND, APPENDS or ADDITEMS."""
     items = [machine.stack.pop()] if code == op.APPEND else machine.pop_mark()
     machine.fill(machine.stack[-1], items, code)
 
 
 def _build(machine: Machine, _: int) -> None:
-    """Execute BUILD."""
     state = machine.stack.pop()
     built = machine.stack[-1]
     machine.build(built, state)
@@ -210,7 +200,6 @@ def _global_line(machine: Machine) -> str:
 
 
 def _stack_global(machine: Machine, _: int) -> None:
-    """Execute STACK_GLOBAL."""
     name_ref, module_ref = machine.stack.pop(), machine.stack.pop()
     name, module = machine.nodes[name_ref], machine.nodes[module_ref]
     if type(name) is not str or type(module) is not str:
@@ -219,7 +208,6 @@ def _stack_global(machine: Machine, _: int) -> None:
 
 
 def _new(machine: Machine, code: int) -> None:
-    """Execute NEWOBJ or NEWOBJ_EX."""
     kwargs = machine.stack.pop() if code == op.NEWOBJ_EX else -1
     args, func = machine.stack.pop(), machine.stack.pop()
     machine.check_call(func, args, code)
@@ -229,7 +217,6 @@ def _new(machine: Machine, code: int) -> None:
 
 
 def _instance(machine: Machine, code: int) -> None:
-    """Execute OBJ or INST."""
     items = machine.pop_mark()
     # The pickler memoizes neither the class of INST nor the arguments, because they are not a tuple on the stack.
     func = items.pop(0) if code == op.OBJ else machine.add_unmemoized(Global(_ascii(machine), _ascii(machine)), code)
@@ -246,7 +233,6 @@ def _ascii(machine: Machine) -> str:
 
 
 def _extension(machine: Machine, code: int) -> None:
-    """Execute EXT1, EXT2 or EXT4."""
     size = 1 if code == op.EXT1 else 2 if code == op.EXT2 else 4
     value = int.from_bytes(machine.take(size), "little", signed=size == 4)
     if value <= 0:
@@ -255,13 +241,11 @@ def _extension(machine: Machine, code: int) -> None:
 
 
 def _persistent_text(machine: Machine, code: int) -> None:
-    """Execute PERSID."""
     pid = machine.add_unmemoized(_ascii(machine), code)
     machine.stack.append(machine.add_unmemoized(Persistent(pid, text=True)))
 
 
 def _buffer(machine: Machine, code: int) -> None:
-    """Execute NEXT_BUFFER or READONLY_BUFFER."""
     inner = machine.stack.pop() if code == op.READONLY_BUFFER else -1
     if inner >= 0 and not isinstance(machine.nodes[inner], bytes | ByteArray | Buffer | Instance):
         machine.fail("READONLY_BUFFER on something that is not a buffer")
@@ -272,7 +256,6 @@ def _buffer(machine: Machine, code: int) -> None:
 
 
 def _pop_or_dup(machine: Machine, code: int) -> None:
-    """Execute POP, POP_MARK or DUP."""
     machine.discards += 1
     if machine.discards > machine.limits.discards:
         machine.fail_limit(f"more than {machine.limits.discards:,} values are dropped or repeated, which is the limit")
@@ -294,7 +277,6 @@ _MEMO_LIMIT: Final = 1 << 32
 
 
 def _text_memo(machine: Machine, code: int) -> None:
-    """Execute GET or PUT."""
     try:
         index = int(machine.line())
     except ValueError:
@@ -312,12 +294,10 @@ def _text_memo(machine: Machine, code: int) -> None:
 
 
 def _memoize(machine: Machine, _: int) -> None:
-    """Execute MEMOIZE."""
     machine.memoize(machine.stack[-1])
 
 
 def _protocol(machine: Machine, _: int) -> None:
-    """Execute PROTO."""
     protocol = machine.take(1)[0]
     if protocol > 5:
         machine.fail(f"pickle protocol {protocol} is newer than any known (5)")
@@ -330,7 +310,6 @@ def _protocol(machine: Machine, _: int) -> None:
 
 
 def _frame(machine: Machine, _: int) -> None:
-    """Execute FRAME."""
     size = int.from_bytes(machine.take(8), "little")
     machine.style.framed = True
     if machine.op_start < machine.frame_end:
