@@ -22,10 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import ckptool
 from ckptool.base.errors import PickleError
 from ckptool.base.limits import LIMITS
-from ckptool.checkpoint.tensors import TensorReader
 from ckptool.pickles import fast_decode
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
@@ -365,20 +363,3 @@ def test_phrases_of_torchscript_are_met(script_pickle: bytes, monkeypatch: pytes
     assert met[0] > 100
     style = graph.style.memoizing_late()
     assert encode(Graph(graph.nodes, graph.root, style, graph.refused, graph.oddities)) == script_pickle
-
-
-def test_tensors_of_torchscript_are_read_once(script_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The survey goes on with what the container has read; only what it detached is new."""
-    real, read = TensorReader.__init__, list[Graph]()
-
-    def counting(reader: TensorReader, graph: Graph) -> None:
-        read.append(graph)
-        real(reader, graph)
-
-    monkeypatch.setattr(TensorReader, "__init__", counting)
-    with ckptool.open(script_path) as checkpoint:
-        assert len(checkpoint.survey.tensors) == 200
-        assert len(read) == 1
-        # An edited graph has a reader of its own.
-        edited = ckptool.remap(checkpoint, {"cpu": "cuda:1"})
-        assert {entry.tensor.location for entry in edited.survey.tensors} == {"cuda:1"}
