@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, RefusedError, adding_path
@@ -27,7 +27,7 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, is_sharded, view_id
 from ..files.sources import Computed, Piece, size_of
 from ..pickles.nodes import Call, Global, Ref
-from ..values.elements import Filling, StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
+from ..values.elements import StorageReader, number_width, reblocked, storage_reader, swapped, whole_chunks
 from .optimizers import optimizers
 from .storages import Use, Uses, chosen_tensors, copied_call, has_bits, repointed, storage_uses, with_plain_ids
 
@@ -356,10 +356,6 @@ def elementwise(
 
 def _pieces(storages: Sequence[StorageReader], begin: int, numel: int, itemsize: int) -> Iterator[list[bytes]]:
     """Yield the elements in pieces: the same number from each storage."""
-    fill = storages[0].filling(begin * itemsize, numel * itemsize) if len(storages) == 1 else None
-    if fill is not None:
-        yield from ([data] for data in _filled(fill, min(_STEP, numel * itemsize)))
-        return
     streams = [storage.loaded(begin * itemsize, numel * itemsize, _STEP) for storage in storages]
     if len(streams) == 1:
         yield from ([data] for data in whole_chunks(streams[0], itemsize))
@@ -369,10 +365,3 @@ def _pieces(storages: Sequence[StorageReader], begin: int, numel: int, itemsize:
         if len({len(part) for part in parts}) > 1:
             raise MalformedError("a storage ends too early", path=storages[0].path)
         yield parts
-
-
-def _filled(fill: Filling, step: int) -> Iterator[bytes]:
-    """Yield the bytes in the same memory again and again, because the kernel must clear new memory for each step."""
-    block = memoryview(bytearray(step))
-    while count := fill(block):
-        yield cast(bytes, block[:count])

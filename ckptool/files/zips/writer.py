@@ -134,7 +134,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
 
 def _deferred(size: int, build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose size is known now, but whose content is known only when they are written."""
-    return new_tuple(Computed, (size, _built, (build, *parameters), True, None))
+    return new_tuple(Computed, (size, _built, (build, *parameters), True))
 
 
 def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:
