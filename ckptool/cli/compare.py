@@ -30,7 +30,7 @@ from .options import (
 )
 from .progress import progress_bar, work_size
 from .render import clean, emit_json, emit_lines, failure, say_error, say_problems, table
-from .terminal import arrow, judged, painted, wrapped
+from .terminal import judged, painted, wrapped
 
 if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
@@ -269,7 +269,7 @@ def _change(item: Mapping[str, Any]) -> str:
 
 
 def _arrow(old: str, new: str) -> str:
-    return arrow(clean(old), clean(new))
+    return f"{clean(old)} -> {clean(new)}"
 
 
 def _entry(leaf: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import Change
 from .render import clean, step_lines, to_json
-from .terminal import arrow, painted
+from .terminal import painted
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -188,7 +188,7 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
 def rename_lines(report: RenameReport) -> list[str]:
     """Return the changes as lines, with the first few renamed tensors."""
     renamed = report["renamed"]
-    names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[: shown(_RENAMED)]]
+    names = [clean(f"    {pair['old']} -> {pair['new']}") for pair in renamed[: shown(_RENAMED)]]
     more = len(renamed) - shown(_RENAMED)
     return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+from contextlib import closing
 from textwrap import indent, wrap
 from typing import Final
 
 import click
 
+from ..base.errors import CkptoolError
 from ..base.lazy import regex
 from ..base.steps import STDIN, command, is_remote
-from ..files.archives import open_any
+from ..base.suffixes import CHECKPOINTS, PICKLES
+from ..files.archives import exists, open_any
 from ..files.folders import folder_at
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
-from .messages import is_checkpoint, is_log, is_waited_for, piped, read_message
 from .options import InputPath, format_option
-from .render import clean, emit, emit_json, say, step_lines
+from .render import clean, emit, emit_json, step_lines
 
+#: Names of text files that are a checkpoint or a part of one.
+_CHECKPOINTS: Final = (*CHECKPOINTS, *PICKLES, ".json")
+#: Bytes that logs do not have, unlike pickles and archives. Escape codes of terminals are left.
+_BINARY: Final = frozenset({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"})
+#: The byte order mark of UTF-16, in which PowerShell redirects output.
+_UTF_16: Final = b"\xff\xfe"
 _WIDTH: Final = 80
 #: The most bytes read from a log, from its end: a log may be long, and its last lines hold the error.
 _MOST: Final = 1 << 20
@@ -68,16 +79,62 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
             step = command("explain", path)
             raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
         text, path = path, text
-    unasked = not text and piped()
+    unasked = not text and _piped()
     text = STDIN if unasked else text
     log = text if text == STDIN or is_log(text) or _FILE_NAME.fullmatch(text) else ""
-    if path and unasked and is_waited_for():
-        say("reading the message from standard input; < /dev/null leaves it out")
     text = read_message(log, _MOST) if log else text
     if not path and not text.strip():
         where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"
         raise click.UsageError(f"There is no message{where}. {_HOW}")
     return text, log, path
+
+
+def _piped() -> bool:
+    """Return whether standard input is a pipe or a file, not a terminal, /dev/null or closed; nor a file that another
+    program, such as ``while read``, began to read.
+    """
+    try:
+        mode, number = os.fstat(sys.stdin.fileno()).st_mode, sys.stdin.fileno()
+        begun = stat.S_ISREG(mode) and os.lseek(number, 0, os.SEEK_CUR) > 0
+    except (AttributeError, OSError):
+        return False
+    return not (stat.S_ISCHR(mode) or begun)
+
+
+def is_log(path: str) -> bool:
+    """Return whether a path leads to text: a log, or a pipe such as ``<(command)``."""
+    if path == STDIN or (is_remote(path) and (" " in path or path.lower().endswith(_CHECKPOINTS))):
+        return False  # a message may begin so
+    try:
+        if not (is_remote(path) or os.path.isfile(path)):
+            return stat.S_ISFIFO(os.stat(path).st_mode)
+        with closing(open_any(path)) as file:
+            head = file.read(0, 4096)
+    except (OSError, ValueError, CkptoolError):
+        return False
+    return not path.lower().endswith(_CHECKPOINTS) and (head.startswith(_UTF_16) or not _BINARY & {*head})
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether a path leads to a file or folder that is not a log."""
+    return exists(path) and not is_log(path) and not (is_remote(path) and " " in path)
+
+
+def read_message(path: str, most: int) -> str:
+    """Return the last ``most`` bytes of a log as text, where the error is; ``-`` is standard input."""
+    data = b""
+    if path == STDIN and sys.stdin is None:
+        return ""  # it is closed
+    if path == STDIN or (os.path.exists(path) and not os.path.isfile(path)):
+        with open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN) as stream:
+            while more := stream.read(most):
+                data = (data + more)[-most:]
+    else:
+        with closing(open_any(path)) as source:
+            begin = max(source.size - most, 0)
+            data = source.read(begin, source.size - begin)
+    # Without its zero bytes, English in UTF-16 is UTF-8.
+    return data.removeprefix(_UTF_16).replace(b"\0", b"").decode("utf-8-sig", "replace")
 
 
 def _lines(report: ExplainReport) -> list[str]:

@@ -19,8 +19,8 @@ from ..edits.matching.report import Differences, MatchAnswer, MatchReport, misma
 from ..edits.matching.targets import MatchTarget, match_target, target_in_error
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
+from .explain import read_message
 from .help import GroupedCommand
-from .messages import read_message
 from .options import (
     AnyPath,
     InputPath,

@@ -154,6 +154,7 @@ def table(
     style: str = "table",
     right: Sequence[int] = (),
     *,
+    columns: Sequence[Sequence[str]] | None = None,
     verdicts: int = -1,
     prose: int = -1,
     spare: Sequence[int] = (),
@@ -161,25 +162,11 @@ def table(
 ) -> str:
     """Return rows of strings as a table. ``right`` holds the columns of numbers; ``style`` is "table" or "markdown".
 
-    A "table" is made to fit the terminal, ``indent`` cells from the left. Columns in ``spare`` are removed first, then
-    the column ``prose`` is wrapped and other columns are shortened in the middle. The column ``verdicts`` is coloured.
+    Give ``columns`` in place of rows to make no object per row. A "table" is made to fit the terminal, ``indent`` cells
+    from the left. Columns in ``spare`` are removed first, then the column ``prose`` is wrapped and other columns are
+    shortened in the middle. The column ``verdicts`` is coloured.
     """
-    columns = list(zip(*rows, strict=True))
-    return column_table(headers, columns, style, right, verdicts=verdicts, prose=prose, spare=spare, indent=indent)
-
-
-def column_table(
-    headers: Sequence[str],
-    columns: Sequence[Sequence[str]],
-    style: str = "table",
-    right: Sequence[int] = (),
-    *,
-    verdicts: int = -1,
-    prose: int = -1,
-    spare: Sequence[int] = (),
-    indent: int = 0,
-) -> str:
-    """Return the same table as ``table`` from its columns, without an object per row."""
+    columns = list(zip(*rows, strict=True)) if columns is None else columns
     columns = [cleaned(column) for column in columns]
     if style == "table":
         shown = dict(enumerate(columns))

@@ -33,9 +33,9 @@ from .options import (
     sort_option,
     unmatched_lines,
 )
-from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
+from .render import clean, cleaned, emit, pairs, problem_lines, step_lines, table
 from .runner import JSON, OVERVIEW, Answer, Columns, ErrorLog, FileCommand, Totals, failed, report_text, run
-from .terminal import bar, judged, on_terminal, painted, wrapped
+from .terminal import judged, on_terminal, painted, wrapped
 
 if TYPE_CHECKING:
     from ..checkpoint.sharding import ShardingSummary
@@ -239,7 +239,7 @@ def _read(
     elif names:
         text = "\n".join(labels(entries))
     elif style == "table":
-        parts = sections(survey, entries, how["sort"] == "bytes", together=how["everything"] and how["sort"] != "file")
+        parts = sections(survey, entries, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
     else:
         rows = [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
@@ -269,13 +269,8 @@ class Section(NamedTuple):
     total: str
 
 
-def sections(
-    survey: Survey, listed: Sequence[TensorEntry], bars: bool = False, *, together: bool = False
-) -> list[Section]:
-    """Return a table per state dict, and one for the tensors outside of them; ``together``: one table with paths.
-
-    ``bars`` adds a column of byte shares.
-    """
+def sections(survey: Survey, listed: Sequence[TensorEntry], *, together: bool = False) -> list[Section]:
+    """Return a table per state dict, and one for the tensors outside of them; ``together``: one table with paths."""
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(-1 if together else entry.state_dict, []).append(entry)
@@ -292,13 +287,11 @@ def sections(
             *(_parts(survey, entries) if inner else ()),
             [tensor.location for tensor in tensors],
             [size(tensor.own_bytes) for tensor in tensors],
-            *([_shares(tensors)] if bars else []),
         )
         base = survey.state_dicts[place].path if place >= 0 else None
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
         total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
         headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
-        headers += ("share",) if bars else ()
         line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
         if inner:
             line += clean(f": what {inner.owner} had, spread over {inner.over}")
@@ -328,13 +321,6 @@ def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], .
     return tuple(list(column) for column in zip(*rows))
 
 
-def _shares(tensors: Sequence[Tensor]) -> list[str]:
-    """Return each tensor's share of all bytes, as a bar with a percentage."""
-    total = sum(tensor.own_bytes for tensor in tensors) or 1
-    shares = (tensor.own_bytes / total for tensor in tensors)
-    return [f"{bar(share)} {share:5.1%}" for share in shares]
-
-
 def _dtype(tensor: Tensor) -> str:
     plain = tensor.kind in PLAIN_KINDS or is_sharded(tensor)
     return tensor.dtype if plain else f"{tensor.dtype} ({tensor.kind})"
@@ -342,9 +328,9 @@ def _dtype(tensor: Tensor) -> str:
 
 def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
     size = headers.index("bytes")
-    # A narrow terminal loses the bars first, then the columns about rank parts.
-    spare = [headers.index(name) for name in ("share", *_PARTS, "device", "dtype") if name in headers]
-    return column_table(headers, columns, right=range(size, len(headers)), spare=spare)
+    # A narrow terminal loses the columns about rank parts first.
+    spare = [headers.index(name) for name in (*_PARTS, "device", "dtype") if name in headers]
+    return table(headers, (), columns=columns, right=range(size, len(headers)), spare=spare)
 
 
 def drawn(sections: Sequence[Section], rest: int) -> str:

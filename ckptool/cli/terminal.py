@@ -22,9 +22,6 @@ _JUDGEMENTS: Final = {
     }.items()
     for word in words.split(", ")
 }
-#: Bars drawn in eighths of a cell, and the whole cell for encodings without these characters.
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
-_PLAIN: Final = "#"
 #: A column never gets narrower than ``_LEAST`` cells. ``_READABLE`` cells of a text are enough to recognise it.
 _LEAST: Final = 8
 _READABLE: Final = 12
@@ -75,26 +72,6 @@ def painted(text: str, role: str, stream: IO[str] | None = None) -> str:
 def judged(text: str, word: str = "", stream: IO[str] | None = None) -> str:
     """Return a text in the colour of a verdict word; by default the text is that word."""
     return painted(text, _JUDGEMENTS.get((word or text).lower(), ""), stream)
-
-
-def arrow(old: str, new: str) -> str:
-    """Return ``old -> new`` for two clean texts. With colour, the differing parts stand out."""
-    if not coloured():
-        return f"{old} -> {new}"
-    begin = _whole_words(old, new)
-    end = _whole_words(old[begin:][::-1], new[begin:][::-1])
-    return " -> ".join(
-        text[:begin] + painted(text[begin : len(text) - end], role) + text[len(text) - end :]
-        for text, role in ((old, "bad"), (new, "good"))
-    )
-
-
-def _whole_words(old: str, new: str) -> int:
-    """Return the length of the common beginning of two texts, shortened so that it does not end inside a word."""
-    count = next((n for n, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
-    while count and old[count - 1].isalnum() and (old[count : count + 1] + new[count : count + 1])[:1].isalnum():
-        count -= 1
-    return count
 
 
 # -- width
@@ -182,11 +159,3 @@ def broken(text: str, most: int) -> str:
     from textwrap import fill
 
     return fill(text, most, break_long_words=False, break_on_hyphens=False)
-
-
-def bar(share: float, width: int = 10) -> str:
-    """Return a bar of up to ``width`` cells for a share from 0 to 1, padded with spaces."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    if not draws(_EIGHTHS):
-        return (_PLAIN * round(eighths / 8)).ljust(width)
-    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Final
@@ -14,7 +13,7 @@ import click
 from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import Line, is_folder, is_remote
+from ..base.steps import Line, is_folder
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (
@@ -39,7 +38,7 @@ from ..reports.validate import (
 from ..safety.outcomes import UNSAFE
 from ..safety.torch_lists import DEFAULT
 from .help import GroupedCommand
-from .inputs import COUNTED, FolderFile, Inputs, input_options
+from .inputs import FolderFile, Inputs, input_options
 from .options import (
     InputPath,
     Workers,
@@ -51,7 +50,7 @@ from .options import (
     strict_option,
 )
 from .policies import PolicySet, policy_set
-from .progress import BarUpdate, progress_bar, work_size
+from .progress import progress_bar, work_size
 from .render import clean, emit, say_error
 from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import on_terminal, watched
@@ -157,27 +156,18 @@ def validate(
     every = chain(first, given)
     files: Iterator[FileItem] = _with_missing(every, policy, how) if locks and inputs.whole else every
     label = "" if quick or quiet or style == "github" or not watched() else "validating"
-    own_bar = bool(label) and working.alone and style in ("table", "jsonl", ROWS) and on_terminal()
+    each_written = style in ("table", "jsonl", ROWS) and on_terminal()
+    own_bar = bool(label) and working.alone and (len(first) < 2 or each_written)
     work = partial(_validated, how=how, policies=policies, quick=quick, own_bar=own_bar)
-    with ExitStack() as stack:
-        if label and working.alone and not own_bar and inputs.files_from is None:
-            # The bar moves while a file is read.
-            known = list(islice(files, COUNTED))
-            files = chain(known, files)
-            # The sizes of many remote files are not asked for: then the bar counts files.
-            paths = [file for file in known if isinstance(file, str)]
-            if len(known) == 1 or (len(known) < COUNTED and not any(map(is_remote, paths))):
-                work = partial(work, progress=stack.enter_context(progress_bar(sum(map(work_size, paths)), label)))
-                label = ""
-        return run(
-            FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how), aborts=True),
-            inputs,
-            files,
-            working,
-            bar="" if on_terminal() else label,
-            errors=ErrorLog(KEPT),
-            finish=partial(_end, inputs, how, summary),
-        )
+    return run(
+        FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how), aborts=True),
+        inputs,
+        files,
+        working,
+        bar="" if own_bar else label,
+        errors=ErrorLog(KEPT),
+        finish=partial(_end, inputs, how, summary),
+    )
 
 
 def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
@@ -239,16 +229,14 @@ class _How(NamedTuple):
         return listed or not report["valid"] or any(map(is_notable, report["checks"]))
 
 
-def _validated(
-    path: str, *, how: _How, policies: PolicySet, quick: bool, own_bar: bool, progress: BarUpdate = None
-) -> Answer:
+def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, own_bar: bool) -> Answer:
     policy = policies.of(path)
     if isinstance(path, FolderFile):
         scan = scan_file(path, policy.torch or DEFAULT)
         if scan["verdict"] != UNSAFE:
             return _answer(passed_over_report(scan, policy), how)
-    with progress_bar(work_size(path) if own_bar else 0, os.path.basename(path), own_bar) as own:
-        return _answer(validation_report(path, policy, quick=quick, progress=own or progress), how)
+    with progress_bar(work_size(path) if own_bar else 0, os.path.basename(path), own_bar) as progress:
+        return _answer(validation_report(path, policy, quick=quick, progress=progress), how)
 
 
 def _lost(how: _How, path: str, error: CkptoolError) -> Answer:

@@ -218,30 +218,3 @@ def test_no_word_is_cut_that_fits(segments: list[str], separator: str) -> None:
         assert terminal.cells(shown) <= most
         left = [word for part in shown.split("…") for word in part.split(separator) if word]
         assert set(left) <= set(segments) and left, (text, shown)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "coloured"),
-    [
-        ("module.a.w", "a.w", "<module.>a.w -> a.w"),
-        ("conv1.w", "stem.w", "<conv1>.w -> (stem).w"),
-        ("float32", "float16", "<float32> -> (float16)"),
-        ("same", "same", "same -> same"),
-        ("a.b.c", "a.x.c", "a.<b>.c -> a.(x).c"),
-        ("aa", "a", "<aa> -> (a)"),
-    ],
-)
-def test_what_differs_stands_out(old: str, new: str, coloured: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "coloured", lambda stream=None: True)
-    marks = {"\x1b[31m": "<", "\x1b[32m": "("}
-    text = terminal.arrow(old, new)
-    for code, mark in marks.items():
-        end = {"<": ">", "(": ")"}[mark]
-        text = re.sub(re.escape(code) + r"(.*?)\x1b\[0m", lambda found, m=mark, e=end: m + found[1] + e, text)  # type: ignore[misc]
-    assert text == coloured
-
-
-def test_bars_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [terminal.bar(share, 4) for share in (0, 0.03, 0.5, 1, 7)] == ["    ", "▏   ", "██  ", "████", "████"]
-    monkeypatch.setattr(terminal, "draws", lambda text: False)
-    assert [terminal.bar(share, 4) for share in (0, 0.5, 1)] == ["    ", "##  ", "####"]

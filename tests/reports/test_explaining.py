@@ -32,8 +32,8 @@ from conftest import FIXTURES
 from torch import nn
 
 import ckptool
+from ckptool.cli.explain import is_log
 from ckptool.cli.main import run
-from ckptool.cli.messages import is_log
 from ckptool.edits.matching.state_dict_errors import prefix_between, read_error
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
 
