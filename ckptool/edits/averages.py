@@ -177,7 +177,6 @@ def _alone(checkpoint: Checkpoint, source: _Source) -> Checkpoint:
 
 
 def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str, AnyStep]:
-    """Return why no average can be used, and the next step."""
     if sources:
         names = join_limited([_where(source) for source in sources])
         return f"no model in it has the names of the average ({names})", command("keys", checkpoint.path)

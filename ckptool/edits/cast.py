@@ -44,10 +44,7 @@ def check_dtype(name: str) -> Dtype:
 
 
 def _has_values(dtype: Dtype) -> bool:
-    """Return whether torch can cast elements of this dtype.
-
-    It cannot cast packed pairs of values, nor bits that have no meaning without a scale.
-    """
+    """Return whether torch can cast elements of this dtype."""
     return dtype.name != _FLOAT4 and dtype.name.startswith(
         ("float", "bfloat", "complex", "bcomplex", "int", "uint", "bool")
     )
@@ -138,7 +135,6 @@ def cast(
 
 
 def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
-    """Return whether a chosen tensor's dtype means that it is to be cast."""
     source = BY_NAME.get(tensor.dtype)
     if source is None or source.name == target.name or not _has_values(source):
         return False
@@ -229,10 +225,7 @@ def _unloadable(graph: Graph, use: Use, source: Dtype, target: Dtype) -> str:
 
 
 def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
-    """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, even inside a parameter.
-
-    Return whether there was such a call.
-    """
+    """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, even inside a parameter."""
     for call in rebuild_calls(editor.graph, ref):
         args = editor.node(call.args_ref)
         if call.short_name == "_rebuild_meta_tensor_no_storage" and type(args) is tuple:

@@ -220,10 +220,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
 def _elsewhere(
     checkpoint: Checkpoint, output: OutputFormat, request: _Request, error: CkptoolError
 ) -> CkptoolError | None:
-    """Return a better error if another path is meant, or None.
-
-    The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one.
-    """
+    """Return a better error if another path is meant, or None."""
     part = None if takes_part(request.allow_loss) else part_of(checkpoint)
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
         return RefusedError(part.message, path=checkpoint.path, next=_step_at(part.folder, output, request))
@@ -235,7 +232,6 @@ def _elsewhere(
 
 
 def _step_at(path: str, output: OutputFormat, request: _Request) -> NextStep:
-    """Return the command that converts the checkpoint at another path and writes the output beside it."""
     given: dict[str, Any] = {"key": request.key, "deepspeed_16bit": request.deepspeed_16bit, "tied": request.tied}
     if request.shard_size:
         given |= {"to_format": output.name, "max_shard_size": str(request.shard_size)}
@@ -307,7 +303,6 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
 
 
 def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the note on a folder of shards that gets no config.json, or ()."""
     from .model_config import CONFIG, config_of
 
     if config_of(checkpoint) is not None:
@@ -321,10 +316,7 @@ def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:
-    """Return the checkpoint with one rank's parts of tensors made plain tensors, and the resulting loss.
-
-    ``chosen`` is the state dict to write; None for the whole checkpoint.
-    """
+    """Return the checkpoint with one rank's parts of tensors made plain tensors, and the resulting loss."""
     survey = checkpoint.survey
     entries = survey.tensors if chosen is None else survey.tensors_in([chosen.path])
     spread = [entry for entry in entries if is_sharded(entry.tensor)]
@@ -337,7 +329,6 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
 
 
 def _prefix_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
-    """Return the note on a wrapper's prefix that the keys keep."""
     nodes = checkpoint.graph.nodes
     prefix = wrapper_prefix([str(nodes[key]) for key, _ in chosen.items])
     if not prefix.keys:
@@ -360,7 +351,6 @@ def _bytes_of(size: str) -> int:
 
 
 def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) -> StateDict:
-    """Return the state dict at ``key``, or the first; raise RefusedError if none exists."""
     chosen = selected(checkpoint, key)
     if not chosen:
         step: AnyStep = tree_step(checkpoint.path)

@@ -187,7 +187,6 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
 
 
 def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
-    """Report the devices named in the code of a program, which is not edited."""
     program = program_of(checkpoint)
     changes = []
     for named in program.named_devices if program is not None else ():
@@ -260,7 +259,6 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
 
 
 def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
-    """Replace the location in one persistent id; ids that share one tuple still share it."""
     node = editor.graph.nodes[ref]
     assert isinstance(node, Persistent)
     pid = editor.graph.nodes[node.pid]

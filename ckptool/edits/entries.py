@@ -47,7 +47,6 @@ def extract(checkpoint: Checkpoint, key: str | None = None) -> Checkpoint:
 
 
 def _only_state_dict(checkpoint: Checkpoint) -> str:
-    """Return the path of the only state dict. Raise TargetError without one, or for several."""
     dicts = [item.path or "." for item in checkpoint.state_dicts]
     if len(dicts) != 1:
         found, step = "it holds no state dict", command("inspect", checkpoint.path)
@@ -260,7 +259,6 @@ def _filtered(
 def _split(
     graph: Graph, base: str, ref: Ref, goes: Callable[[str, str], bool]
 ) -> tuple[list[tuple[Ref, Ref]], list[str]]:
-    """Return the items of a mapping that stay, and the names of the dropped ones."""
     kept, names = [], []
     for step, value, key in entries_of(graph, ref):
         text = _name(graph, step, key)

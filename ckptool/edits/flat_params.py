@@ -129,7 +129,6 @@ def _unflatten(work: Recomputation, state_dict: StateDict, like: MatchTarget) ->
 
 
 def _shaped(work: Recomputation, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
-    """Return a flat vector with another shape; raise RefusedError if the number of elements differs."""
     if tensor.numel != prod(shape) or not is_contiguous(tensor) or not tensor.storage:
         what = f"{quoted(name)} has {pluralize(tensor.numel, 'element')}, and {prod(shape):,} in the other one"
         raise RefusedError(what, path=work.checkpoint.path, next=_STEP)
@@ -139,7 +138,6 @@ def _shaped(work: Recomputation, name: str, tensor: Tensor, shape: tuple[int, ..
 
 
 def _cut(work: Recomputation, flat: _Flat, shapes: Mapping[str, tuple[int, ...]], like: MatchTarget) -> dict[str, Ref]:
-    """Return the tensors that a flat parameter contains, each with its own storage."""
     checkpoint = work.checkpoint
     name = flat.prefix + FLAT_PARAM
     # Alphabetical order suggests a safetensors file, whose order is not the model's order.

@@ -134,18 +134,12 @@ def by_glob(
     renaming = Renaming(old, new)
     names = _all_names(checkpoint, key)
     if names and not any(map(renaming.matches, names)):
-        raise _unmatched(checkpoint, old, new, names)
+        from ..base.nearest import nearest_pattern
+
+        near = nearest_pattern(old, names)
+        message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
+        raise RefusedError(message, path=checkpoint.path, next="what is there: " + command("keys", checkpoint.path))
     return _renamed(checkpoint, renaming.new_name, renaming.matches, f"{old}={new}", key, only)
-
-
-def _unmatched(checkpoint: Checkpoint, old: str, new: str, names: Sequence[str]) -> RefusedError:
-    """Return the error for a glob that matches no key; it suggests a similar glob, if one matches."""
-    from ..base.nearest import nearest_pattern
-
-    near = nearest_pattern(old, names)
-    message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
-    step = "what is there: " + command("keys", checkpoint.path)
-    return RefusedError(message, path=checkpoint.path, next=step)
 
 
 def by_regex(

@@ -97,7 +97,6 @@ def with_vocabulary(checkpoint: Checkpoint, old: int, new: int) -> Checkpoint:
 
 
 def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: str) -> Checkpoint:
-    """Return the checkpoint with other values in its ``config.json``, which the report calls ``title``."""
     config: Any = config_fields(checkpoint)
     if not found:
         return checkpoint

@@ -165,9 +165,6 @@ def output_format(path: str) -> str:
 
 
 def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
-    """Return the checkpoint's own format if it can be sharded, otherwise the format that the output's name means.
-
-    Raise TargetError if neither gives a format.
-    """
+    """Return the checkpoint's own format if it can be sharded, otherwise the format that the output's name means."""
     own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
     return own.like if own.shards else output_format(path)

@@ -181,12 +181,9 @@ def read_table(path: str) -> dict[str, str]:
     """Return the name table in a file; raise UnreadableError if it cannot be read, TargetError if it is invalid."""
     from .keys import parse_table
 
-    step = "see what it is: " + command("inspect", path)
     try:
         text = read_bytes(path, _TABLE).decode()
-    except UnreadableError as error:
-        error.step = error.step or step
-        raise
     except UnicodeDecodeError as error:
+        step = "see what it is: " + command("inspect", path)
         raise UnreadableError("it is not a text file", path=path, next=step) from error
     return parse_table(text, path)

@@ -97,17 +97,13 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _average_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the note on averages that are dropped, with the command that uses them."""
     output = suggested_output(checkpoint.path, "ema")
     step = command("edit", checkpoint.path, output=output, steps=(Step("use_ema"),))
     return "the weights without the average stay; to take the average instead: " + step
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:
-    """Add the entries that Lightning reads; a bare state dict becomes the entry ``state_dict``.
-
-    Raise TargetError if the weights are in another entry.
-    """
+    """Add the entries that Lightning reads; a bare state dict becomes the entry ``state_dict``."""
     names = [checkpoint.graph.nodes[name] for name, _ in mapping(checkpoint.graph, checkpoint.graph.root) or []]
     if "state_dict" not in names:
         places = [item.path for item in checkpoint.state_dicts]

@@ -20,14 +20,14 @@ from ..base.steps import is_remote
 from ..base.text import cut, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import attributes, callable_name, class_name, list_items, mapping
-from ..checkpoint.paths import as_children, bounded, joined, within
+from ..checkpoint.objects import callable_name, class_name, list_items, mapping
+from ..checkpoint.paths import bounded, children, joined, within
 from ..checkpoint.tensors import RebuildCall
 from ..files.archives import read_bytes
 from ..files.sources import FolderSource
 from ..files.zips.reader import content_chunks
 from ..formats.opening import open_checkpoint, takes_path
-from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
+from ..pickles.nodes import Call, Graph, Persistent, Ref
 from .entries import drop_entries
 from .optimizers import optimizers
 from .sanitize.companions import content
@@ -69,10 +69,7 @@ _PATHLIB: Final = regex(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\
 
 
 class _Users:
-    """Users' names in lower case, and their lengths by first word, longest first.
-
-    A text may contain a hundred thousand names, so a search tries each length once instead of each name.
-    """
+    """Users' names in lower case, and their lengths by first word, longest first."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = {name.lower() for name in names if len(name) <= _LONGEST} - _COMMON
@@ -249,7 +246,6 @@ def _beside(each: Text, users: _Users, kinds: Collection[Kind]) -> tuple[list[Pr
 
 
 def _examples(text: str, users: _Users) -> str:
-    """Return the first private words of a long text."""
     found = [match.group() for match in _PATH.finditer(text)] or [
         word for word in text.split() if _without_users(word, users) != word
     ]
@@ -363,7 +359,6 @@ def without_paths(text: str) -> str:
 
 
 def _in_literal(literal: str) -> str:
-    """Return a string of JSON with the paths in it shortened."""
     try:
         text: str = json.loads(literal)
     except ValueError:
@@ -415,30 +410,23 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
 
 def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
     node = graph.nodes[ref]
-    items = mapping(graph, ref)
-    if items is not None:
-        for step, value, key in as_children(graph, items):
-            inner, text = joined(path, step), graph.nodes[key]
-            if type(text) is tuple or (type(text) is str and without_paths(text) != text):
-                yield key, inner
-            yield value, inner
-    elif isinstance(node, tuple | List | Set | FrozenSet):
-        parts: Sequence[Ref] = node if isinstance(node, tuple) else node.items
-        yield from ((part, f"{path}[{number}]") for number, part in enumerate(parts))
-    if isinstance(node, Call):
-        name = callable_name(graph, node.func)
-        parts = list_items(graph.nodes[node.args])
-        call = RebuildCall(ref, ref, name, node.func, node.args, tuple(parts))
-        if call.state >= 0 and name.startswith("torch."):
-            yield call.state, path  # attributes that were set on the tensor
-        elif name == "_codecs.encode":  # pickle protocol 2 writes bytes this way
-            yield from ((part, path) for part in parts[:1] if not CONTROL.search(str(graph.nodes[part])))
-        elif items is None and not name.startswith("torch._utils."):
-            yield node.func, path
-            yield from ((part, path) for part in parts)
-        yield from ((part, f"{path}[{number}]") for number, part in enumerate(node.items))
-        for step, value, _ in as_children(graph, attributes(graph, node)):
-            yield value, joined(path, step)
+    name = callable_name(graph, node.func) if isinstance(node, Call) else ""
+    if isinstance(node, Call) and name.startswith("torch._utils."):
+        # Of the arguments of a tensor, only the attributes that were set on it hold texts of the user.
+        call = RebuildCall(ref, ref, name, node.func, node.args, tuple(list_items(graph.nodes[node.args])))
+        yield from [(call.state, path)] if call.state >= 0 else []
+    elif isinstance(node, Call):
+        yield node.func, path  # a class with its source, in old files
+    for child in children(graph, ref):
+        is_argument = child.key < 0 and child.step[:1] == "("
+        inner = path if is_argument else joined(path, child.step)
+        text = graph.nodes[child.key] if child.key >= 0 else None
+        if type(text) is tuple or (type(text) is str and without_paths(text) != text):
+            yield child.key, inner
+        if not is_argument or not name.startswith("torch._utils."):
+            encoded = name == "_codecs.encode"  # pickle protocol 2 writes bytes this way
+            if not encoded or (child.step == "(0)" and not CONTROL.search(str(graph.nodes[child.ref]))):
+                yield child.ref, inner
 
 
 #: What becomes of a text: it is rewritten, removed with its record, kept, or "pickle" for a file with an object.

@@ -73,7 +73,6 @@ def local_parts_step(checkpoint: Checkpoint) -> NextStep:
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
-    """Return the call that makes the sharded tensor, which may be inside a Parameter."""
     return next(call.ref for call in rebuild_calls(checkpoint.graph, ref) if not call.is_parameter)
 
 

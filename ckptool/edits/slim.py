@@ -147,7 +147,6 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster]:
 
 
 def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
-    """Return the bytes that the tensors of a cluster read."""
     body, reader = checkpoint.body(key), storage_reader(checkpoint, key)
     assert body is not None
     if cluster.has_gaps:
@@ -160,7 +159,6 @@ def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
 
 
 def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Cluster) -> None:
-    """Point a tensor at the storage of its cluster, which has ``numel`` elements."""
     tensor = use.tensor
     offset = 0 if 0 in tensor.shape else tensor.offset - cluster.begin // BY_NAME[tensor.dtype].itemsize
     shape = tensor.shape if cluster.has_gaps else None
@@ -204,21 +202,14 @@ def merged_doubles(
 
 
 def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
-    """Yield lists of storages that may have equal bytes.
-
-    ``alike`` has the keys of similar storages by their checksums, or by None if there is no checksum. In that case all
-    similar storages are one list.
-    """
+    """Yield lists of storages that may have equal bytes."""
     for by_crc in alike:
         groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()
         yield from (keys for keys in groups if len(keys) > 1)
 
 
 def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (duplicate, first) for storages with equal bytes. Checksums only give candidates; the bytes decide.
-
-    Each storage is read once, in file order.
-    """
+    """Yield (duplicate, first) for storages with equal bytes. Checksums only give candidates; the bytes decide."""
     from hashlib import sha256  # imported late: loading OpenSSL takes milliseconds
 
     digests: dict[str, bytes] = {}
@@ -345,7 +336,6 @@ def own_copy(work: Recomputation, name: str, tensor: Tensor) -> Ref:
 
 
 def _having(checkpoint: Checkpoint, key: str | None, name: str) -> list[StateDict]:
-    """Return the state dicts with a key; raise TargetError if there are none."""
     nodes, found = checkpoint.graph.nodes, selected(checkpoint, key)
     having = [item for item in found if any(nodes[ref] == name for ref, _ in item.items)]
     if not having:

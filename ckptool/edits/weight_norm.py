@@ -74,7 +74,6 @@ def weight_norm(
 
 
 def _named(weight: str, form: Form) -> tuple[str, str]:
-    """Return the names of magnitude and direction."""
     module, _, name = weight.rpartition(".")
     start = f"{module}." if module else ""
     if form == "old":
@@ -83,7 +82,6 @@ def _named(weight: str, form: Form) -> tuple[str, str]:
 
 
 def _norms(work: Recomputation) -> Iterator[_Norm]:
-    """Yield the chosen weight norms; their names come in pairs, and their shapes fit."""
     found: dict[tuple[int, str, bool], dict[str, TensorEntry]] = {}
     for entry in work.chosen:
         match = _OLD.match(entry.key) or _NEW.match(entry.key)
@@ -144,7 +142,6 @@ def _folded(work: Recomputation, norms: list[_Norm], key: str | None) -> Checkpo
 
 
 def _product(work: Recomputation, norm: _Norm) -> int:
-    """Return the reference of the folded weight; raise RefusedError if torch cannot compute it here."""
     tensors, path = [entry.tensor for entry in norm.entries], work.checkpoint.path
     bad = next((entry for entry in norm.entries if not _is_plain(work, entry.tensor)), None)
     if bad is not None or tensors[0].dtype != tensors[1].dtype:

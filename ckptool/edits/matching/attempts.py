@@ -185,14 +185,14 @@ def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
 
 def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
     """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
-    keys = string_keys(wanted)
+    keys = _string_keys(wanted)
     if have == wanted or keys is None:
         # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
         return (), ()
     return ((Step("extract", have),) if have else ()), tuple(Step("wrap", key) for key in reversed(keys))
 
 
-def string_keys(path: str) -> list[str] | None:
+def _string_keys(path: str) -> list[str] | None:
     """Return the keys of a path, or None if not all of them are strings."""
     try:
         steps = parse_path(path)

@@ -124,10 +124,7 @@ def _after(candidate: Candidate, *steps: Step) -> tuple[Steps, list[str]] | None
 
 
 def _gains(before: Candidate, after: Candidate) -> bool:
-    """Return whether a step helps at least half of the keys that it changes, or of those that are missing.
-
-    Two models share a few names and shapes by chance, and a profiler may have added more keys than the model has.
-    """
+    """Return whether a step helps at least half of the keys that it changes, or of those that are missing."""
     changed = sum(a != b for a, b in zip(before.names, after.names))
     missing = [*before.fit.missing, *before.fit.filled]
     found = len(missing) - len(after.fit.missing) - len(after.fit.filled)

@@ -113,7 +113,6 @@ def weight_norm_causes(pairs: Iterable[tuple[str, str]]) -> list[Cause]:
 
 
 def _adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> list[Cause]:
-    """Return what becomes of an adapter that only one side has."""
     ours, theirs = adapter_keys(rest.unexpected), adapter_keys(rest.missing)
     if ours and not adapter_keys(wanted):
         others = len(own.specs) - len(ours)
@@ -230,7 +229,6 @@ def _axis(whole: Shape, parts: Sequence[Shape]) -> int | None:
 
 
 def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> str:
-    """Say what is fused, one example of each kind."""
     examples: dict[str, _Fusion] = {}
     for fusion in sorted(fusions, key=lambda fusion: -len(wholes.shape(fusion.whole) or ())):
         examples.setdefault(".".join(_place(family_of(fusion.whole))[:2]), fusion)  # a matrix shows more than a bias
@@ -443,7 +441,6 @@ def sizes_text(mismatches: Sequence[Mismatch]) -> str:
 
 
 def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
-    """Return whether the tensors may be the last layer of a classifier."""
     modules = {item.key.rpartition(".")[0] for item in items}
     few = len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8)
     layer = all(_other_rows(item.saved, item.wanted) and item.key.endswith(("weight", "bias")) for item in items)

@@ -28,7 +28,7 @@ from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
-from .attempts import Case, case_of, shared_shapes, string_keys
+from .attempts import Case, case_of, shared_shapes
 from .candidates import Steps, drop_steps, edit_command
 from .causes import Cause, Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
 from .pairing import Agreement, Comparison, Pairing, family_of
@@ -255,7 +255,6 @@ def _can_copy(checkpoint: Checkpoint) -> bool:
 
 
 def _copies(case: Case) -> Steps:
-    """Return the steps that give tensors a second name, as copies, after the state dict was extracted and renamed."""
     path, place = case.checkpoint.path, case.best.path
     base = "" if case.best.before else place
     return tuple(
@@ -291,7 +290,6 @@ def _command(case: Case, steps: Steps) -> str:
 
 
 def _match_line(case: Case, path: str, **more: Any) -> str:
-    """Return the command that matches a path with the same target."""
     target = case.target
     named = target.kind in ("model", "error")
     settings = [Step(target.kind, target.source)] if named else []
@@ -312,10 +310,7 @@ def _from_program(case: Case) -> tuple[str, str]:
 
 
 def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
-    """Return advice for problems that no edit solves, and a command ("" if none exists).
-
-    Both are "" if the fix is complete, or if the causes say what helps.
-    """
+    """Return advice for problems that no edit solves, and a command ("" if none exists)."""
     best = case.best
     if fix is not None and fix["complete"]:
         return "", ""
@@ -345,14 +340,11 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
 
 
 def _of_other_model(case: Case) -> str:
-    """Say why it is not the model of the target."""
     specs, tensors = case.best.specs, case.target.tensors
     same = [name for name in specs if name in tensors]
     if len(same) * 2 >= min(len(specs), len(tensors)):
         sizes = len(case.best.start.fit.sizes)
         return f"{pluralize(len(same), 'name')} agree, and {sizes:,} have another size: it is another size of the model"
-    if case.target.kind == "error" and len(specs) == len(tensors):
-        return "all names differ, and the message says no shapes: match it with a file of the model instead"
     most = f"{shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
     return f"it is probably another model: {most} have a shape that the target wants"
 
@@ -418,8 +410,6 @@ def _notes(case: Case) -> list[str]:
         )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
-    if string_keys(target.path) is None and path != target.path:
-        notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes
 
 

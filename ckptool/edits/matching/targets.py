@@ -136,7 +136,6 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
 
 
 def _keys_around(checkpoint: Checkpoint) -> set[str]:
-    """Return the keys of all mappings around the state dicts."""
     graph, keys = checkpoint.graph, set[str]()
     for item in checkpoint.state_dicts:
         try:
@@ -256,10 +255,7 @@ def _is_lock(path: str) -> bool:
 
 
 def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchTarget:
-    """Return a state dict in a lock file as a target, chosen as in ``target_in_checkpoint``.
-
-    Raise MalformedError if ``ckptool lock`` did not write the file, TargetError for an unknown key.
-    """
+    """Return a state dict in a lock file as a target, chosen as in ``target_in_checkpoint``."""
     import json
 
     try:

@@ -127,7 +127,6 @@ class Values:
         return [data[at : at + width] for at in range(0, len(data), width)]
 
     def _dtype(self, tensor: Tensor) -> str:
-        """Return the dtype in which the values of a tensor are compared."""
         return self.rounding if self.rounding and tensor.dtype in _PRECISION else tensor.dtype
 
     def _opened(self) -> Checkpoint:
@@ -171,7 +170,6 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _beginning(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the first elements of a view, limited to about one row's maximum."""
     return tuple(min(size, max(_ROW // prod(shape[axis + 1 :]), 1)) for axis, size in enumerate(shape))
 
 

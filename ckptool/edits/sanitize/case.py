@@ -239,7 +239,6 @@ class Keys:
         return indices
 
     def _replaced(self, ref: Ref) -> bool:
-        """Return whether a key or one of its elements was made plain."""
         node, changed = self.editor.node(ref), self.editor.changed
         return ref in changed or (type(node) is tuple and any(part in changed for part in node[:_ELEMENTS]))
 

@@ -49,10 +49,7 @@ _EMPTY: Final = 100_000
 
 
 class _Dtype(NamedTuple):
-    """A numpy dtype: its code ("f8", "U5", "O8"), bytes per element, and whether the bytes are big-endian.
-
-    ``unit`` is the unit of a date or duration: "ns", "25s".
-    """
+    """A numpy dtype: its code ("f8", "U5", "O8"), bytes per element, and whether the bytes are big-endian."""
 
     code: str
     width: int

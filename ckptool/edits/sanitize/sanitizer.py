@@ -136,7 +136,6 @@ def _checked(edited: Checkpoint) -> Checkpoint:
 def _make_plain(
     checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drop_unknown: bool
 ) -> Checkpoint:
-    """Make everything plain that is not among ``names``, the globals that torch allows ("module.name")."""
     container, path = checkpoint.container, checkpoint.path
     for problem in container.problems:
         if problem.code in _BROKEN:
@@ -271,7 +270,6 @@ def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> 
 
 
 def _leading_below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
-    """Return these references and everything that they lead to."""
     found, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
     while work:
         ref = work.pop()
@@ -290,8 +288,6 @@ def _left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
 
 
 class _Visit(NamedTuple):
-    """A slot and its path."""
-
     ref: Ref
     path: str
 
@@ -330,7 +326,6 @@ class _Sanitizer:
 
     @cached_property
     def _owners(self) -> set[Ref]:
-        """All references that lead to a storage."""
         return leading_to(self.checkpoint.graph, [ref for ref, _ in self.reader.uses()])
 
     def run(self) -> None:
@@ -363,7 +358,6 @@ class _Sanitizer:
         self.changes.append(Change("sanitize", path, 1, 0, f"{name} -> {words}"))
 
     def _make_plain(self, visit: _Visit) -> None:
-        """Make one slot plain; a replacement may need another replacement."""
         for _ in range(_REPLACEMENTS if visit.ref not in self.unloadable else 0):
             node = self.editor.node(visit.ref)
             result = self._call(visit, node) if type(node) is Call else self._value(visit, node)
@@ -381,7 +375,6 @@ class _Sanitizer:
         self.unknown[visit.ref] = (visit.path, self._name(node))
 
     def _name(self, node: Node) -> str:
-        """Return an object's name: its class or function."""
         if isinstance(node, Call):
             case = Case(self.editor, -1, node, self.storages)
             cls = self.editor.node(case.args[1]) if case.name == _FROM_TYPE and len(case.args) > 1 else None
@@ -395,7 +388,6 @@ class _Sanitizer:
         return f"extension {node.code}" if isinstance(node, Extension) else type(node).__name__.lower()
 
     def _value(self, visit: _Visit, node: Node) -> RuleResult:
-        """Make a node plain that is not a call."""
         editor, ref = self.editor, visit.ref
         if isinstance(node, Global):
             name = mapped_name(node)
@@ -553,7 +545,6 @@ class _Sanitizer:
             self.bad_keys += ((visit.path, why) for why in bad.values())
 
     def _below(self, visit: _Visit) -> list[_Visit]:
-        """Return the current content of a slot: references with their paths."""
         node = self.editor.node(visit.ref)
         path = visit.path if len(visit.path) <= LIMITS.path_chars else visit.path[: LIMITS.path_chars] + "..."
         if isinstance(node, tuple | List | Set | FrozenSet):
