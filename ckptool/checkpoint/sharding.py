@@ -40,10 +40,8 @@ _PIPELINE: Final = regex(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
 
 class Placement(NamedTuple):
-    """A placement: its text, the dimension that it divides (-1 if none), and its split factor.
-
-    A strided placement divides a dimension that was already split into ``pieces``; otherwise ``pieces`` is 1.
-    """
+    """A placement: its text, the dimension that it divides (-1 if none), and its split factor. A strided placement
+    divides a dimension that was already split into ``pieces``; otherwise ``pieces`` is 1."""
 
     words: str
     dim: int = -1
@@ -53,10 +51,8 @@ class Placement(NamedTuple):
 def ranges_of(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[tuple[Range, ...], ...] | None:
-    """Return the index ranges, per dimension, that the rank at ``coordinate`` of the mesh holds; None if unknown.
-
-    Each placement divides the ranges that the placements before it have left.
-    """
+    """Return the index ranges, per dimension, that the rank at ``coordinate`` of the mesh holds; None if unknown. Each
+    placement divides the ranges that the placements before it have left."""
     if not len(mesh) == len(coordinate) == len(placements) <= _MAX_MESH_DIMENSIONS:
         return None
     dimensions: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
@@ -169,9 +165,7 @@ class Mesh(NamedTuple):
 
 class ShardPart(NamedTuple):
     """A part of a sharded tensor in the file: its local tensor, and its index ranges per dimension of the whole tensor.
-
-    ``ranges`` is None if unknown.
-    """
+    ``ranges`` is None if unknown."""
 
     ref: Ref
     shape: tuple[int, ...]
@@ -179,10 +173,7 @@ class ShardPart(NamedTuple):
 
     def offsets(self, whole: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the index in the whole tensor at which the part begins; None if the part has several blocks, or is
-        unknown.
-
-        As in torch, an empty range begins at the end of the dimension.
-        """
+        unknown. As in torch, an empty range begins at the end of the dimension."""
         if self.ranges is None or any(len(ranges) > 1 for ranges in self.ranges):
             return None
         return tuple(ranges[0][0] if ranges else size for ranges, size in zip(self.ranges, whole))
@@ -322,10 +313,8 @@ _MESH_ATTRIBUTES: Final = {
 
 
 def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, Ref]:
-    """Return the parts and placements of a sharded tensor by name; {} for another tensor.
-
-    Other state, such as hashes and the names of process groups, is ignored.
-    """
+    """Return the parts and placements of a sharded tensor by name; {} for another tensor. Other state, such as hashes
+    and the names of process groups, is ignored."""
     how = sharding(reader, ref, tensor)
     if how is None:
         return {}
@@ -439,11 +428,9 @@ def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
 
 
 def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the sizes and strides of each mesh dimension within the list of ranks; both lists are empty if unknown.
-
-    A flattened dimension has several sizes and strides. Source: torch/distributed/_mesh_layout.py. Before torch 2.13, a
-    layout has the sizes of all dimensions in one tuple.
-    """
+    """Return the sizes and strides of each mesh dimension within the list of ranks; both lists are empty if unknown. A
+    flattened dimension has several sizes and strides. Source: torch/distributed/_mesh_layout.py. Before torch 2.13, a
+    layout has the sizes of all dimensions in one tuple."""
     layout = named_attributes(graph, ref)
     parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
     for name, values in parts.items():

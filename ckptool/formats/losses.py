@@ -129,10 +129,8 @@ def refuse(
     strict: bool = False,
 ) -> None:
     """Raise RefusedError unless every loss is allowed by its kind or accepted; the error names all other losses.
-
     ``ways`` has the options that allow a kind of loss; ``allow_loss`` allows any other kind. ``strict`` accepts none
-    without such an option.
-    """
+    without such an option."""
     left = [loss for loss in losses if not {loss.kind, "all"} & {*allowed} and (strict or not loss.accepted)]
     places: dict[str, tuple[str, ...]] = {}
     for loss in left:
@@ -153,10 +151,7 @@ def refuse(
 
 def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
     """Raise RefusedError for an output without tensors from an input with tensors, unless the user named what to
-    remove.
-
-    ``kept`` is the number of tensors in the output, or None if the output has all tensors of the checkpoint.
-    """
+    remove. ``kept`` is the number of tensors in the output, or None if the output has all tensors of the checkpoint."""
     graph = checkpoint.graph
     if (
         kept
@@ -205,11 +200,8 @@ def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
 def entries_outside(
     checkpoint: Checkpoint, state_dict: StateDict, *, named: bool = False, training: Collection[Ref] = ()
 ) -> list[Loss]:
-    """Return the losses of everything that is not a tensor of a state dict.
-
-    ``named``: the user asked for this state dict, so entries outside it are not counted as lost. ``training`` holds the
-    optimizer states.
-    """
+    """Return the losses of everything that is not a tensor of a state dict. ``named``: the user asked for this state
+    dict, so entries outside it are not counted as lost. ``training`` holds the optimizer states."""
     graph = checkpoint.graph
     inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
     places: dict[Loss, list[str]] = {}

@@ -70,10 +70,8 @@ def _tolerating(promise: Promise, checkpoint: Checkpoint) -> Promise:
 
 def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
     """Return the output of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
-
     ``output`` is the output name, "" if unknown. Raises MalformedError for a damaged file, and RefusedError if
-    something would be lost or the name has the suffix of another format.
-    """
+    something would be lost or the name has the suffix of another format."""
     if not follow_links:
         _refuse_links(checkpoint)
     if checkpoint.target is not None:
@@ -147,11 +145,8 @@ def parts_of(folder: str) -> frozenset[str]:
 
 
 class Companions(NamedTuple):
-    """Names of files in a folder that are not part of the checkpoint.
-
-    ``copied`` are copied unchanged into the output, ``not_copied`` are not. ``links`` are skipped because they point
-    out of the folder.
-    """
+    """Names of files in a folder that are not part of the checkpoint. ``copied`` are copied unchanged into the output,
+    ``not_copied`` are not. ``links`` are skipped because they point out of the folder."""
 
     copied: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
@@ -275,11 +270,8 @@ def _misnamed(what: str, output: str, called: str) -> RefusedError:
 
 
 class InPlace(NamedTuple):
-    """An in-place edit. ``appending`` is None if nothing changed; ``exact`` as in ``plan_of``.
-
-    ``unused_bytes`` counts the bytes of removed storages, which stay in the file. ``dropped`` are their places, empty
-    if records overlap.
-    """
+    """An in-place edit. ``appending`` is None if nothing changed; ``exact`` as in ``plan_of``. ``unused_bytes`` counts
+    the bytes of removed storages, which stay in the file. ``dropped`` are their places, empty if records overlap."""
 
     appending: AppendPlan | None
     exact: bool = True
@@ -288,11 +280,8 @@ class InPlace(NamedTuple):
 
 
 def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
-    """Return the edited checkpoint as a new version to append to its file.
-
-    ``edit`` describes the edit, ``time`` is in seconds since 1970. Raises RefusedError if the edit needs new tensor
-    bytes or the format cannot be appended to.
-    """
+    """Return the edited checkpoint as a new version to append to its file. ``edit`` describes the edit, ``time`` is in
+    seconds since 1970. Raises RefusedError if the edit needs new tensor bytes or the format cannot be appended to."""
     if not checkpoint.edited:
         return InPlace(None)
     refuse_damage(checkpoint)

@@ -72,11 +72,8 @@ class Part(NamedTuple):
 
 
 def part_of(checkpoint: Checkpoint) -> Part | None:
-    """Return the larger checkpoint that a file belongs to, or None for a complete file.
-
-    Opens one other file if the names do not say whether the parts hold slices of the same tensors. Edits do not
-    complete a part.
-    """
+    """Return the larger checkpoint that a file belongs to, or None for a complete file. Opens one other file if the
+    names do not say whether the parts hold slices of the same tensors. Edits do not complete a part."""
     if is_address(checkpoint.path) or checkpoint.source.identity is None:
         return _spread(checkpoint, None)
     folder = open_folder(folder_of(checkpoint.path))

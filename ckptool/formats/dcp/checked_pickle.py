@@ -117,9 +117,7 @@ class CheckedPickle(RawIOBase):
 @lru_cache(maxsize=4)
 def _runs(top: int) -> Callable[[bytes, int], re.Match[bytes] | None]:
     """Return a function that matches a run of opcodes, and after it the fields of an object, or one of ``_REPLACED``.
-
-    ``top`` is the highest third byte of a memo number.
-    """
+    ``top`` is the highest third byte of a memo number."""
     tokens = (
         rb"h.|\x94(?!}\x94\()|K.|M..|J....|[(NRtb\x85-\x89\x93]|\)\x81?|j....|q.",
         rb"r..[\0-%b]\0" % re.escape(bytes([top])),

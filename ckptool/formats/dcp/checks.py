@@ -45,10 +45,8 @@ def usable_items(
     note: AddProblem,
     closed: Mapping[str, CkptoolError] = MappingProxyType({}),
 ) -> dict[ItemKey, Item]:
-    """Return the items that are within their files, in file order; report all others.
-
-    ``sizes`` are the file sizes in bytes. ``closed`` has the files that cannot be opened, with the errors.
-    """
+    """Return the items that are within their files, in file order; report all others. ``sizes`` are the file sizes in
+    bytes. ``closed`` has the files that cannot be opened, with the errors."""
     usable: dict[ItemKey, Item] = {}
     missing: dict[str, list[Item]] = {}
     cut: dict[str, list[Item]] = {}
@@ -152,10 +150,8 @@ def is_whole(
     mentioned: Callable[[], Collection[ItemKey]],
     note: AddProblem,
 ) -> bool:
-    """Return whether all pieces of a tensor exist, judging by sizes; report each missing piece.
-
-    ``mentioned`` returns the items that .metadata locates.
-    """
+    """Return whether all pieces of a tensor exist, judging by sizes; report each missing piece. ``mentioned`` returns
+    the items that .metadata locates."""
     if len(value.chunks) == 1:
         ((offset, sizes),) = value.chunks
         if sizes == value.shape and not any(offset) and (name, offset) in usable:
@@ -225,10 +221,8 @@ def compare_items(
     copies: Copies,
     note: AddProblem,
 ) -> list[str]:
-    """Compare pairs of items; return the tensors that differ between ranks by design, such as random states.
-
-    ``opened`` returns an item's box and elements, or None if its file lacks it. A damaged item becomes a problem.
-    """
+    """Compare pairs of items; return the tensors that differ between ranks by design, such as random states. ``opened``
+    returns an item's box and elements, or None if its file lacks it. A damaged item becomes a problem."""
     own: dict[str, None] = {}
     for one, two in pairs:
         value = values[one.name]

@@ -55,10 +55,8 @@ def ask_for(folder: Folder, metadata: Sequence[str]) -> None:
 def open_data(
     folder: Folder, names: Sequence[str], items: Sequence[Item], opened: list[Source], stack: ExitStack
 ) -> tuple[dict[str, Source], dict[str, CkptoolError]]:
-    """Return the open data files, and the errors of the files that cannot be opened, both by name.
-
-    The ``items`` that are objects are read next.
-    """
+    """Return the open data files, and the errors of the files that cannot be opened, both by name. The ``items`` that
+    are objects are read next."""
     files: dict[str, Source] = {}
     closed: dict[str, CkptoolError] = {}
     for name in names:

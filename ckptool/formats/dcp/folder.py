@@ -216,11 +216,9 @@ class Dcp(Container):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of the items, and ``.metadata`` if it holds more than torch writes there.
-
-        Torch loads objects with ``weights_only=False``. With ``quick``, only the first ``_MOST_OPENED`` tensor pieces
-        are opened: DCP loads pieces with ``weights_only=True``.
-        """
+        """Yield the pickles of the items, and ``.metadata`` if it holds more than torch writes there. Torch loads
+        objects with ``weights_only=False``. With ``quick``, only the first ``_MOST_OPENED`` tensor pieces are opened:
+        DCP loads pieces with ``weights_only=True``."""
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
             return iter((*self._odd_pickles(), *self._content[1], *self._unusable, *self._unlisted()))
@@ -326,11 +324,9 @@ class Dcp(Container):
     def note_files(
         self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""
     ) -> None:
-        """Report what the file names tell, and set ``writer``: the last step of opening.
-
-        ``metadata`` are the names of the metadata files, ``named`` the data files that they list. ``framework`` names
-        the program that saved several folders at once, "" for a single folder.
-        """
+        """Report what the file names tell, and set ``writer``: the last step of opening. ``metadata`` are the names of
+        the metadata files, ``named`` the data files that they list. ``framework`` names the program that saved several
+        folders at once, "" for a single folder."""
         if any(OF_RANK.match(name) for name in metadata):
             ranks = {match[1]: name for name in self.files if (match := DATA_OF_RANK.match(name))}
             for rank, name in ranks.items():
@@ -480,10 +476,8 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
 def _read_listing(
     folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack
 ) -> tuple[Metadata, list[tuple[str, Source]]]:
-    """Read the metadata of a folder, from one file or from one file per rank.
-
-    Return it with the files that hold more than torch writes: other libraries' classes, or bytes after the pickle.
-    """
+    """Read the metadata of a folder, from one file or from one file per rank. Return it with the files that hold more
+    than torch writes: other libraries' classes, or bytes after the pickle."""
     ranks, odd = [], []
     ask_for(folder, wanted)
     for name in wanted:
@@ -499,11 +493,9 @@ def _read_listing(
 
 
 def read(folder: Folder) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder, the latest iteration of a Megatron-LM folder, or all folders of one save by accelerate.
-
-    The folders of a save become one checkpoint with the entries ``model`` and ``optimizer``; further models get an
-    entry named after their folder. Raises MalformedError if there is no readable metadata.
-    """
+    """Open a DCP folder, the latest iteration of a Megatron-LM folder, or all folders of one save by accelerate. The
+    folders of a save become one checkpoint with the entries ``model`` and ``optimizer``; further models get an entry
+    named after their folder. Raises MalformedError if there is no readable metadata."""
     named, names, others = folder.path, sorted(folder.names(strict=True)), list[str]()
     if (latest := latest_folder(folder, names)) is not None:
         others = [name for name in names if ITERATION.match(name) and name != os.path.basename(latest.path)]

@@ -56,10 +56,8 @@ def edges(item: Item, files: Mapping[str, Source]) -> Iterator[Span]:
 
 
 class OpenedItem(NamedTuple):
-    """An opened item and its torch.save archive, after all checks that need only this item.
-
-    The archive begins at byte ``at`` of ``source``, which is the item's file, or the inflated item.
-    """
+    """An opened item and its torch.save archive, after all checks that need only this item. The archive begins at byte
+    ``at`` of ``source``, which is the item's file, or the inflated item."""
 
     item: Item
     source: Source
@@ -82,10 +80,8 @@ class OpenedItem(NamedTuple):
 
 
 class TensorItem(NamedTuple):
-    """The elements of a tensor, row by row from byte ``begin`` of ``source``.
-
-    ``span`` is the record that holds them, None for an empty tensor; ``crc`` its recorded CRC-32, 0 if not recorded.
-    """
+    """The elements of a tensor, row by row from byte ``begin`` of ``source``. ``span`` is the record that holds them,
+    None for an empty tensor; ``crc`` its recorded CRC-32, 0 if not recorded."""
 
     source: Source
     begin: int
@@ -170,11 +166,8 @@ def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
 
 
 class KnownItems:
-    """A cache of item patterns: tensors of one dtype and shape differ only in elements and checksum.
-
-    ``read`` returns a tensor that matches a cached pattern. Calling the object returns the graph of a pickle seen
-    before.
-    """
+    """A cache of item patterns: tensors of one dtype and shape differ only in elements and checksum. ``read`` returns a
+    tensor that matches a cached pattern. Calling the object returns the graph of a pickle seen before."""
 
     def __init__(self) -> None:
         self._graphs: dict[bytes, Graph] = {}
@@ -215,10 +208,8 @@ def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
 
 
 def open_item(item: Item, file: Source, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
-    """Open an item; a compressed one may inflate to at most ``most`` bytes.
-
-    Raises MalformedError, naming the item, unless it is an archive that torch.load accepts and all readers read alike.
-    """
+    """Open an item; a compressed one may inflate to at most ``most`` bytes. Raises MalformedError, naming the item,
+    unless it is an archive that torch.load accepts and all readers read alike."""
     try:
         whole, at, length = (file, item.at, item.length) if not item.transforms else _inflated(item, file, most)
         source: Source = SliceSource(whole, at, length, item.place)
@@ -374,10 +365,8 @@ class SubclassError(MalformedError):
 
 
 def open_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> Rows:
-    """Return the elements of the tensor in an item.
-
-    Raises MalformedError if it is not a tensor of this dtype and shape, or its bytes are missing.
-    """
+    """Return the elements of the tensor in an item. Raises MalformedError if it is not a tensor of this dtype and
+    shape, or its bytes are missing."""
     item, graph = opened.item, opened.graph
     reader = _cached(graph, "reader of an item", TensorReader)
     tensor = reader.tensor(graph.root)

@@ -48,10 +48,8 @@ class Leaf(NamedTuple):
 
 
 class Items:
-    """The values of an object that become items, and the containers and keys that are lost.
-
-    Raises RefusedError if two values would have the same name, or a folder cannot hold the object.
-    """
+    """The values of an object that become items, and the containers and keys that are lost. Raises RefusedError if two
+    values would have the same name, or a folder cannot hold the object."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

@@ -442,10 +442,8 @@ def _kind(value: object) -> str:
 
 
 def _dtype(properties: object) -> Dtype | None:
-    """Return the dtype, which ``TensorProperties.__getstate__`` writes first; None if ``__setstate__`` would fail.
-
-    The state has five values, six with the strides since torch 2.15.
-    """
+    """Return the dtype, which ``TensorProperties.__getstate__`` writes first; None if ``__setstate__`` would fail. The
+    state has five values, six with the strides since torch 2.15."""
     state = properties.values if type(properties) is _Properties else ()
     if type(state) is not tuple or len(state) not in (5, 6) or state[3] is not _CONSTANT:
         return None

@@ -14,11 +14,9 @@ from ..pieces.boxes import Box
 
 
 class Item(NamedTuple):
-    """A file range that holds an archive of its own: ``length`` bytes from byte ``at`` of ``file``.
-
-    ``offset`` is the piece's offset in its tensor, None for an object. ``transforms`` names the extensions that changed
-    the bytes, such as compression.
-    """
+    """A file range that holds an archive of its own: ``length`` bytes from byte ``at`` of ``file``. ``offset`` is the
+    piece's offset in its tensor, None for an object. ``transforms`` names the extensions that changed the bytes, such
+    as compression."""
 
     name: str
     offset: tuple[int, ...] | None

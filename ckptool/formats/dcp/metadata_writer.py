@@ -118,10 +118,8 @@ _HOLE: Final = object()
 
 
 class _Pickle:
-    """A pickle of protocol 4, as Python's pickler writes it but without frames.
-
-    Every string, global and call result is written only once, which leaves a third of the bytes to read.
-    """
+    """A pickle of protocol 4, as Python's pickler writes it but without frames. Every string, global and call result is
+    written only once, which leaves a third of the bytes to read."""
 
     def __init__(self) -> None:
         self._out: list[bytes] = [b"\x80\x04"]

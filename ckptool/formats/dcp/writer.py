@@ -92,10 +92,8 @@ def _storages(checkpoint: Checkpoint, leaf: Leaf) -> list[str]:
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
-    """Plan the folder: objects first, then tensors, as torch writes them.
-
-    Raises RefusedError for edited content that it cannot hold, missing bytes, or two values with one name.
-    """
+    """Plan the folder: objects first, then tensors, as torch writes them. Raises RefusedError for edited content that
+    it cannot hold, missing bytes, or two values with one name."""
     refuse_edited(checkpoint, lambda: _losses(checkpoint), "a DCP folder")
     walk = items_of(checkpoint)
     leaves = walk.leaves

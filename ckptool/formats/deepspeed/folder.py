@@ -433,10 +433,8 @@ def groups_with(
 def state_dict_with(
     container: RankFiles, file: RankFile, model: ModelState, refs: Mapping[str, Ref], *, in_parts: bool
 ) -> Ref:
-    """Build the state dict of a model file, with the parameters ``refs`` and the parameters tied to them.
-
-    With ``in_parts``, the file holds only the names of parameters. A name without a tensor becomes a problem.
-    """
+    """Build the state dict of a model file, with the parameters ``refs`` and the parameters tied to them. With
+    ``in_parts``, the file holds only the names of parameters. A name without a tensor becomes a problem."""
     nodes = file.graph.nodes
     module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
     views: dict[ViewId, str] = {}
@@ -486,10 +484,8 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
 
 
 def read(folder: Folder) -> tuple[FolderSource, Deepspeed]:
-    """Open a DeepSpeed ZeRO folder.
-
-    Raises NotACheckpointError for a layout that cannot be joined, MalformedError if the files cannot be read.
-    """
+    """Open a DeepSpeed ZeRO folder. Raises NotACheckpointError for a layout that cannot be joined, MalformedError if
+    the files cannot be read."""
     path = folder.path
     step = step_folder(folder, folder.names())
     files = zero_files(step.names) if step is not None else None

@@ -74,10 +74,8 @@ def listed_in(file: RankFile, values: Mapping[str, Ref]) -> Listed | None:
 
 
 def without_tensors(every: Iterable[Listed], there: Sequence[Shape]) -> Lacking:
-    """Return the listed parameters that are not among the tensors that are there.
-
-    The copies of a tied parameter on several stages count once: they have equal states.
-    """
+    """Return the listed parameters that are not among the tensors that are there. The copies of a tied parameter on
+    several stages count once: they have equal states."""
     wanted: Counter[Shape] = Counter()
     seen: set[tuple[Shape, int]] = set()
     number = 0

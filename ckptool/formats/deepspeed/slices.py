@@ -48,10 +48,7 @@ class Vector:
 
 class Slices(NamedTuple):
     """The place of a parameter: from element ``begin`` on in the vector of its ``group``, or in the vectors of all
-    ``ranks``.
-
-    ``group`` is also the number of its flat tensor in each file.
-    """
+    ``ranks``. ``group`` is also the number of its flat tensor in each file."""
 
     shape: tuple[int, ...]
     group: int
@@ -96,9 +93,7 @@ def slices_of_vectors(
     groups: Sequence[Shapes], paddings: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Slices], list[int]]:
     """Return each parameter's place with stages 1 and 2 (one vector per group), and the size of each vector.
-
-    ``paddings`` has the elements after each parameter of a group, or [] if there are none.
-    """
+    ``paddings`` has the elements after each parameter of a group, or [] if there are none."""
     slices: dict[str, Slices] = {}
     used = []
     for group, shapes in enumerate(groups):
@@ -112,10 +107,8 @@ def slices_of_vectors(
 
 
 def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int]) -> tuple[dict[str, Slices], int]:
-    """Return each parameter's place with stage 3 (one vector per rank), and the size of the vectors.
-
-    ``starts`` are the elements of a rank's vector at which its flat tensors begin.
-    """
+    """Return each parameter's place with stage 3 (one vector per rank), and the size of the vectors. ``starts`` are the
+    elements of a rank's vector at which its flat tensors begin."""
     slices: dict[str, Slices] = {}
     at = 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):

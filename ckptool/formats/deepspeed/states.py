@@ -100,10 +100,8 @@ class ModelState(NamedTuple):
 
 
 def read_optimizer(file: RankFile, rank: int) -> ZeroState:
-    """Read one rank's optimizer file.
-
-    Raises MalformedError for any other file, NotACheckpointError for partitions that cannot be joined.
-    """
+    """Read one rank's optimizer file. Raises MalformedError for any other file, NotACheckpointError for partitions that
+    cannot be joined."""
     graph = file.graph
     root = values_of(graph, graph.root)
     own = _values(graph, root, "optimizer_state_dict")
@@ -318,9 +316,7 @@ _BITS: Final = {"float32": "I", "bfloat16": "H", "float16": "H"}
 
 def unlike(wide: Rows, at: int, narrow: Rows, there: int, count: int) -> tuple[int, int]:
     """Compare up to ``SAMPLE`` elements from ``at`` and ``there`` on; return (unequal elements, compared elements).
-
-    Elements of ``wide`` are rounded to the dtype of ``narrow``. Returns (0, 0) for other dtypes than 32 and 16 bits.
-    """
+    Elements of ``wide`` are rounded to the dtype of ``narrow``. Returns (0, 0) for other dtypes than 32 and 16 bits."""
     count = min(count, SAMPLE)
     if wide.dtype.name not in _BITS or narrow.dtype.name not in _BITS:
         return 0, 0

@@ -222,11 +222,9 @@ class Universal(RankFiles):
 
 
 class WholeModel(NumberedFiles):
-    """The file of an uncut model, with its experts' tensors in their places.
-
-    Expert-parallel ranks number the optimizer's states, or have flat vectors with ZeRO. These parts are not joined:
-    each is kept under its file name in ``optimizer``.
-    """
+    """The file of an uncut model, with its experts' tensors in their places. Expert-parallel ranks number the
+    optimizer's states, or have flat vectors with ZeRO. These parts are not joined: each is kept under its file name in
+    ``optimizer``."""
 
     format = "deepspeed-union"
 
@@ -387,10 +385,8 @@ def _is_whole(names: Collection[str]) -> bool:
 
 
 def read(folder: Folder) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
-    """Open a DeepSpeed folder of whole tensors.
-
-    Raises NotACheckpointError if optimizer partitions are missing, MalformedError if the files cannot be read.
-    """
+    """Open a DeepSpeed folder of whole tensors. Raises NotACheckpointError if optimizer partitions are missing,
+    MalformedError if the files cannot be read."""
     path, names = folder.path, folder.names()
     universal, step = _universal_folder(folder, names), step_folder(folder, names)
     with opening(path, "it is damaged: get the folder again") as stack:

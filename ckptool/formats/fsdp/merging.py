@@ -73,10 +73,8 @@ _OF_CLASS: Final = ", and ckptool does not join"
 
 
 class Merge:
-    """A set of rank files, read one after the other, and the object that they form together.
-
-    ``label`` is the path of that object in the whole checkpoint, "" for the root.
-    """
+    """A set of rank files, read one after the other, and the object that they form together. ``label`` is the path of
+    that object in the whole checkpoint, "" for the root."""
 
     def __init__(self, container: RankFiles, label: str) -> None:
         self._container = container
@@ -273,18 +271,14 @@ class Merge:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the files read so far have the same names, and hold only located parts and equal values.
-
-        Then a missing file can only have held further parts.
-        """
+        """Whether the files read so far have the same names, and hold only located parts and equal values. Then a
+        missing file can only have held further parts."""
         return bool(self._spread) and not (self._additions or self._pieces or self._cut or self._unequal)
 
     def build(self, in_order: bool, parameters: Collection[int]) -> Ref:
-        """Add the object to the container; return its reference there.
-
-        ``in_order`` says that all ranks of a one-dimensional mesh are present: cut vectors are then joined in rank
-        order. ``parameters`` are the numbers of elements of the split tensors in all sets of files.
-        """
+        """Add the object to the container; return its reference there. ``in_order`` says that all ranks of a
+        one-dimensional mesh are present: cut vectors are then joined in rank order. ``parameters`` are the numbers of
+        elements of the split tensors in all sets of files."""
         base = self._base
         assert base is not None
         self._find_cut(parameters)

@@ -464,10 +464,8 @@ def read_pattern(path: str) -> tuple[FolderSource, Meshes] | None:
 
 
 def pattern_of(paths: Sequence[str]) -> str:
-    """Return the pattern for files that are exactly the ranks of one save, or "" if they are not.
-
-    Names alone exclude most other files; otherwise some of the files are opened.
-    """
+    """Return the pattern for files that are exactly the ranks of one save, or "" if they are not. Names alone exclude
+    most other files; otherwise some of the files are opened."""
     folders = {os.path.dirname(path) for path in paths}
     names = {os.path.basename(path) for path in paths}
     if len(folders) != 1 or not 1 < len(names) == len(paths) or any(set("*?[]{},!") & set(name) for name in names):

@@ -58,10 +58,8 @@ class RankFile(NamedTuple):
 
 
 class JoinedTensor(NamedTuple):
-    """A joined tensor. ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``.
-
-    ``grid`` has as many elements as ``shape``; it differs only if the tensor was cut as a flat vector.
-    """
+    """A joined tensor. ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``. ``grid`` has as many
+    elements as ``shape``; it differs only if the tensor was cut as a flat vector."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -163,10 +161,8 @@ class RankFiles(ShardedContainer):
             self.note(RANK_VALUES, level, what)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
-        """Open a file of the folder; report a problem and return None if it cannot be read.
-
-        Few graphs stay in memory, because there may be thousands of ranks.
-        """
+        """Open a file of the folder; report a problem and return None if it cannot be read. Few graphs stay in memory,
+        because there may be thousands of ranks."""
         opened = self._read_file(self.folder, name, stack, _read, name)
         if opened is None:
             return None
@@ -184,10 +180,8 @@ class RankFiles(ShardedContainer):
         return file
 
     def add_tensor(self, name: str, tensor: JoinedTensor, *, whole: bool = True) -> Ref:
-        """Add a tensor with a storage of the same name; return its reference.
-
-        Without ``whole`` its bytes are missing, and the caller has reported why.
-        """
+        """Add a tensor with a storage of the same name; return its reference. Without ``whole`` its bytes are missing,
+        and the caller has reported why."""
         if tensor.size >= TOO_LARGE:
             raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder.path)
         key = name
@@ -311,10 +305,8 @@ class RankFiles(ShardedContainer):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of every file, as torch would run them to load the whole.
-
-        Pickles of thousands of ranks that name and call the same globals are represented by one.
-        """
+        """Yield the pickles of every file, as torch would run them to load the whole. Pickles of thousands of ranks
+        that name and call the same globals are represented by one."""
         alike: dict[object, tuple[FoundPickle, int]] = {}
         for name, container in self._containers():
             for pickle in container.pickles(quick=quick):
@@ -347,10 +339,8 @@ def grafted_key(file: str, key: str) -> str:
 
 
 def rows(file: RankFile, ref: Ref) -> Rows:
-    """Return the elements of a plain tensor in its file.
-
-    Raises MalformedError if it is not a plain tensor, or its bytes are missing.
-    """
+    """Return the elements of a plain tensor in its file. Raises MalformedError if it is not a plain tensor, or its
+    bytes are missing."""
 
     def stored(key: str) -> Span:
         span, _, compressed, _ = file.container.stored(key)

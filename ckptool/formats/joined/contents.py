@@ -19,10 +19,8 @@ _BY_VALUE: Final = frozenset((*CONSTANTS, str))
 
 
 class Value(NamedTuple):
-    """A value at a path, with the path of its container and its key's reference (-1 in a list).
-
-    ``tensor`` is None for any other value. ``inside`` tells whether it is a container that was entered.
-    """
+    """A value at a path, with the path of its container and its key's reference (-1 in a list). ``tensor`` is None for
+    any other value. ``inside`` tells whether it is a container that was entered."""
 
     path: str
     parent: str
@@ -33,10 +31,8 @@ class Value(NamedTuple):
 
 
 def values_of(reader: TensorReader) -> Iterator[Value]:
-    """Yield every value in mappings, and in lists with more than constants, from the root on, in order.
-
-    Each container is entered at its first path.
-    """
+    """Yield every value in mappings, and in lists with more than constants, from the root on, in order. Each container
+    is entered at its first path."""
     graph = reader.graph
     entered: set[Ref] = set()
     work: list[Iterator[tuple[str, str, Ref, Ref]]] = [iter([("", "", -1, graph.root)])]

@@ -78,11 +78,8 @@ def missing_tensors(graph: Graph, path: str) -> list[Finding]:
 
 
 def read(path: str) -> tuple[FolderSource, Referenced] | None:
-    """Open a file with its folder of tensors; return None for a file without references.
-
-    Raises UnreadableError or a subclass if the file itself cannot be read. A missing tensor file becomes a problem of
-    the container.
-    """
+    """Open a file with its folder of tensors; return None for a file without references. Raises UnreadableError or a
+    subclass if the file itself cannot be read. A missing tensor file becomes a problem of the container."""
     folder, name = os.path.split(path)
     with opening(path) as stack:
         container = Referenced(open_folder(folder), name, stack)

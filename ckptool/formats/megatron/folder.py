@@ -413,10 +413,8 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
 
 
 def read(folder: Folder) -> tuple[FolderSource, Megatron]:
-    """Open a Megatron-LM folder.
-
-    Raises NotACheckpointError for a model that cannot be joined, MalformedError if the files cannot be read.
-    """
+    """Open a Megatron-LM folder. Raises NotACheckpointError for a model that cannot be joined, MalformedError if the
+    files cannot be read."""
     path = folder.path
     found = iteration(folder, folder.names())
     files = files_of_ranks(found.folder, found.names) if found is not None else None

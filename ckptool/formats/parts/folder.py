@@ -50,10 +50,8 @@ _Part = dict[str, tuple[RankFile, Ref]]
 
 
 class _Files(NamedTuple):
-    """The files in a folder that the names of a recipe fit, for each part in the order of their numbers.
-
-    ``prefixes``: what precedes the names of tensors in a file, by its name. ``twice``: pairs of files for one place.
-    """
+    """The files in a folder that the names of a recipe fit, for each part in the order of their numbers. ``prefixes``:
+    what precedes the names of tensors in a file, by its name. ``twice``: pairs of files for one place."""
 
     recipes: tuple[Recipe, ...]
     parts: tuple[tuple[str, ...], ...]
@@ -177,10 +175,8 @@ class Parts(RankFiles):
     def _fitting(
         self, recipes: Sequence[Recipe], names: Collection[str], facts: Sequence[Any]
     ) -> tuple[Recipe, dict[str, int]]:
-        """Return the recipe whose names and shapes fit, and the numbers of the model.
-
-        Raise NotACheckpointError if no recipe has the names.
-        """
+        """Return the recipe whose names and shapes fit, and the numbers of the model. Raise NotACheckpointError if no
+        recipe has the names."""
         named = [recipe for recipe in recipes if fits(recipe, self._parts[0])]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")
@@ -202,10 +198,8 @@ class Parts(RankFiles):
     def _check(
         self, recipe: Recipe, names: Collection[str], known: Mapping[str, int], checked: list[str]
     ) -> dict[str, int]:
-        """Return the numbers that the shapes of the joined tensors tell. Add the names that fit to ``checked``.
-
-        Raise RefusedError if the shapes contradict each other or the configuration.
-        """
+        """Return the numbers that the shapes of the joined tensors tell. Add the names that fit to ``checked``. Raise
+        RefusedError if the shapes contradict each other or the configuration."""
         self._stated = frozenset(known)
         index, known = Index(recipe.rules), dict(known)
         before = -1
@@ -348,10 +342,8 @@ def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mappi
 
 
 def _refuse_equal_sections(name: str, output: Output, places: Mapping[str, Rows]) -> None:
-    """Raise RefusedError if two parts begin a section with the same rows, so that they have copies of one head.
-
-    Shapes do not tell: vLLM gives several ranks the same keys and values if there are fewer heads than ranks.
-    """
+    """Raise RefusedError if two parts begin a section with the same rows, so that they have copies of one head. Shapes
+    do not tell: vLLM gives several ranks the same keys and values if there are fewer heads than ranks."""
     one, other, *_ = places
     pairs = zip(*([block for block in output.blocks if block.source == file] for file in (one, other)))
     for blocks in pairs:
@@ -464,10 +456,8 @@ SUMMABLE: Final[Mapping[str, Callable[[float], bytes]]] = {
 
 
 class SumSource(Source):
-    """The sums of tensors of one dtype, divided by ``divisor``: computed in float64, rounded once.
-
-    ``terms`` are their elements, row by row.
-    """
+    """The sums of tensors of one dtype, divided by ``divisor``: computed in float64, rounded once. ``terms`` are their
+    elements, row by row."""
 
     def __init__(self, terms: Sequence[Span], dtype: str, width: int, divisor: int, name: str) -> None:
         self.name, self.size = name, terms[0].size

@@ -42,10 +42,8 @@ class Rows(NamedTuple):
 
 
 def tensor_rows(reader: TensorReader, ref: Ref, stored: Callable[[str], Span], name: str) -> Rows:
-    """Return the elements of a plain tensor; ``stored`` returns the bytes of a storage.
-
-    Raises MalformedError if it is not a plain tensor, or does not fit in its storage.
-    """
+    """Return the elements of a plain tensor; ``stored`` returns the bytes of a storage. Raises MalformedError if it is
+    not a plain tensor, or does not fit in its storage."""
     tensor = reader.tensor(ref)
     if tensor is None or tensor.kind != "dense":
         raise MalformedError("it is not a plain tensor")
@@ -78,11 +76,9 @@ class Chunk(NamedTuple):
 
 
 class _ChunkRuns(NamedTuple):
-    """A chunk as runs of bytes that are contiguous both in the chunk and in the tensor.
-
-    ``counts`` and ``steps`` describe the outer dimensions: the number of runs, and their distance in the tensor in
-    bytes. The first run begins at byte ``first`` of the tensor; each has ``length`` bytes.
-    """
+    """A chunk as runs of bytes that are contiguous both in the chunk and in the tensor. ``counts`` and ``steps``
+    describe the outer dimensions: the number of runs, and their distance in the tensor in bytes. The first run begins
+    at byte ``first`` of the tensor; each has ``length`` bytes."""
 
     first: int
     length: int
@@ -111,10 +107,8 @@ class _ChunkRuns(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The runs of a tensor in order, the offset of the first run of each, and the highest end up to each.
-
-    ``gaps``: some bytes may be filled by no piece, because pieces are missing or overlap.
-    """
+    """The runs of a tensor in order, the offset of the first run of each, and the highest end up to each. ``gaps``:
+    some bytes may be filled by no piece, because pieces are missing or overlap."""
 
     runs: list[_ChunkRuns]
     firsts: list[int]
@@ -131,11 +125,8 @@ def layout_of(shape: tuple[int, ...], width: int, chunks: Sequence[Chunk]) -> La
 
 
 class ChunkedSource(AssembledSource):
-    """The rows of a tensor, from pieces cut along any dimension.
-
-    A piece cut along the first dimension is a single run. The runs of other pieces are computed from their numbers, so
-    a tensor of millions of short runs takes no memory.
-    """
+    """The rows of a tensor, from pieces cut along any dimension. A piece cut along the first dimension is a single run.
+    The runs of other pieces are computed from their numbers, so a tensor of millions of short runs takes no memory."""
 
     def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
         self.name = name
@@ -256,11 +247,9 @@ def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
 
 
 class RowSource(AssembledSource):
-    """The elements of a strided view, row by row, such as a transposed tensor.
-
-    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a
-    time: as many as fit into a window along the first dimension where one row fits.
-    """
+    """The elements of a strided view, row by row, such as a transposed tensor. ``begin`` is in bytes of ``source``,
+    ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a time: as many as fit into a window
+    along the first dimension where one row fits."""
 
     def __init__(
         self, source: Source, begin: int, shape: tuple[int, ...], stride: tuple[int, ...], width: int, name: str
@@ -357,10 +346,8 @@ def _bytes(source: Source, offset: int, size: int, seen: Seen | None) -> bytes |
 
 
 class SignSource(Source):
-    """The elements of a tensor, with the bits of ``signs`` flipped in each element.
-
-    ``begin`` and ``size`` are in bytes of ``source``.
-    """
+    """The elements of a tensor, with the bits of ``signs`` flipped in each element. ``begin`` and ``size`` are in bytes
+    of ``source``."""
 
     def __init__(self, source: Source, begin: int, size: int, signs: bytes) -> None:
         self.name, self.size = source.name, size
@@ -379,11 +366,9 @@ class SignSource(Source):
 
 
 def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[Chunk]:
-    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension.
-
-    There are several blocks only if an outer mesh dimension cut a tensor dimension after an inner one. Raises
-    MalformedError if the part has another shape than its ranges, or more blocks than any mesh makes.
-    """
+    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension. There
+    are several blocks only if an outer mesh dimension cut a tensor dimension after an inner one. Raises MalformedError
+    if the part has another shape than its ranges, or more blocks than any mesh makes."""
     shape = tuple(sum(end - begin for begin, end in part) for part in ranges)
     if shape != rows.shape:
         raise MalformedError(f"its part is of the shape {list(rows.shape)}, and its place has {list(shape)}")

@@ -36,11 +36,9 @@ def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 class Copy(NamedTuple):
-    """One copy: its file, and its elements, row by row from byte ``begin`` of ``source``.
-
-    ``crc`` is the recorded CRC-32 of the storage, 0 if not recorded. ``place`` describes the elements' place in the
-    storage: its size, the offset and the strides. ``is_whole`` tells that the storage holds nothing else.
-    """
+    """One copy: its file, and its elements, row by row from byte ``begin`` of ``source``. ``crc`` is the recorded
+    CRC-32 of the storage, 0 if not recorded. ``place`` describes the elements' place in the storage: its size, the
+    offset and the strides. ``is_whole`` tells that the storage holds nothing else."""
 
     file: str
     source: Source
