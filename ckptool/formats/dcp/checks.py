@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from math import prod
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from ...base.errors import CkptoolError, MalformedError
+from ...base.errors import CkptoolError
 from ...base.findings import TRANSFORMED
 from ...base.text import join_limited, quoted, shown
 from ...files import zstd
 from ..pieces.boxes import Box, box_text, misfit
-from ..pieces.copies import Copies, Copy, CopyPair, is_own
 from .metadata import Item, Metadata, ValueMetadata
 
 #: Suffixes of DCP's own files.
@@ -212,30 +210,3 @@ class Pieces:
     def names(self, items: list[Item]) -> str:
         """Return the names of the items: where lists are shortened, of the first three."""
         return join_limited([self.name(item) for item in items[: shown(3)]], len(items), most=3)
-
-
-def compare_items(
-    pairs: Iterable[tuple[Item, Item]],
-    values: Mapping[str, ValueMetadata],
-    opened: Callable[[Item], tuple[Box, Copy] | None],
-    copies: Copies,
-    note: AddProblem,
-) -> list[str]:
-    """Compare pairs of items; return the tensors that differ between ranks by design, such as random states. ``opened``
-    returns an item's box and elements, or None if its file lacks it. A damaged item becomes a problem."""
-    own: dict[str, None] = {}
-    for one, two in pairs:
-        value = values[one.name]
-        try:
-            first, other = opened(one), opened(two)
-        except MalformedError as error:
-            note("bad-item", "error", f"{two.place}: {error.what}", two.file, two.at)
-            continue
-        if first is None or other is None or value.dtype is None:
-            continue
-        pair = CopyPair(one.name, first[1], other[1], prod(first[0][1]) * value.dtype.itemsize)
-        if not is_own(one.name, value.dtype.name, value.shape):
-            copies.add(pair)
-        elif copies.compare(pair) is False:
-            own[one.name] = None
-    return list(own)

@@ -42,9 +42,9 @@ from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
 from ..pieces.boxes import Box
-from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
+from ..pieces.copies import RANK_VALUES, Copies, Copy, CopyPair, copy_problems, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
-from .checks import ItemKey, Pieces, compare_items, extra_files, is_whole, is_zstd, usable_items
+from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
 from .files import ask_for, metadata_names, open_data, origin_of
 from .items import (
     KnownItems,
@@ -133,20 +133,31 @@ class Dcp(Container):
 
     def _open_copies(self, number: int) -> None:
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
-        pairs = ahead(due, lambda pair: chain.from_iterable(map(self._edges, pair)))
-        own = compare_items(pairs, self.read.values, self._copy, self._copies, self._note)
+        own: dict[str, None] = {}
+        for one, other in ahead(due, lambda pair: chain.from_iterable(map(self._edges, pair))):
+            value = self.read.values[one.name]
+            try:
+                copies, box = [self._copy(item) for item in (one, other)], self._pieces.box(one)
+            except MalformedError as error:
+                self._note("bad-item", "error", f"{other.place}: {error.what}", other.file, other.at)
+                continue
+            first, second = copies
+            if first is not None and second is not None and box is not None and value.dtype is not None:
+                pair = CopyPair(one.name, first, second, prod(box[1]) * value.dtype.itemsize)
+                if self._copies.add(pair, own=is_own(one.name, value.dtype.name, value.shape)):
+                    own[one.name] = None
         if own:
             names = join_limited([quoted(name) for name in own], most=3)
             self._note(RANK_VALUES, "warning", f"ranks have different values: {names}; the first rank's are taken")
 
-    def _copy(self, item: Item) -> tuple[Box, Copy] | None:
-        """Return a piece's box and bytes for comparison; None if the file is missing or cut, or the item compressed."""
+    def _copy(self, item: Item) -> Copy | None:
+        """Return a piece's bytes for comparison; None if the file is missing or cut, or the item compressed."""
         if item.file not in self.files or item.at + item.length > self.files[item.file].size or item.transforms:
             return None
         piece, dtype = self._tensor(item), self.read.values[item.name].dtype
         if piece is None or dtype is None:
             return None
-        return piece[0], copy_in_item(item, piece[1], prod(piece[0][1]) * dtype.itemsize)
+        return copy_in_item(item, piece[1], prod(piece[0][1]) * dtype.itemsize)
 
     @cached_property
     def _mentioned(self) -> set[ItemKey]:

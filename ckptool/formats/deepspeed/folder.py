@@ -184,10 +184,7 @@ class Deepspeed(RankFiles):
                     self.note_lost(f"{state.name} has no buffer {quoted(name)} like {copy.file}", state.name)
                     continue
                 pair = CopyPair(name, copy, there[1], tensor.own_bytes)
-                if name.rpartition(".")[2] not in STATISTICS:
-                    self.copies.add(pair)
-                elif self.copies.compare(pair) is False:
-                    own.append(name)
+                own += [name] if self.copies.add(pair, own=name.rpartition(".")[2] in STATISTICS) else []
         self.note_own(map(quoted, own), self._model.name)
 
     def _compare_weights(self) -> None:

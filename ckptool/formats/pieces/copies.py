@@ -99,13 +99,16 @@ class Copies:
             equal = pair.by_value()
         return equal
 
-    def add(self, pair: CopyPair) -> None:
-        """Add two copies that have to be equal."""
+    def add(self, pair: CopyPair, *, own: bool = False) -> bool:
+        """Add two copies that have to be equal, unless each rank may have its ``own``; return whether it has."""
         equal = self.compare(pair)
+        if own:
+            return equal is False
         if equal is None:
             self.open.append(pair)
         elif not equal:
             self.different.append(pair)
+        return False
 
     def settle(self, paths: Iterable[str]) -> list[CopyPair]:
         """Compare the pending pairs of these tensors by value; return the pairs that differ."""
