@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +15,8 @@ from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
-from .objects import attributes, mapping
-from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps, spell_key, within
+from .objects import mapping
+from .paths import PathStep, as_children, bounded, children, find, joined, match_step, parse_steps, spell_key, within
 from .survey import StateDict, Survey, TensorEntry
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def _steps(path: str) -> list[PathStep]:
     return [] if path in ("", ".") else parse_steps(path)
 
 
-def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | str:
-    """Return the node that the steps lead to from ``start`` (-1: the root), or the path of the last node they reach."""
-    path, ref, holder = "", graph.root if start < 0 else start, -1
+def follow(graph: Graph, steps: Sequence[PathStep]) -> Place | str:
+    """Return the node that the steps lead to from the root, or the path of the last node they reach."""
+    path, ref, holder = "", graph.root, -1
     for step in steps:
         child = find(graph, step, ref)
         if child is None:
@@ -83,9 +84,9 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
     items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
     if not isinstance(holder, Place) or items is None:
         return None
-    children = as_children(graph, items)
-    entry = match_step(graph, children, last)
-    return Slot(holder.ref, items, -1 if entry is None else children.index(entry), last.value)
+    entries = as_children(graph, items)
+    entry = match_step(graph, entries, last)
+    return Slot(holder.ref, items, -1 if entry is None else entries.index(entry), last.value)
 
 
 def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -> Ref:
@@ -196,6 +197,8 @@ def normal_path(key: str) -> str:
 
 #: Maximum number of readings tried for one text. Each key with dots adds one, and a hostile file has many.
 _READINGS: Final = 10_000
+#: Maximum number of places in one container to compare with a path that leads nowhere.
+_SHOWN: Final = 10_000
 
 
 class Located(NamedTuple):
@@ -220,8 +223,8 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
         return Located(exact.ref, exact.path)
     matches: dict[Ref, str] = {}
     deepest = Located(graph.root, "")
-    for reading, rest in _readings(graph, text):
-        if rest == "":
+    for reading in _readings(graph, text):
+        if _plain(reading.path) == text:
             matches.setdefault(reading.ref, reading.path)
         if len(reading.path) > len(deepest.path):
             deepest = reading
@@ -235,47 +238,26 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
     raise _nothing(checkpoint, text, deepest)
 
 
-def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
-    """Return the place at a path as ``inspect`` prints it, from ``start`` (-1 for the root), or None."""
+def _place(graph: Graph, text: str) -> Place | None:
+    """Return the place at a path as ``inspect`` prints it, or None."""
     try:
-        result = follow(graph, parse_steps(text), start)
+        result = follow(graph, parse_steps(text))
     except TargetError:
         return None
     return result if isinstance(result, Place) else None
 
 
-def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
-    """Yield every node that the beginning of a text leads to, with the rest of the text."""
-    work = [(Located(graph.root, ""), text)]
-    seen: set[tuple[Ref, int]] = set()
-    while work and len(seen) < _READINGS:
-        here, rest = work.pop()
-        if (here.ref, len(rest)) in seen:
-            continue
-        seen.add((here.ref, len(rest)))
-        yield here, rest
-        # Every name except the first has a dot before it.
-        starts = (rest, rest[1:]) if rest.startswith(".") else (rest,) if not here.path else ()
-        work += [
-            (Located(ref, spell_key(here.path, name)), start[len(name) :])
-            for name, ref in _named(graph, here.ref).items()
-            for start in starts
-            if start.startswith(name) and start[len(name) :][:1] in ("", ".", "[")
-        ]
-        if rest.startswith("["):
-            step, bracket, after = rest.partition("]")
-            there = _place(graph, step + bracket, here.ref)
-            if there is not None:
-                work.append((Located(there.ref, here.path + there.path), after))
-
-
-def _named(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    """Return the entries of a mapping and the attributes of an object that have string names, the last of each name."""
-    node = graph.nodes[ref]
-    pairs = mapping(graph, ref) or []
-    if isinstance(node, Call):
-        pairs = attributes(graph, node) + pairs
-    return {name: value for key, value in pairs if type(name := graph.nodes[key]) is str and name}
+def _readings(graph: Graph, text: str) -> Iterator[Located]:
+    """Yield every node that a text, or its beginning, leads to if keys with dots are unquoted."""
+    work = [Located(graph.root, "")]
+    for _ in range(_READINGS):
+        if not work:
+            return
+        here = work.pop()
+        yield here
+        base = bounded(here.path, here.ref)
+        places = (Located(child.ref, joined(base, child.step)) for child in children(graph, here.ref))
+        work += [place for place in places if within(text, _plain(place.path))]
 
 
 def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError:
@@ -287,7 +269,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
     near = [_shortest(checkpoint, path) for path in same[:3]]
     if not near:
         wanted = _plain(text)
-        inside = (spell_key(deepest.path, name) for name in _named(graph, deepest.ref))
+        inside = [joined(deepest.path, child.step) for child in islice(children(graph, deepest.ref), _SHOWN)]
         places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
         everything = {_plain(path): path for path in (*inside, *places)}
         near = [_shortest(checkpoint, everything[name]) for name in nearest(wanted, everything)]
@@ -311,7 +293,7 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
     exact = _place(checkpoint.graph, short)
     if exact is not None:
         return short if exact.path == path else path
-    whole = {reading.path for reading, rest in _readings(checkpoint.graph, short) if rest == ""}
+    whole = {reading.path for reading in _readings(checkpoint.graph, short) if _plain(reading.path) == short}
     return short if whole == {path} else path
 
 
