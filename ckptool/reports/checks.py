@@ -6,8 +6,9 @@ A check passes, warns, fails, or is not possible.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -19,15 +20,15 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, checksums
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
-from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..pickles.nodes import Ref
 from ..safety.torch_lists import VERSIONS, list_of
-from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
+from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, is_name
 from ..safety.weights_only import LoadPrediction
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
 from .facts import WEIGHTS_ONLY, Facts, dangerous_call, facts
+from .loads import pickles_of
 
 if TYPE_CHECKING:
     from ..files.sources import ExpectedChecksum
@@ -89,10 +90,10 @@ def check_checkpoint(
     if not quick:
         container.compare_copies()
     known = facts(checkpoint, read=True, torch=torch, steps=steps)
-    notes: dict[str, list[Finding]] = {}
+    notes: dict[str, list[Finding]] = defaultdict(list)
     for fact in (*(problem for problem in known.problems if problem.level != "note"), *known.others):
         check = "complete" if fact.check == "checksums" and checkpoint.traits.no_checksums else fact.check
-        notes.setdefault(check, []).append(fact)
+        notes[check].append(fact)
     storages = survey.reader.storages
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory either.
@@ -107,30 +108,29 @@ def check_checkpoint(
     count = len(survey.tensors)
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
     checks = [
-        _unless_unchecked(judge("structure", "container", notes.get("structure", ()), structure)),
-        _complete(checkpoint, notes.get("complete", ()), "; ".join((f"all there: {stored}", *sets))),
-        _checksums(checkpoint, notes.get("checksums", ()), quick, progress),
-        judge("sizes", "integrity", notes.get("sizes", ()), sizes),
-        judge("geometry", "integrity", notes.get("geometry", ()), geometry),
+        _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
+        _complete(checkpoint, notes["complete"], "; ".join((f"all there: {stored}", *sets))),
+        _checksums(checkpoint, notes["checksums"], quick, progress),
+        judge("sizes", "integrity", notes["sizes"], sizes),
+        judge("geometry", "integrity", notes["geometry"], geometry),
         *_indices(checkpoint, torch, quick),
         *(judge(name, "container", notes[name], "") for name in ("shards", "part") if name in notes),
-        *_places(checkpoint),
     ]
+    if survey.unlisted:
+        message = f"tensors are at more places than are listed: {survey.unlisted:,} were left out"
+        checks.append(Check("places", "integrity", NOT_POSSIBLE, message))
     program = program_of(checkpoint)
     if program is not None:
-        checks.append(judge("program", "safety", notes.get("program", ()), ""))
-    own = program.own_names if program is not None else ()
-    pickles = list(
-        examine(chain(container.pickles() if checkpoint.pickled else (), carried_pickles(checkpoint)), torch, own)
-    )
+        checks.append(judge("program", "safety", notes["program"], ""))
+    pickles = pickles_of(checkpoint, torch)
     if program is not None:  # its code and settings are text, by design
         pickles = [pickle._replace(note="") for pickle in pickles if not pickle.program]
     if checkpoint.pickled or pickles:
-        checks += check_pickles(pickles, torch, notes.get("pickles", ()))
+        checks += check_pickles(pickles, torch, notes["pickles"])
     else:
         where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
         checks.append(Check("pickles", "safety", PASS, f"there is none{where} can be run"))
-    loads = _loads(checkpoint, known, notes.get(WEIGHTS_ONLY, ()))
+    loads = _loads(checkpoint, known, notes[WEIGHTS_ONLY])
     if known.verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
         loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")
     return Checked([*checks, loads], pickles, known.verdict, known.problems)
@@ -160,12 +160,6 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
         note = Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
         return check._replace(status=WARNING, message=message, notes=(note,))
     return check
-
-
-def _places(checkpoint: Checkpoint) -> list[Check]:
-    count = checkpoint.survey.unlisted
-    message = f"tensors are at more places than are listed: {count:,} were left out"
-    return [Check("places", "integrity", NOT_POSSIBLE, message)] if count else []
 
 
 def _complete(checkpoint: Checkpoint, notes: Sequence[Finding], good: str) -> Check:
