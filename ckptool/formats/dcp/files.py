@@ -10,7 +10,6 @@ from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError, UnreadableError
 from ...base.records import NamedTuple
-from ...base.steps import is_remote
 from ...base.text import pluralize
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.objects import values_of
@@ -44,12 +43,6 @@ def metadata_names(folder: Folder, names: Sequence[str]) -> list[str]:
     data = pluralize(sum(name.endswith(DATA) for name in names), "file")
     what = f"{data} of torch.distributed.checkpoint, and no .metadata to say what they hold"
     raise MalformedError(what, path=folder.path, next="get the folder again, with its hidden files")
-
-
-def ask_for(folder: Folder, metadata: Sequence[str]) -> None:
-    """Announce that metadata files are read next, as a whole."""
-    if is_remote(folder.path):  # there it takes no request to open a file
-        prefetch(Span(file, 0, file.size) for file in map(folder.open, metadata))
 
 
 def open_data(

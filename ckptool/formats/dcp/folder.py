@@ -18,6 +18,7 @@ from typing import Final
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
+from ...base.steps import is_remote
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
     Container,
@@ -32,7 +33,7 @@ from ...checkpoint.container import (
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.objects import named_and_called
 from ...checkpoint.tensors import TensorReader
-from ...files.downloads import ahead
+from ...files.downloads import ahead, prefetch
 from ...files.folders import Folder
 from ...files.sources import FolderSource, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
@@ -45,7 +46,7 @@ from ..pieces.boxes import Box
 from ..pieces.copies import RANK_VALUES, Copies, Copy, CopyPair, copy_problems, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
-from .files import ask_for, metadata_names, open_data, origin_of
+from .files import metadata_names, open_data, origin_of
 from .items import (
     KnownItems,
     OpenedItem,
@@ -490,7 +491,8 @@ def _read_listing(
     """Read the metadata of a folder, from one file or from one file per rank. Return it with the files that hold more
     than torch writes: other libraries' classes, or bytes after the pickle."""
     ranks, odd = [], []
-    ask_for(folder, wanted)
+    if is_remote(folder.path):  # there it takes no request to open a file
+        prefetch(Span(file, 0, file.size) for file in map(folder.open, wanted))
     for name in wanted:
         listing = open_listing(folder, name, stack, name)
         opened.append(listing)

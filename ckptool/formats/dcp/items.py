@@ -26,7 +26,7 @@ from ...safety.arguments import refused_calls
 from ...safety.torch_lists import NEWEST, ever_listed
 from ...safety.weights_only import graph_blockers
 from ..pieces.boxes import Box
-from ..pieces.chunks import Chunk, ChunkedSource, Layout, Rows, layout_of, tensor_rows
+from ..pieces.chunks import Chunk, ChunkedSource, Layout, layout_of, tensor_rows
 from ..pieces.copies import Copy
 from ..torch.zip_reader import TorchZip, read_records
 from .metadata import Item
@@ -253,16 +253,6 @@ def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
     return opened.span(record), record
 
 
-def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
-    """Return the elements of the tensor in an item; raises as ``open_rows`` does."""
-    _, _, source, begin = open_rows(opened, dtype, shape)
-    storages = TensorReader(opened.graph).storages if 0 not in shape else {}
-    span, record = storage_span(opened, next(iter(storages))) if len(storages) == 1 else (None, None)
-    tensor = TensorItem(source, begin, span, record.crc if record else 0)
-    known.learn(opened, dtype, shape, tensor)
-    return tensor
-
-
 def read_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
     """Open an item and return its tensor's elements; raises MalformedError if they differ from the listing."""
     try:
@@ -364,9 +354,9 @@ class SubclassError(MalformedError):
     """An item holds a tensor of another class, made of several tensors."""
 
 
-def open_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> Rows:
-    """Return the elements of the tensor in an item. Raises MalformedError if it is not a tensor of this dtype and
-    shape, or its bytes are missing."""
+def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
+    """Return the elements of the tensor in an item. Raises MalformedError unless it has this dtype and shape, and all
+    its bytes."""
     item, graph = opened.item, opened.graph
     reader = _cached(graph, "reader of an item", TensorReader)
     tensor = reader.tensor(graph.root)
@@ -377,23 +367,27 @@ def open_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> Rows:
         wanted, actual = _tensor_text(dtype.name, shape), _tensor_text(tensor.dtype, tensor.shape)
         what = f"{item.name!r}: .metadata lists {wanted}, and the item holds {actual}"
         raise MalformedError(what, where=item.place)
+    places: list[tuple[Span, Record]] = []
 
     def stored(key: str) -> Span:
-        span, _ = storage_span(opened, key)
-        if span.size != reader.storages[key].nbytes:
-            raise MalformedError(
-                f"its storage has {span.size:,} bytes, and should have {reader.storages[key].nbytes:,}"
-            )
-        return span
+        places.append(storage_span(opened, key))
+        size, wanted = places[0][0].size, reader.storages[key].nbytes
+        if size != wanted:
+            raise MalformedError(f"its storage has {size:,} bytes, and should have {wanted:,}")
+        return places[0][0]
 
     try:
-        rows = tensor_rows(reader, graph.root, stored, item.place)
+        _, _, source, begin = tensor_rows(reader, graph.root, stored, item.place)
         flaw = _cached(graph, "tensor flaw of an item", _tensor_flaw)
         if flaw:
             raise MalformedError(f"torch does not load it: {flaw}")
     except MalformedError as error:
         raise MalformedError(f"{item.name!r}: {error.what}", where=item.place) from error
-    return rows
+    # With further storages, the item has bytes beside the tensor's.
+    span, record = places[0] if places and len(reader.storages) == 1 else (None, None)
+    found = TensorItem(source, begin, span, record.crc if record else 0)
+    known.learn(opened, dtype, shape, found)
+    return found
 
 
 def _cached(graph: Graph, name: str, function: Callable[[Graph], _T]) -> _T:

@@ -420,7 +420,9 @@ class Merge:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
-                self._drop(path, tensor)
+                content = self._plain[path].rows
+                if content is not None:  # it gets no bytes
+                    self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
         if parts:
             names = join_limited([self._named(path) for path in parts], most=3)
             why = "each rank has a different tensor, and the files do not say how they fit together"
@@ -436,12 +438,6 @@ class Merge:
             names = join_limited([self._named(path) for path in self._uncompared], most=3)
             what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
             self.note(RANK_VALUES, "note", what)
-
-    def _drop(self, path: str, tensor: Tensor) -> None:
-        """Replace a tensor that cannot be joined with one that has no bytes."""
-        content = self._plain[path].rows
-        if content is not None:
-            self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
 
 
 def _ranks_text(mesh: Mesh) -> str:

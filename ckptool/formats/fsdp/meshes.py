@@ -106,7 +106,8 @@ class Meshes(RankFiles):
         if not any(merge.ranks for merge in merges):
             raise self.errors[0]
         meshes = {mesh: None for merge in merges for mesh in merge.meshes}
-        world = max([0, *map(_most_ranks, meshes), *(rank_set.world for rank_set in sets)])
+        highest = (rank + 1 for mesh in meshes for rank in mesh.members)
+        world = max([0, *highest, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
         gaps = []
         for rank_set, merge, problems in zip(sets, merges, own):
             gaps.append(self._gaps(rank_set, merge, meshes, world))
@@ -217,11 +218,6 @@ class Meshes(RankFiles):
                 self.note_lost(what, name)
 
 
-def _most_ranks(mesh: Mesh) -> int:
-    """Return one more than the highest rank in a mesh, or its number of ranks if that is larger."""
-    return max([mesh.ranks, *(rank + 1 for rank in mesh.members)])
-
-
 def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: Collection[int]) -> set[int]:
     """Return the ranks that saved a set, by file names or else by the meshes. All stages of a pipeline are expected.
     Any other mesh within a larger one may have been saved alone, because the rest of the larger mesh holds copies."""
@@ -268,8 +264,11 @@ def _numbered(folder: Folder, names: Collection[str], like: Collection[int] | No
     every = numbered_sets(names)[:_MOST_SETS]
     for wanted in (_CLASSES, _TRAINING):
         for rank_set in every:
-            alike = _goes_beside(rank_set, like, wanted) if like is not None else wanted is _CLASSES
-            own = set(rank_set.files.values())
+            own, numbers = set(rank_set.files.values()), rank_set.files.keys()
+            if wanted is _CLASSES:  # numbers may be missing: the tensors record their rank
+                alike = like is None or not numbers.isdisjoint(like)
+            else:
+                alike = like is not None and numbers <= {*like}
             if not alike or not taken.isdisjoint(own) or not _mentions(folder, rank_set, wanted):
                 continue
             if wanted is _TRAINING or _is_one_save(folder, rank_set):
@@ -279,24 +278,12 @@ def _numbered(folder: Folder, names: Collection[str], like: Collection[int] | No
     return sorted(sets, key=lambda rank_set: rank_set.template)
 
 
-def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes]) -> bool:
-    """Return whether the file numbers match. Numbers may be missing from files whose tensors record their rank."""
-    own, numbers = rank_set.files.keys(), {*like}
-    return not own.isdisjoint(numbers) if words is _CLASSES else own <= numbers
-
-
 def _labelled(sets: list[RankSet]) -> list[RankSet]:
     labels = [rank_set.label for rank_set in sets]
     return [
         rank_set if labels.count(rank_set.label) == 1 else rank_set._replace(label=rank_set.template.replace("\0", "N"))
         for rank_set in sets
     ]
-
-
-def are_one_save(folder: Folder, names: Collection[str]) -> bool:
-    """Return whether all these files are rank files of one save."""
-    sets = _sets(folder, names)
-    return bool(sets) and {name for rank_set in sets for name in rank_set.files.values()} == set(names)
 
 
 def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
@@ -452,7 +439,8 @@ def of_one_save(path: str) -> bool:
     if not is_pattern(path):
         return False
     folder, names = matching(path)
-    return len(names) > 1 and are_one_save(folder, names)
+    found = {name for rank_set in _sets(folder, names) for name in rank_set.files.values()}
+    return len(names) > 1 and found == {*names}
 
 
 def read_pattern(path: str) -> tuple[FolderSource, Meshes] | None:
