@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -20,15 +20,15 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, checksums
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
+from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..pickles.nodes import Ref
 from ..safety.torch_lists import VERSIONS, list_of
-from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, is_name
+from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
 from ..safety.weights_only import LoadPrediction
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
 from .facts import WEIGHTS_ONLY, Facts, dangerous_call, facts
-from .loads import pickles_of
 
 if TYPE_CHECKING:
     from ..files.sources import ExpectedChecksum
@@ -122,7 +122,9 @@ def check_checkpoint(
     program = program_of(checkpoint)
     if program is not None:
         checks.append(judge("program", "safety", notes["program"], ""))
-    pickles = pickles_of(checkpoint, torch)
+    own = program.own_names if program is not None else ()
+    every = chain(container.pickles() if checkpoint.pickled else (), carried_pickles(checkpoint))
+    pickles = list(examine(every, torch, own))
     if program is not None:  # its code and settings are text, by design
         pickles = [pickle._replace(note="") for pickle in pickles if not pickle.program]
     if checkpoint.pickled or pickles:

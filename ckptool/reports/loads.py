@@ -17,7 +17,7 @@ from ..files.sources import FolderSource, Span
 from ..formats import carried_pickles
 from ..formats.opening import in_several_files, open_checkpoint
 from ..safety.torch_lists import DEFAULT
-from ..safety.verdict import ExaminedPickle, Verdict, examine, verdict_of
+from ..safety.verdict import Verdict, examine, verdict_of
 
 if TYPE_CHECKING:
     from .checks import Checked
@@ -31,14 +31,6 @@ class VerdictReport(TypedDict):
 
     verdict: str
     reasons: list[str]
-
-
-def pickles_of(checkpoint: Checkpoint, torch: str, *, quick: bool = False) -> list[ExaminedPickle]:
-    """Examine every pickle in a checkpoint; ``quick`` as in ``checkpoint_verdict``."""
-    program = program_of(checkpoint)
-    own = program.own_names if program is not None else ()
-    every = checkpoint.container.pickles(quick=quick) if checkpoint.pickled else ()
-    return list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
 
 
 def checkpoint_verdict(
@@ -58,7 +50,9 @@ def checkpoint_verdict(
     if checked is not None:
         pickles, problems = list(checked.pickles), list(checked.problems)
     else:
-        pickles = pickles_of(checkpoint, torch, quick=quick)
+        own = program.own_names if program is not None else ()
+        every = container.pickles(quick=quick) if checkpoint.pickled else ()
+        pickles = list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
         problems = [*container.problems, *(() if quick else container.audit(checkpoint.survey.reader.storages))]
     unclear = [problem.message for problem in problems if problem.ambiguous]
     unclear += [
