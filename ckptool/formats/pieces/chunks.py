@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from math import prod
 from typing import Final
 
-from ...base.dtypes import BY_NAME, Dtype
+from ...base.dtypes import BY_NAME, Dtype, is_complex
 from ...base.errors import MalformedError
 from ...base.records import NamedTuple
 from ...base.text import pluralize
@@ -61,8 +61,10 @@ def tensor_rows(reader: TensorReader, ref: Ref, stored: Callable[[str], Span], n
     source, begin = span.source, span.offset + tensor.offset * dtype.itemsize
     if not is_contiguous(tensor):
         source, begin = RowSource(source, begin, shape, stride, dtype.itemsize, name), 0
-    signs = flipped_signs(dtype, *lazy_bits_in(reader, ref))
-    if signs:
+    negated, conjugated = lazy_bits_in(reader, ref)
+    if (negated or conjugated) and not (is_complex(dtype.name) or (dtype.floating and not conjugated)):
+        raise MalformedError(f"torch does not load it: {dtype.name} negated or conjugated")
+    if signs := flipped_signs(dtype, negated, conjugated):
         source, begin = SignSource(source, begin, tensor.own_bytes, signs), 0
     return Rows(dtype, shape, source, begin)
 
