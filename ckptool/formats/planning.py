@@ -17,6 +17,7 @@ from ..base.suffixes import WEIGHTS
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
 from ..checkpoint.graph_editor import used_storages
+from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import open_folder
@@ -30,6 +31,8 @@ from ..files.sources import (
     Span,
     links_outside,
 )
+from ..pickles.nodes import Call, Dict, Graph, Ref, children
+from ..safety.storages import storage_flaws
 from . import read_folder, repickled
 from .claims import claims_of
 from .losses import refuse_emptied
@@ -98,6 +101,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     with blaming_damage(*checkpoint.inputs):
         planned, exact = written_as.writer(target.shard_size).plan(checkpoint, target)
     _refuse_folder_name(output, planned, written_as.extension)
+    if not exact:
+        _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, planned, written_as)
     in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
     if target.format == checkpoint.traits.writes_as or (in_files and target.shard_size):
@@ -172,6 +177,42 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     here = {os.path.basename(path) for path in paths if os.path.realpath(os.path.dirname(path)) == folder}
     left = others.difference(here, checkpoint.companions) - links
     return Companions(copied, tuple(sorted(left)), tuple(sorted(links.difference(copied))))
+
+
+def _refuse_discarded(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError if torch fails at an object that the pickle builds and discards: rewritten, the file would
+    load.
+
+    Removing such objects is the task of ``sanitize``.
+    """
+    if any(change.edit == "sanitize" for change in checkpoint.changes):
+        return
+    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient()
+    graph, reader = own.graph, own.survey.reader
+    kept = _kept(graph)
+    used = {storage.key for ref, storage in reader.uses() if ref in kept}
+    for flaw in storage_flaws(own):
+        of_storage = flaw.code in ("missing-storage", "storage-size")
+        if flaw.refused and (flaw.where not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
+            what = f"torch fails at an object that its pickle builds and discards: {flaw.message}"
+            raise RefusedError(what, path=checkpoint.path)
+
+
+def _kept(graph: Graph) -> set[Ref]:
+    """Return the nodes that make up the root object, without values that a later entry for the same key replaces."""
+    kept, work = set[Ref](), [graph.root]
+    while work:
+        ref = work.pop()
+        if ref in kept:
+            continue
+        kept.add(ref)
+        node = graph.nodes[ref]
+        if isinstance(node, Dict | Call) and (pairs := mapping(graph, ref)) is not None:
+            work += [part for pair in pairs for part in pair]
+            work += () if isinstance(node, Dict) else (node.func, *node.items, *node.states)
+        else:
+            work += children(node)
+    return kept
 
 
 def _refuse_links(checkpoint: Checkpoint) -> None:
@@ -297,6 +338,8 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()
     data, exact = verified_pickle(checkpoint)
+    if not exact:
+        _refuse_discarded(checkpoint)
     appending = checkpoint.container.append(data, list(used), gone, edit, time)
     return InPlace(appending, exact, sum(before[key].nbytes for key in gone), _dropped_spans(checkpoint, gone))
 

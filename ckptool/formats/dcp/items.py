@@ -406,7 +406,8 @@ def _load_flaw(graph: Graph) -> str:
     """Return why ``torch.load`` fails at an item's pickle, even in values that the pickle discards; "" if it does
     not."""
     reader = _cached(graph, "reader of an item", TensorReader)
-    if any(reader.storage(ref) is None for ref, _ in graph.of_type(Persistent)):
+    ids = ((ref, graph.nodes[node.pid]) for ref, node in graph.of_type(Persistent))
+    if any(type(pid) is not tuple or len(pid) != ID_PARTS or reader.storage(ref) is None for ref, pid in ids):
         return "it describes a storage in a way that torch cannot read"
     return "a byte string of Python 2 in it is not UTF-8" if any(True for _ in non_utf8_strings(graph)) else ""
 
