@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import FIXTURES
+from helpers.recipes import assert_equal, converted
 from safetensors.torch import load_file, save_file
-from test_recipe_tables import EXPERTS, State, assert_equal, tiny
+from test_recipe_tables import EXPERTS, State, tiny
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
@@ -63,30 +66,19 @@ def sample(kind: str) -> tuple[State, dict[str, Any]]:
         return load_file(Path(folder) / "model.safetensors"), config
 
 
-def converted(state: State, config: dict[str, Any], family: str, folder: Path) -> State:
-    """The tensors that come out, with a configuration beside the input."""
-    folder.mkdir(exist_ok=True, parents=True)
-    save_file({name: value.clone().contiguous() for name, value in state.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    out = folder / "made.safetensors"
-    out.unlink(missing_ok=True)
-    ckptool.save(ckptool.convert(folder / "model.safetensors", "safetensors", to_names=family), out)
-    return load_file(out)
-
-
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_the_configuration_of_another_model_is_refused(kind: str, target: str, tmp_path: Path) -> None:
     """The way there and back works under the own configuration; under others neither does."""
     state, config = sample(kind)
-    made = converted(state, config, target, tmp_path / "own")
+    made = converted(state, target, tmp_path / "own", config)
     back = f"hf:{kind}" if target not in ANY else "split:gate_up"
     # The names and the layout of vLLM's files are those of Phi 3.
     own = {kind, target.removeprefix("hf:"), *(["phi3"] if target.startswith("vllm:") else [])}
     if target.startswith("hf:"):
-        assert_equal(converted(made, config | {"model_type": target.removeprefix("hf:")}, back, tmp_path / "b"), state)
+        assert_equal(converted(made, back, tmp_path / "b", config | {"model_type": target.removeprefix("hf:")}), state)
     elif not target.endswith("gate_up"):
-        assert_equal(converted(made, config, back, tmp_path / "back"), state)
+        assert_equal(converted(made, back, tmp_path / "back", config), state)
     others = [sample(other)[1] for other in MODELS if other not in own]
     others += [config | {"model_type": other} for other in ALIKE]
     if target in ANY:
@@ -95,10 +87,10 @@ def test_the_configuration_of_another_model_is_refused(kind: str, target: str, t
         if target == "split:gate_up" and other["model_type"] in ("glm", "phi3"):
             continue
         with pytest.raises(RefusedError, match=r"its configuration says model_type"):
-            converted(state, other, target, tmp_path / "other")
+            converted(state, target, tmp_path / "other", other)
         if not target.startswith(("hf:", "split:gate_up")):
             with pytest.raises(RefusedError, match=r"its configuration says model_type"):
-                converted(made, other, back, tmp_path / "other")
+                converted(made, back, tmp_path / "other", other)
 
 
 def numbers(config: dict[str, Any]) -> list[str]:
@@ -111,11 +103,11 @@ def numbers(config: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_a_number_that_is_missing_is_derived_or_asked_for(kind: str, target: str, tmp_path: Path) -> None:
     state, config = sample(kind)
-    wanted = converted(state, config, target, tmp_path)
+    wanted = converted(state, target, tmp_path, config)
     for field in numbers(config):
         fewer = {name: value for name, value in config.items() if name != field}
         try:
-            made = converted(state, fewer, target, tmp_path)
+            made = converted(state, target, tmp_path, fewer)
         except RefusedError as error:
             assert "not known" in str(error), (field, str(error))
             continue
@@ -126,10 +118,10 @@ def test_a_number_that_is_missing_is_derived_or_asked_for(kind: str, target: str
 @pytest.mark.parametrize(("kind", "target"), PAIRS)
 def test_a_number_that_is_wrong_never_moves_other_rows(kind: str, target: str, tmp_path: Path) -> None:
     state, config = sample(kind)
-    wanted, refused = converted(state, config, target, tmp_path), set()
+    wanted, refused = converted(state, target, tmp_path, config), set()
     for field in numbers(config):
         try:
-            made = converted(state, config | {field: config[field] + 1}, target, tmp_path)
+            made = converted(state, target, tmp_path, config | {field: config[field] + 1})
         except RefusedError:
             refused.add(field)
             continue
@@ -177,9 +169,9 @@ def test_a_made_configuration_means_the_same(kind: str, tmp_path: Path) -> None:
 def test_what_llama_lacks_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
     state, config = sample("phi3")
     with pytest.raises(RefusedError, match=next(iter(more))):
-        converted(state, {**config, "rope_parameters": None, **more}, "hf:llama", tmp_path)
+        converted(state, "hf:llama", tmp_path, {**config, "rope_parameters": None, **more})
     if "sliding_window" in more:
-        converted(state, config | {"sliding_window": 8, "max_position_embeddings": 8}, "hf:llama", tmp_path / "wide")
+        converted(state, "hf:llama", tmp_path / "wide", config | {"sliding_window": 8, "max_position_embeddings": 8})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind not in EXPERTS])
@@ -192,7 +184,7 @@ def test_a_gap_in_the_layers_is_refused(kind: str, tmp_path: Path) -> None:
         for target in TARGETS[kind]:
             if not target.endswith("gate_up"):
                 with pytest.raises(RefusedError):
-                    converted(fewer, config, target, tmp_path)
+                    converted(fewer, target, tmp_path, config)
 
 
 def unet(blocks: int, layers: int) -> State:
@@ -217,12 +209,12 @@ def test_a_unet_of_another_depth_is_refused(blocks: int, layers: int, tmp_path: 
     state = unet(blocks, layers)
     if layers != 2:
         with pytest.raises(RefusedError):
-            converted(state, {}, "ldm:unet", tmp_path)
+            converted(state, "ldm:unet", tmp_path, {})
         return
-    made = converted(state, {"_class_name": "UNet2DConditionModel"}, "ldm:unet", tmp_path)
-    assert_equal(converted(made, {}, "diffusers:unet", tmp_path), state)
+    made = converted(state, "ldm:unet", tmp_path, {"_class_name": "UNet2DConditionModel"})
+    assert_equal(converted(made, "diffusers:unet", tmp_path, {}), state)
     with pytest.raises(RefusedError, match="_class_name"):
-        converted(state, {"_class_name": "UNetMotionModel"}, "ldm:unet", tmp_path)
+        converted(state, "ldm:unet", tmp_path, {"_class_name": "UNetMotionModel"})
     for gone in (
         "down_blocks.0.downsamplers",
         "up_blocks.0.resnets.1",
@@ -232,25 +224,25 @@ def test_a_unet_of_another_depth_is_refused(blocks: int, layers: int, tmp_path: 
         fewer = {name: value for name, value in state.items() if not name.startswith(gone)}
         if len(fewer) < len(state):
             with pytest.raises(RefusedError):
-                converted(fewer, {}, "ldm:unet", tmp_path)
+                converted(fewer, "ldm:unet", tmp_path, {})
 
 
 def test_the_names_of_a_target_are_said_to_be_there(tmp_path: Path) -> None:
     for kind, target in PAIRS:
         state, config = sample(kind)
-        made = converted(state, config, target, tmp_path)
+        made = converted(state, target, tmp_path, config)
         typed = config | ({"model_type": target[3:]} if target.startswith("hf:") else {})
         if target in ("nanogpt",):
             continue  # the same names as GPT-2
         with pytest.raises(CkptoolError, match=f"it has the names of {target} already"):
-            converted(made, typed, target, tmp_path / "again")
+            converted(made, target, tmp_path / "again", typed)
 
 
 def test_heads_of_a_part_of_the_same_name_are_not_taken_for_whole_ones(tmp_path: Path) -> None:
     """{*} stands for whole steps of a name: gate_up_proj has no up_proj."""
     state = {"mlp.gate_up_proj.weight": torch.randn(12, 8)}
     with pytest.raises(RefusedError, match="already"):
-        converted(state, {}, "fused:gate_up", tmp_path)
+        converted(state, "fused:gate_up", tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -264,11 +256,11 @@ def test_heads_of_a_part_of_the_same_name_are_not_taken_for_whole_ones(tmp_path:
 )
 def test_rows_ordered_by_head_are_refused_by_names(beside: str, tmp_path: Path) -> None:
     state = {"blocks.0.attn.qkv.weight": torch.randn(24, 8)}
-    assert len(converted(state, {"architecture": "vit_tiny_patch16_224"}, "split:qkv", tmp_path)) == 3
+    assert len(converted(state, "split:qkv", tmp_path, {"architecture": "vit_tiny_patch16_224"})) == 3
     with pytest.raises(RefusedError):
-        converted(state | {beside: torch.randn(8)}, {}, "split:qkv", tmp_path)
+        converted(state | {beside: torch.randn(8)}, "split:qkv", tmp_path, {})
     with pytest.raises(RefusedError, match="model_type"):
-        converted(state, {"model_type": "exaone4_5"}, "split:qkv", tmp_path)
+        converted(state, "split:qkv", tmp_path, {"model_type": "exaone4_5"})
 
 
 def test_the_order_of_rows_is_stated(tmp_path: Path) -> None:
@@ -288,10 +280,10 @@ def test_a_head_of_its_own_is_not_left_out(equal: bool, tmp_path: Path) -> None:
     state = transformers.WhisperForConditionalGeneration(config).state_dict()
     state["proj_out.weight"] = state["proj_out.weight"].clone() + (0 if equal else 1)
     if equal:
-        assert "decoder.token_embedding.weight" in converted(state, {}, "openai:whisper", tmp_path)
+        assert "decoder.token_embedding.weight" in converted(state, "openai:whisper", tmp_path, {})
         return
     with pytest.raises(RefusedError, match=r"'proj_out.weight' differs from 'model.decoder.embed_tokens.weight'"):
-        converted(state, {}, "openai:whisper", tmp_path)
+        converted(state, "openai:whisper", tmp_path, {})
     path = tmp_path / "model.safetensors"
     made = ckptool.convert(path, "safetensors", to_names="openai:whisper", allow_loss=["entries"])
     assert any("left out: proj_out.weight" in note for change in made.changes for note in change.notes)
@@ -303,3 +295,44 @@ def test_every_family_is_in_this_file_or_has_a_test_of_its_own() -> None:
     elsewhere |= {"torch:mha", "split:mha", "timm:qkv", "split:qkv"}
     libraries = ("diffusers:", "ldm:", "flux:", "sd1:", "sd2:", "sd3:", "sdxl:")
     assert {family for family in families() if not family.startswith(libraries)} == named | elsewhere
+
+
+# -- the config.json with which transformers loads the model, or what is not known
+
+
+PARTS = FIXTURES / "llama_parts"
+
+
+def from_parts(folder: Path, out: Path) -> ckptool.Checkpoint:
+    made = ckptool.convert(folder, "safetensors", to_names="hf:llama", max_shard_size=1000)
+    ckptool.save(made, out)
+    return made
+
+
+def test_transformers_loads_the_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from_parts(PARTS, tmp_path / "hf")
+    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    assert (model.config.hidden_size, model.config.num_key_value_heads, model.config.vocab_size) == (8, 2, 12)
+    assert str(model.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"), [({"use_scaled_rope": True}, "rope_scaling"), ({"norm_eps": None}, "rms")]
+)
+def test_a_field_that_is_not_known_is_named(change: dict[str, object], unknown: str, tmp_path: Path) -> None:
+    shutil.copytree(PARTS, tmp_path / "parts")
+    params = tmp_path / "parts" / "params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | change))
+    made = from_parts(tmp_path / "parts", tmp_path / "hf")
+    assert not (tmp_path / "hf" / "config.json").exists()
+    assert any("config.json is not made" in note and unknown in note for each in made.changes for note in each.notes)
+
+
+def test_a_config_that_is_there_is_kept(tmp_path: Path) -> None:
+    shutil.copytree(PARTS, tmp_path / "parts")
+    text = '{"model_type": "llama", "mine": 1}'
+    (tmp_path / "parts" / "config.json").write_text(text)
+    from_parts(tmp_path / "parts", tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").read_text() == text

@@ -10,31 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import CORPUS
+from helpers.recipes import assert_equal, converted
 from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError
 
 State = dict[str, torch.Tensor]
-
-
-def converted(state: State, family: str, folder: Path, config: Any = None) -> State:
-    """The tensors that come out, under the names of a family."""
-    folder.mkdir(exist_ok=True, parents=True)
-    save_file({name: value.contiguous().clone() for name, value in state.items()}, folder / "model.safetensors")
-    if config is not None:
-        text = json.dumps(config) if isinstance(config, dict) else config.to_json_string()
-        (folder / "config.json").write_text(text)
-    made = ckptool.convert(folder / "model.safetensors", "safetensors", to_names=family)
-    ckptool.save(made, folder / "made.safetensors")
-    return load_file(folder / "made.safetensors")
-
-
-def assert_equal(made: State, wanted: State) -> None:
-    assert made.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert made[name].dtype == value.dtype
-        assert torch.equal(made[name], value), name
 
 
 def tiny(name: str, head: str = "ForCausalLM", **more: Any) -> Any:
@@ -82,6 +64,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_stacked_as_in_the_memory_of_transformers(family: str, tmp_path: Path) -> None:
+    """If all layers lack the last expert, the router says so."""
     name, sizes = EXPERTS[family]
     model = tiny(name, **sizes)
     memory = {key: value for key, value in model.state_dict().items() if "rotary" not in key}
@@ -90,14 +73,6 @@ def test_experts_are_stacked_as_in_the_memory_of_transformers(family: str, tmp_p
     assert_equal(converted(files, f"stacked:{family}", tmp_path / "a", model.config), memory)
     assert_equal(converted(memory, f"hf:{family}", tmp_path / "b", model.config), files)
     assert_equal(converted(memory, f"hf:{family}", tmp_path / "c"), files)
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-def test_the_router_says_that_all_layers_lack_the_last_expert(family: str, tmp_path: Path) -> None:
-    name, sizes = EXPERTS[family]
-    model = tiny(name, **sizes)
-    memory = {key: value for key, value in model.state_dict().items() if "rotary" not in key}
-    files = files_of(model, tmp_path / "hf")
     last = max(int(number) for key in files for number in re.findall(r"experts\.(\d+)\.", key))
     fewer = {key: value for key, value in files.items() if f".experts.{last}." not in key}
     shorter = {key: value[:-1].clone() if ".mlp.experts." in key else value for key, value in memory.items()}
