@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .checkpoint.survey import StateDict, TensorEntry
     from .checkpoint.tensors import Tensor
     from .edits.average import average
+    from .edits.averages import wrap
     from .edits.cast import cast
     from .edits.convert import convert
     from .edits.devices import DeviceMap, remap
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from .edits.merge import merge
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
-    from .edits.purposes import wrap
     from .edits.redact import redact
     from .edits.resize import resize
     from .edits.salvage import Lost, Salvaged, SalvagedState, salvage
@@ -142,7 +142,7 @@ _NAMES = {
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
-    "edits.purposes": ("wrap",),
+    "edits.averages": ("wrap",),
     "edits.redact": ("redact",),
     "edits.resize": ("resize",),
     "edits.salvage": ("Lost", "Salvaged", "SalvagedState", "salvage"),

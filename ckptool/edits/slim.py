@@ -36,7 +36,7 @@ from ..values.elements import (
     storage_reader,
     tensor_size,
 )
-from .purposes import Purpose, fit_for
+from .averages import Purpose, fit_for
 from .recompute import Recomputation
 from .storages import Use, chosen_storages, has_bits, refuse_bits, repointed
 

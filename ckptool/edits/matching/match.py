@@ -28,8 +28,7 @@ from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
 from ..outputs import suggested_edit
-from .attempts import Case, case_of, shared_shapes
-from .candidates import Steps, drop_steps, edit_command
+from .candidates import Case, Steps, case_of, drop_steps, edit_command, shared_shapes
 from .causes import Cause, Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
 from .pairing import Agreement, Comparison, Pairing, family_of
 from .report import (
