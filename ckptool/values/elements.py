@@ -322,6 +322,12 @@ def filling(storage: StorageReader, tensor: Tensor) -> Filling | None:
     return None if place is None else storage.filling(*place)
 
 
+def stored_span(storage: StorageReader, tensor: Tensor) -> Span | None:
+    """Return where a file has the bytes that ``elements`` yields, or None if they must be computed or are missing."""
+    place = _place(tensor)
+    return None if place is None else storage.span(*place)
+
+
 def _place(tensor: Tensor) -> tuple[int, int] | None:
     """Return the offset and size of contiguous elements in their storage, in bytes; None for other tensors."""
     dtype = dtype_of(tensor)

@@ -392,10 +392,10 @@ def test_any_elements_are_found(tmp_path: Path, sizes: list[int], data: Any) -> 
     assert told == {name: ([min(places)], len(places)) for name, places in wanted.items()}
 
 
-def test_a_large_tensor_is_compared_in_shares(tmp_path: Path) -> None:
-    x = torch.zeros(20_000_000)  # 80 MB: three shares, on several threads
+def test_elements_far_apart_in_a_large_tensor_are_counted(tmp_path: Path) -> None:
+    x = torch.zeros(2_000_000)  # several blocks
     one = saved(tmp_path / "a", {"x": x})
-    for at in (0, 8_388_608, 19_999_999):
+    for at in (0, 838_860, 1_999_999):
         x[at] = 1
     (value,) = ckptool.diff(one, saved(tmp_path / "b", {"x": x}))["values"]
     assert (value["first"], value["differing"]) == ([0], 3)

@@ -38,14 +38,13 @@ from ...checkpoint.selection import dotted
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.downloads import expect_reads
-from ...files.sources import Span
 from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import CheckpointOrPath, opened
 from ...pickles.nodes import Ref
-from ...values.elements import elements, read_for, storage_reader, tensor_size
+from ...values.elements import elements, read_for, storage_reader, stored_span, tensor_size
 from ..keys import near_patterns
 from .places import Place, Side, side_of
-from .tensors import has_values, raw_elements, tensor_attributes
+from .tensors import has_values, tensor_attributes
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -193,9 +192,9 @@ class Digests:
         """Compute the digest of one tensor's elements."""
         checkpoint = self.side.checkpoint
         digest = sha256()
-        raw = raw_elements(checkpoint, tensor)
         storage = storage_reader(checkpoint, tensor.storage)
-        for data in elements(storage, tensor) if raw is None else read_blocks(Span(*raw)):
+        span = stored_span(storage, tensor)
+        for data in elements(storage, tensor) if span is None else read_blocks(span):
             digest.update(data)
             if self.progress:
                 with self.lock:

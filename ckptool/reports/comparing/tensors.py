@@ -11,24 +11,23 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
 from ...checkpoint.sharding import sharding_state
-from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, is_contiguous, rebuild_calls
+from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, rebuild_calls
 from ...files.downloads import expect_reads
-from ...files.sources import FileSource, Span
 from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
 from ...values.elements import (
     BitDifference,
     dtype_of,
     elements,
+    filling,
     read_for,
     reblocked,
     storage_reader,
-    swapped_width,
+    stored_span,
     tensor_size,
 )
 from ...values.interpretation import Reading, resolved_bytes
@@ -52,8 +51,6 @@ _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
 
 #: Classes of tensors whose attributes do not affect their values.
 _PLAIN: Final = ("", "Tensor", "Parameter", "Buffer")
-#: Bytes of a large tensor that one thread compares at a time.
-_SHARE: Final = 32 << 20
 
 
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
@@ -134,35 +131,6 @@ def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
 # -- elements
 
 
-class RawElements(NamedTuple):
-    """``size`` bytes in a file, starting at ``offset``: the elements in order, little-endian or single bytes."""
-
-    source: FileSource
-    offset: int
-    size: int
-
-
-def raw_elements(checkpoint: Checkpoint, tensor: Tensor) -> RawElements | None:
-    """Return where the file has the bytes that ``elements`` yields, or None if they must be computed.
-
-    For missing bytes None is returned too, and ``elements`` raises the error.
-    """
-    dtype = dtype_of(tensor)
-    if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or is_contiguous(tensor)):
-        return None
-    if swapped_width(checkpoint, tensor.storage) > 1:
-        return None
-    body = checkpoint.body(tensor.storage)
-    if body is None or body.compressed or not isinstance(body.piece, Span):
-        return None
-    begin, size = tensor.offset // dtype.packed * dtype.itemsize, tensor_size(tensor)
-    source = body.piece.source.local_file()
-    if source is None or begin + size > min(body.size, body.piece.size):
-        return None
-    offset = body.piece.offset + begin
-    return RawElements(source, offset, size) if offset + size <= source.size else None
-
-
 def has_values(tensor: Tensor) -> bool:
     """Return whether the file has elements of the tensor itself."""
     return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
@@ -175,20 +143,12 @@ def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> It
 # -- bit for bit
 
 
-class _Share(NamedTuple):
-    """Bytes of a pair of tensors, by its number, which begin ``at`` bytes into the tensors."""
-
-    a: RawElements
-    b: RawElements
-    number: int
-    at: int
-
-
 @dataclass
 class BitComparison:
     """A comparison of pairs of tensors with equal dtype and shape. NaNs with equal bits are equal.
 
-    ``readings`` says how to read some of the pairs, by number. Without ``count`` differing elements are not counted.
+    ``readings`` says how to read some of the pairs, by number. Without ``count`` differing elements are not counted:
+    the number is then -1.
     ``progress`` is called with numbers of bytes on one side.
     """
 
@@ -206,78 +166,57 @@ class BitComparison:
         """Return the difference of each pair. Raise MalformedError if bytes are missing."""
         both = ((side, tensor) for pair in self.pairs for side, tensor in zip((self.a, self.b), pair))
         expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
-        run_in_threads(self.work(), self.do, [tensor_size(left) for left, _ in self.pairs])
+        run_in_threads(range(len(self.pairs)), self.compare, [tensor_size(left) for left, _ in self.pairs])
         return [self.differences.get(number, BitDifference()) for number in range(len(self.pairs))]
 
-    def work(self) -> Iterator[_Share | int]:
-        """Yield shares of stored bytes in the order of the first file, then the numbers of pairs to compute."""
-        stored: list[tuple[RawElements, RawElements, int]] = []
-        computed: list[int] = []
-        for number, (left, right) in enumerate(self.pairs):
-            ours, theirs = raw_elements(self.a, left), raw_elements(self.b, right)
-            if ours is None or theirs is None or ours.size != theirs.size or number in self.readings:
-                computed.append(number)
-            elif ours.source.identity == theirs.source.identity and ours.offset == theirs.offset:
-                self.advance(ours.size)  # both are the same bytes in the same file
-            else:
-                stored.append((ours, theirs, number))
-        stored.sort(key=lambda item: (item[0].source.name, item[0].offset))
-        for ours, theirs, number in stored:
-            for at in range(0, ours.size, _SHARE):
-                size = min(_SHARE, ours.size - at)
-                a, b = (side._replace(offset=side.offset + at, size=size) for side in (ours, theirs))
-                yield _Share(a, b, number, at)
-        yield from computed
+    def compare(self, number: int) -> None:
+        """Compare a pair up to its end, or to the first difference if differing elements are not counted."""
+        left = self.pairs[number][0]
+        dtype, at, total = dtype_of(left), 0, tensor_size(left)
+        width = dtype.itemsize if dtype else 1
+        for ours, theirs in () if self.is_one_place(number) else self.blocks(number):
+            size = max(len(ours), len(theirs))
+            if ours != theirs:
+                padded = ours.ljust(size, b"\0"), theirs.ljust(size, b"\0")
+                first, differing = _differing(*padded, width, self.count)
+                known = self.differences.get(number, BitDifference(first + at // width))
+                self.differences[number] = BitDifference(known.first, known.differing + differing)
+                if not self.count:
+                    break
+            at += size
+            self.advance(size)
+        self.advance(max(total - at, 0))
 
-    def do(self, work: _Share | int) -> None:
-        if isinstance(work, int):
-            self.compare_computed(work)
-        else:
-            self.compare_share(work)
+    def is_one_place(self, number: int) -> bool:
+        """Return whether both tensors of a pair are the same bytes in the same file."""
+        if number in self.readings:
+            return False
+        ours, theirs = (
+            stored_span(storage_reader(side, tensor.storage), tensor)
+            for side, tensor in zip((self.a, self.b), self.pairs[number])
+        )
+        if ours is None or theirs is None or ours[1:] != theirs[1:]:
+            return False
+        one, other = ours.source.local_file(), theirs.source.local_file()
+        return one is not None and other is not None and one.identity == other.identity
 
-    def compare_share(self, share: _Share) -> None:
+    def blocks(self, number: int) -> Iterator[tuple[bytes | bytearray, bytes | bytearray]]:
+        """Yield the bytes of both tensors of a pair, block by block; each is valid until the next one is requested."""
+        if number in self.readings:
+            computed = (reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number])
+            yield from zip_longest(*computed, fillvalue=b"")
+            return
+        pair = list(zip((self.a, self.b), self.pairs[number]))
+        fills = [filling(storage_reader(side, tensor.storage), tensor) for side, tensor in pair]
         if not hasattr(self.buffers, "pair"):
             self.buffers.pair = (bytearray(READ_SIZE), bytearray(READ_SIZE))
         ours, theirs = self.buffers.pair
-        for at in range(0, share.a.size, READ_SIZE):
-            size = min(READ_SIZE, share.a.size - at)
-            if size < READ_SIZE:
-                ours, theirs = bytearray(size), bytearray(size)
-            share.a.source.read_into(share.a.offset + at, ours)
-            share.b.source.read_into(share.b.offset + at, theirs)
-            if ours != theirs:
-                self.note(share.number, share.at + at, ours, theirs)
-            self.advance(size)
-
-    def compare_computed(self, number: int) -> None:
-        left, right = self.pairs[number]
-        at = 0
-        if number in self.readings:
-            blocks = [reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number]]
-        else:
-            blocks = [_blocks(self.a, left), _blocks(self.b, right)]
-        for ours, theirs in zip_longest(*blocks, fillvalue=b""):
-            size = max(len(ours), len(theirs))
-            if ours != theirs:
-                self.note(number, at, ours.ljust(size, b"\0"), theirs.ljust(size, b"\0"))
-            at += size
-            self.advance(size)
-
-    def note(self, number: int, at: int, ours: bytes | bytearray, theirs: bytes | bytearray) -> None:
-        """Note the differences between two stretches that begin ``at`` bytes into the tensor."""
-        dtype = dtype_of(self.pairs[number][0])
-        width = dtype.itemsize if dtype else 1
-        known = self.differences.get(number)
-        if ours == theirs or (not self.count and known is not None and known.first <= at // width):
+        if fills[0] is None or fills[1] is None:
+            yield from zip_longest(*(_blocks(*each) for each in pair), fillvalue=b"")
             return
-        first, differing = _differing(ours, theirs, width, self.count)
-        with self.lock:
-            known = self.differences.get(number)
-            first += at // width
-            if known is not None:
-                first = min(first, known.first)
-                differing = differing + known.differing if self.count else -1
-            self.differences[number] = BitDifference(first, differing)
+        while size := fills[0](memoryview(ours)):
+            fills[1](memoryview(theirs)[:size])
+            yield (ours, theirs) if size == READ_SIZE else (ours[:size], theirs[:size])
 
     def advance(self, size: int) -> None:
         if self.progress:
