@@ -7,8 +7,6 @@ from typing import Final, TypeAlias
 
 from .records import TypedDict
 
-#: The syntax of patterns, for the help of each option that takes one.
-SYNTAX: Final = "*, ?, [45], [a-c], [!x], {a,b} or re:REGEX"
 #: The prefix that marks a regular expression.
 REGEX: Final = "re:"
 

@@ -132,8 +132,8 @@ def diff(
 
 
 def _lines(report: DiffReport, sort: str) -> list[str]:
-    """Return the verdict, then one section per kind of difference, and the next step."""
-    return [*_verdict(report), *_measured(report, sort), *_next_step(report)]
+    """Return the verdict, then one section per kind of difference,"""
+    return [*_verdict(report), *_measured(report, sort)]
 
 
 def _verdict(report: DiffReport) -> list[str]:
@@ -191,15 +191,6 @@ def _role(item: ValueDifference) -> int:
 
 def _name(item: Mapping[str, Any]) -> str:
     return clean(label(item["path"]))
-
-
-def _next_step(report: DiffReport) -> list[str]:
-    """Return the lines that name the option for a difference in containers or order alone; [] for other differences."""
-    aside = [name for name in ("container", "order") if report[name]]
-    rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
-    if not aside or any((*rest, report["entries"], report["program"])):
-        return []
-    return ["", f"the rest is the same with --ignore {','.join(aside)}"]
 
 
 def _same(report: DiffReport) -> str:

@@ -333,15 +333,10 @@ def tell(text: str) -> None:
     _tell(text.replace(_WARNING, judged(_WARNING, "warning", sys.stderr), 1) if text.startswith(_WARNING) else text)
 
 
-def tell_part(text: str) -> None:
-    """Write a clean text to stderr without a line break at its end."""
-    _tell(text, line_break=False)
-
-
-def _tell(text: str, line_break: bool = True) -> None:
+def _tell(text: str) -> None:
     """Write a clean line to stderr. Ignore a full or closed stderr: the exit code still counts."""
     try:
-        click.echo(text, err=True, nl=line_break)
+        click.echo(text, err=True)
     except OSError:
         return
 

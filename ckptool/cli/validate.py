@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from ..base.engines import Precomputed
-from ..base.errors import CkptoolError, OutputError, UnreadableError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.records import NamedTuple
 from ..base.steps import Line, is_folder
 from ..base.text import join_limited, pluralize
@@ -51,10 +51,10 @@ from .options import (
 )
 from .policies import PolicySet, policy_set
 from .progress import progress_bar, work_size
-from .render import clean, emit, say_error
+from .render import clean, emit
 from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import on_terminal, watched
-from .validation_formats import github_lines, github_summary, is_notable, junit, sarif, short_lines, table_lines
+from .validation_formats import github_lines, is_notable, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 #: Formats that need all reports at once.
@@ -150,9 +150,8 @@ def validate(
     locks = [lock for lock in dict.fromkeys(item.lock for item in policies.every) if lock]
     given = inputs.files(_files)
     first = list(islice(given, 2))
-    summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
     shown = frozenset(inputs.paths)
-    how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary), shown)
+    how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE, shown)
     every = chain(first, given)
     files: Iterator[FileItem] = _with_missing(every, policy, how) if locks and inputs.whole else every
     label = "" if quick or quiet or style == "github" or not watched() else "validating"
@@ -166,7 +165,7 @@ def validate(
         working,
         bar="" if own_bar else label,
         errors=ErrorLog(KEPT),
-        finish=partial(_end, inputs, how, summary),
+        finish=partial(_end, inputs, how),
     )
 
 
@@ -182,16 +181,6 @@ def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
         inside = checkpoints_within(item.path) if isinstance(item, Candidate) and item.archive else []
         yield from inside
         yield FolderFile(item.path) if inside or isinstance(item, SkippedFile) else item.path
-
-
-def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
-    """Append to the summary of a GitHub Actions job. A failure is printed and does not change the exit code."""
-    from ..files.write.output import append_text
-
-    try:
-        append_text(path, github_summary(reports))
-    except OutputError as error:
-        say_error(error)
 
 
 def _with_missing(files: Iterable[str | UnreadableError], policy: Policy, how: _How) -> Iterator[FileItem]:
@@ -282,13 +271,11 @@ def _kind(report: ValidateReport) -> str:
     return "other file" if report["safety"] is not None else check["message"]
 
 
-def _end(inputs: Inputs, how: _How, summary: str, totals: Totals) -> int:
+def _end(inputs: Inputs, how: _How, totals: Totals) -> int:
     """Write the reports of a format that needs them all, errors, totals, and the skipped files."""
     style = how.style
     if style in _WHOLE:
         emit(_WHOLE[style](totals.data))
-    if summary:
-        _write_summary(summary, totals.data)
     totals.errors.close()
     good, files = totals.words["valid"], totals.words.total() - totals.words[PASSED_OVER]
     several = (len(inputs.paths) != 1 or files != 1) and totals.words[UNREADABLE] != files

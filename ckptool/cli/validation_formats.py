@@ -138,40 +138,6 @@ def github_lines(report: ValidateReport) -> list[str]:
     ]
 
 
-def github_summary(reports: Sequence[ValidateReport]) -> str:
-    """Return the Markdown summary of a job: a row per file, files that are not valid first."""
-    reports = [report for report in reports if report["status"] != "skipped"]
-    good = sum(report["valid"] for report in reports)
-    rows = sorted(reports, key=lambda report: report["valid"])
-    policy = next((report["policy"] for report in reports if report["policy"]), "")
-    lines = [
-        "### ckptool validate",
-        "",
-        f"{len(reports):,} checked: {good:,} valid, {len(reports) - good:,} not"
-        + (f"; policy {_markdown(policy)}, found" if policy else ""),
-        "",
-        "| file | result | what |",
-        "|---|---|---|",
-        *(f"| {_markdown(item['path'])} | {item['status']} | {_markdown(_why(item))} |" for item in rows[:_ROWS]),
-    ]
-    rest = len(rows) - _ROWS
-    return "\n".join([*lines, *([f"| and {rest:,} more | | |"] if rest > 0 else []), ""])
-
-
-#: The most files in a summary: GitHub shows at most one MiB of it.
-_ROWS: Final = 1000
-
-
-def _why(report: ValidateReport) -> str:
-    bad = [f"{check['name']}: {check['message']}" for check in report["checks"] if check["status"] in _BAD]
-    return cut("; ".join([*bad, *filter(None, [_partial(report)])]), 2 * _WIDE)
-
-
-def _markdown(text: str) -> str:
-    """Escape a text for a Markdown table cell, so that no part of it acts as Markdown or HTML."""
-    return "".join(f"&#{ord(char)};" if char in "\\|`*_{}[]<>#!~&@" else char for char in clean(text))
-
-
 def _relative(path: str) -> str:
     """Return the path without a leading ``./``, as a repository spells it; an address unchanged."""
     return path if not path or is_remote(path) else os.path.normpath(path)
