@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from ..base.records import NamedTuple, TypedDict
 from ..base.steps import is_remote
@@ -50,19 +50,8 @@ class FileVerdict(NamedTuple):
 
 def file_row(command: str, version: str, verdict: FileVerdict) -> FileRow:
     """Return the row of a file; ``version`` is ckptool's version."""
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        "version": version,
-        "path": verdict.path,
-        "size": verdict.size,
-        "verdict": verdict.verdict,
-        "code": verdict.code,
-        "format": verdict.format,
-        "coverage": verdict.coverage,
-        "hash": verdict.hash,
-        "message": verdict.message,
-    }
+    row = {"schema": SCHEMA, "command": command, "version": version, **verdict._asdict()}
+    return cast("FileRow", row)
 
 
 def size_of(path: str) -> int:
