@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
@@ -11,8 +11,9 @@ from ..base.errors import CkptoolError, MalformedError, UnreadableError, of_file
 from ..base.findings import INCOMPLETE, Finding
 from ..base.limits import LIMITS
 from ..base.steps import as_step
-from ..base.text import join_limited
-from ..checkpoint.container import Container
+from ..base.text import join_limited, pluralize
+from ..checkpoint.container import Container, FoundPickle
+from ..checkpoint.objects import named_and_called
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import Folder
 from ..files.sources import Source
@@ -119,6 +120,21 @@ def open_listing(folder: Folder, name: str, stack: ExitStack, subject: str) -> S
         what = f"{subject} is not there: {placeholder.what.removeprefix('it is ')}"
         raise MalformedError(what, path=folder.path, next=placeholder.step)
     return listing
+
+
+def grouped(pickles: Iterable[tuple[Hashable, FoundPickle]], noun: str) -> Iterator[FoundPickle]:
+    """Yield the pickles. Of thousands that have equal keys, and name and call the same globals, yield the first."""
+    alike: dict[object, tuple[FoundPickle, int]] = {}
+    for own, pickle in pickles:
+        if own is None or pickle.graph is None or pickle.graph.oddities or pickle.rest:
+            yield pickle
+            continue
+        key = own, named_and_called(pickle.graph)
+        first, count = alike.get(key, (pickle, 0))
+        alike[key] = first, count + 1
+    for pickle, count in alike.values():
+        more = "" if count == 1 else f" and {pluralize(count - 1, noun)} like it"
+        yield pickle._replace(where=pickle.where + more)
 
 
 def with_storage_keys(reader: TensorReader, key_of: Callable[[str], str]) -> Graph:

@@ -8,7 +8,7 @@ are read. Source: torch/distributed/checkpoint/filesystem.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain, islice
@@ -31,14 +31,13 @@ from ...checkpoint.container import (
     is_complete,
 )
 from ...checkpoint.graph_builder import Builder, contiguous
-from ...checkpoint.objects import named_and_called
 from ...checkpoint.tensors import TensorReader
 from ...files.downloads import ahead, prefetch
 from ...files.folders import Folder
 from ...files.sources import FolderSource, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
-from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
+from ..folders import TOO_LARGE, grouped, open_listing, opening, other_steps_problem, with_storage_keys
 from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
@@ -291,8 +290,10 @@ class Dcp(Container):
 
     def _opened(self, items: Iterable[Item]) -> tuple[list[Finding], list[FoundPickle]]:
         problems: list[Finding] = []
-        pickles: list[FoundPickle] = []
-        alike: dict[object, tuple[str, Graph, int]] = {}
+        return problems, list(grouped(self._pickles_in(items, problems), "tensor"))
+
+    def _pickles_in(self, items: Iterable[Item], problems: list[Finding]) -> Iterator[tuple[Hashable, FoundPickle]]:
+        """Yield the pickles of items, each with its file if one pickle may represent the tensors there, else None."""
         for item in ahead(items, self._edges):
             where = f"{item.place} ({item.name})"
             try:
@@ -307,8 +308,8 @@ class Dcp(Container):
                     what = f"{item.place}: {error.what}"
                     problems.append(Finding.of("bad-item", "error", what, item.file, item.at))
                 inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
-                pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
-                pickles += [] if inside else [FoundPickle(where, None, error.what)]
+                yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in inside)
+                yield from () if inside else [(None, FoundPickle(where, None, error.what))]
                 continue
             own = opened.zip
             for problem in (*own.problems, *own.audit(TensorReader(own.graph).storages)):
@@ -316,18 +317,8 @@ class Dcp(Container):
                     what = f"{where}: {problem.message}"
                     problems.append(problem._replace(message=what, where=item.file, offset=item.at))
             first, *rest = own.pickles()
-            pickles += [part._replace(where=f"{where}: {part.where}") for part in rest]
-            if item.offset is None or own.graph.oddities or first.rest:
-                pickles.append(first._replace(where=where))
-                continue
-            # Thousands of tensors name and call the same globals: one pickle per file represents them.
-            key = (item.file, named_and_called(own.graph))
-            known, graph, count = alike.get(key, (where, own.graph, 0))
-            alike[key] = (known, graph, count + 1)
-        for known, graph, count in alike.values():
-            more = "" if count == 1 else f" and {pluralize(count - 1, 'tensor')} like it"
-            pickles.append(FoundPickle(known + more, graph))
-        return problems, pickles
+            yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in rest)
+            yield None if item.offset is None else item.file, first._replace(where=where)
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:

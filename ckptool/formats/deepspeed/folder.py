@@ -109,7 +109,7 @@ class Deepspeed(RankFiles):
     # -- the files
 
     def _read_all(
-        self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile, int], _State], stack: ExitStack
+        self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile], _State], stack: ExitStack
     ) -> dict[int, _State]:
         """Read the files of one kind; return their states by rank, without unreadable files and those of another save.
         Raises MalformedError if none is left."""
@@ -124,7 +124,7 @@ class Deepspeed(RankFiles):
                 self.note(MISPLACED, "error", f"{name}: {what}", name, refused=True)
                 continue
             try:
-                states[rank] = read(file, rank)
+                states[rank] = read(file)
             except MalformedError as error:
                 self.errors.append(error)
                 self.note_lost(f"{name}: {error.what}", name)

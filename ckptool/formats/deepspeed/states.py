@@ -54,7 +54,6 @@ class ZeroState(NamedTuple):
     - ``checksums``: the recorded CRC-32 of each tensor in the partition, 0 if not recorded.
     """
 
-    rank: int
     name: str
     in_parts: bool
     stage: int
@@ -81,7 +80,6 @@ class ModelState(NamedTuple):
     - ``save``: facts that all files of one save share.
     """
 
-    rank: int
     name: str
     values: Mapping[str, Ref]
     groups: tuple[Shapes, ...]
@@ -99,7 +97,7 @@ class ModelState(NamedTuple):
         return value if isinstance(value, int) else 0
 
 
-def read_optimizer(file: RankFile, rank: int) -> ZeroState:
+def read_optimizer(file: RankFile) -> ZeroState:
     """Read one rank's optimizer file. Raises MalformedError for any other file, NotACheckpointError for partitions that
     cannot be joined."""
     graph = file.graph
@@ -147,7 +145,6 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
         **_configuration(file, root),
     }
     return ZeroState(
-        rank,
         file.name,
         in_parts,
         stage or 0,
@@ -185,7 +182,7 @@ def group_states(graph: Graph, base: Mapping[str, Ref]) -> dict[int, dict[str, R
     return {number: values_of(graph, ref) for key, ref in items if type(number := graph.nodes[key]) is int}
 
 
-def read_model(file: RankFile, rank: int) -> ModelState:
+def read_model(file: RankFile) -> ModelState:
     """Read a model file; raise MalformedError for any other file."""
     graph = file.graph
     values = values_of(graph, graph.root)
@@ -207,7 +204,6 @@ def read_model(file: RankFile, rank: int) -> ModelState:
             with suppress(MalformedError):
                 whole[name] = tensor, copy_in(file, module[name], rows(file, module[name]))
     return ModelState(
-        rank,
         file.name,
         values,
         groups,

@@ -70,7 +70,7 @@ class Universal(RankFiles):
         file = self.open_file(_MODEL, stack)
         if file is None:
             raise self.errors[0]
-        model = read_model(file, 0)
+        model = read_model(file)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
         self._module = file, values_of(file.graph, model.values["module"])
         information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))

@@ -19,18 +19,17 @@ from ...base.errors import MalformedError
 from ...base.findings import JOINED, Finding
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.text import join_limited, pluralize, quoted, shown
+from ...base.text import join_limited, quoted, shown
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
-from ...checkpoint.objects import named_and_called
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader
 from ...files.folders import Folder
 from ...files.sources import Source, Span, origins
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
-from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
+from ..folders import TOO_LARGE, ShardedContainer, grouped, in_file, with_storage_keys
 from ..pieces.chunks import Chunk, Rows, SignSource, joined, tensor_rows
 from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems, differ
 
@@ -305,21 +304,15 @@ class RankFiles(ShardedContainer):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of every file, as torch would run them to load the whole. Pickles of thousands of ranks
-        that name and call the same globals are represented by one."""
-        alike: dict[object, tuple[FoundPickle, int]] = {}
-        for name, container in self._containers():
-            for pickle in container.pickles(quick=quick):
-                own = pickle._replace(where=f"{name}: {pickle.where}")
-                if own.graph is None or own.graph.oddities or own.rest:
-                    yield own
-                    continue
-                key = pickle.where, named_and_called(own.graph)
-                first, count = alike.get(key, (own, 0))
-                alike[key] = first, count + 1
-        for pickle, count in alike.values():
-            more = "" if count == 1 else f" and {pluralize(count - 1, 'file')} like it"
-            yield pickle._replace(where=pickle.where + more)
+        """Yield the pickles of every file, as torch would run them to load the whole."""
+        return grouped(
+            (
+                (pickle.where, pickle._replace(where=f"{name}: {pickle.where}"))
+                for name, container in self._containers()
+                for pickle in container.pickles(quick=quick)
+            ),
+            "file",
+        )
 
     def _containers(self) -> Iterator[tuple[str, Container]]:
         for name in self._sources:
