@@ -64,20 +64,6 @@ def universal(tmp_path: Path) -> Path:
     return tmp_path / "run" / "global_step3_universal"
 
 
-def test_each_missing_weight_is_named(universal: Path, tmp_path: Path) -> None:
-    for name in ("first.weight", "third.bias"):
-        path = universal / "zero" / name / "fp32.pt"
-        data = path.read_bytes()
-        path.unlink()
-        assert any(name in text for text in problems(universal))
-        with pytest.raises(CkptoolError, match="is not there"):
-            whole(universal, tmp_path / "one.pth")
-        path.write_bytes(data[: len(data) // 2])
-        assert any(name in text for text in problems(universal))
-        path.write_bytes(data)
-    assert not problems(universal)
-
-
 def test_a_weight_of_another_shape_is_named(universal: Path) -> None:
     shutil.copy(universal / "zero" / "first.bias" / "fp32.pt", universal / "zero" / "second.bias" / "fp32.pt")
     assert any("'second.bias' is of the shape [5]" in text for text in problems(universal))
@@ -96,12 +82,6 @@ def test_states_that_others_of_the_group_have_are_missed(names: list[str], unive
     for name in names:
         (universal / "zero" / "first.weight" / f"{name}.pt").unlink()
     broken(universal, f"zero/first.weight/{names[0]}.pt is not there, and others of its group have one", tmp_path)
-
-
-def test_a_state_under_the_name_of_another_is_named(universal: Path, tmp_path: Path) -> None:
-    own = universal / "zero" / "first.weight"
-    shutil.copy(own / "exp_avg_sq.pt", own / "exp_avg.pt")
-    broken(universal, "zero/first.weight/exp_avg.pt was saved as exp_avg_sq.pt: it is another state", tmp_path)
 
 
 def test_a_state_of_another_shape_is_named(universal: Path, tmp_path: Path) -> None:
@@ -182,13 +162,6 @@ def pipeline(tmp_path: Path) -> Path:
     return tmp_path / "run" / "global_step0"
 
 
-def test_a_stage_of_a_pipeline_that_is_missing_is_named(pipeline: Path, tmp_path: Path) -> None:
-    (pipeline / "mp_rank_01_model_states.pt").unlink()
-    assert problems(pipeline) == ["2 stages saved it, and mp_rank_01_model_states.pt is not there"]
-    with pytest.raises(CkptoolError, match="is not there"):
-        whole(pipeline, tmp_path / "one.pth")
-
-
 def test_stages_of_two_steps_are_named(pipeline: Path) -> None:
     path = pipeline / "mp_rank_01_model_states.pt"
     state = torch.load(path)
@@ -201,19 +174,6 @@ def test_layers_that_are_cut_themselves_are_not_joined(pipeline: Path) -> None:
         path.rename(pipeline / path.name.replace("-model", "-model_00-model"))
     with pytest.raises(NotACheckpointError, match="DeepSpeed checkpoint"):
         ckptool.open(pipeline)
-
-
-def test_layers_and_stages_under_the_names_of_others_are_named(pipeline: Path, tmp_path: Path) -> None:
-    for kind in ("layer_{:02d}-model_states.pt", "mp_rank_{:02d}_model_states.pt"):
-        one, two = (pipeline / kind.format(number) for number in range(2))
-        data = one.read_bytes(), two.read_bytes()
-        two.write_bytes(data[0])
-        broken(pipeline, f"{two.name}: it was saved as {one.name}", tmp_path)
-        one.write_bytes(data[1])
-        broken(pipeline, f"{one.name}: it was saved as {two.name}", tmp_path)
-        one.write_bytes(data[0])
-        two.write_bytes(data[1])
-    assert not problems(pipeline)
 
 
 #: The shapes of the layers of a pipeline on two stages; functions have none.
