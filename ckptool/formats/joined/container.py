@@ -132,7 +132,8 @@ class RankFiles(ShardedContainer):
             names = join_limited([name_of(rank) for rank in absent[: shown(3)]], len(absent), most=3)
             what = f"{saved} saved it, and {names} {'is' if len(absent) == 1 else 'are'} not there"
             self.note_lost(what, name_of(absent[0]))
-        for name in (files[rank] for rank in files.keys() - {*expected}):
+        ranks = {*expected}
+        for name in (name for rank, name in files.items() if rank not in ranks):
             self.note_lost(f"{name} is of another save: {saved} saved this one", name)
 
     def note_same(self, files: Iterable[tuple[str, Hashable, Sequence[Rows]]]) -> None:
