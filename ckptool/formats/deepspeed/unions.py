@@ -377,11 +377,8 @@ def _is_pipeline(names: Collection[str]) -> bool:
 def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder holds a checkpoint of such whole tensors, or names a step folder that does."""
     step = step_folder(folder, names)
-    return _universal_folder(folder, names) is not None or (step is not None and _is_whole(step.names))
-
-
-def _is_whole(names: Collection[str]) -> bool:
-    return _is_pipeline(names) or bool(whole_file(names))
+    whole = step is not None and (_is_pipeline(step.names) or bool(whole_file(step.names)))
+    return whole or _universal_folder(folder, names) is not None
 
 
 def read(folder: Folder) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
@@ -395,7 +392,7 @@ def read(folder: Folder) -> tuple[FolderSource, Universal | Pipeline | WholeMode
             container = Universal(universal, stack)
         elif step is not None and _is_pipeline(step.names):
             container = Pipeline(step.folder, step.names, stack)
-        elif step is not None and _is_whole(step.names):
+        elif step is not None and whole_file(step.names):
             container = WholeModel(folder, step, stack)
         else:
             raise ChangedError("its files changed while they were read", path=path, next="try again")
