@@ -41,29 +41,8 @@ _SHOWN = 20
 #: From this many tensors with the same change on, they share one line.
 _ALIKE = 4
 
-EPILOG = """\b
-Examples:
-  ckptool diff old.pth new.pth
-  ckptool diff ddp.pth plain.pth --ignore prefix,device
-  ckptool diff old.pth new.pth --rtol 1e-5 --atol 1e-8
 
-\b
-Words for --ignore:
-  device         location tags, torch.device objects, strings that name devices
-  prefix         prefixes that wrappers add to names in state dicts: module. and so on
-  order          the order of keys
-  container      format, byte order, protocol, compression, dict or OrderedDict; and
-                 if each file has one state dict, everything around it
-  dtype          dtypes: values are compared as numbers
-  values         values of tensors: they are not read
-  stride         strides
-  sharing        which tensors share memory
-  requires-grad  requires_grad, and whether a tensor is a Parameter
-  attributes     Python attributes that were set on tensors
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="B", type=InputPath())
 @click.option("--rtol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed relative difference.")

@@ -25,15 +25,8 @@ _DEVICES: Final = ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "meta"
 #: The most keys offered; a longer list does not help anyone in a shell.
 _MOST: Final = 1000
 
-EPILOG = """\b
-Examples:
-  eval "$(ckptool completion bash)"            # in ~/.bashrc
-  eval "$(ckptool completion zsh)"             # in ~/.zshrc, after compinit
-  ckptool completion fish | source             # in ~/.config/fish/config.fish
-"""
 
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, files and keys in a shell.

@@ -43,14 +43,6 @@ Typed: TypeAlias = "tuple[str, Any]"
 #: A function that makes fields of a report from the checkpoint before and after the edit.
 Fields: TypeAlias = Callable[[Checkpoint, Checkpoint], Mapping[str, Any]]
 
-EDIT_EPILOG = """\b
-Examples:
-  ckptool edit in.pth -o out.pth --extract state_dict --strip-module --to-dtype bfloat16 --to cpu
-  ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --keep 'backbone.*' --set epoch=0
-  ckptool edit in.pth -o out.pth --exclude '*norm*' --to-dtype float16
-  ckptool edit dcp/ -o out/ --extract model --to-dtype bfloat16 --to-format safetensors --max-shard-size 5GB
-"""
-
 
 class Ordered(GroupedCommand):
     """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed.
@@ -292,7 +284,7 @@ def _steps(command: Command) -> Command:
     return command
 
 
-@click.command(cls=Ordered, epilog=EDIT_EPILOG)
+@click.command(cls=Ordered)
 @paths
 @_steps
 @reclaim_option

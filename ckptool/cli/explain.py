@@ -38,17 +38,8 @@ _HOW: Final = (
     " python train.py 2>&1 | ckptool explain"
 )
 
-EPILOG = """\b
-Examples:
-  python train.py 2>&1 | ckptool explain model.pth
-  ckptool explain train.log model.pth
-  ckptool explain "failed finding central directory" model.pth
-  ckptool explain "invalid load key, 'v'."
-  ckptool explain model.pth
-"""
 
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.argument("text", metavar="[MESSAGE]", type=InputPath(), required=False, default="")
 @click.argument("path", metavar="[FILE]", type=InputPath(), required=False, default="")
 @format_option()

@@ -23,25 +23,8 @@ from .help import GroupedCommand
 from .options import AnyPath, completed, force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
-GET_EPILOG = """\b
-Examples:
-  ckptool get training.pth epoch
-  ckptool get training.pth state_dict.conv1.weight
-  ckptool get training.pth hyper_parameters --json
-  ckptool get model.pth conv1.weight -o weight.npy
 
-\b
-KEY is a path as inspect prints it; the dots in the keys of a state dict need no
-quotes, "." is the whole file. With --json a tensor is a list in lists, NaN and
-Inf are the strings "nan", "inf" and "-inf", bytes {"base64": ...}, objects of other
-classes {"class": ..., "attributes": ...}, quantized tensors their integers and
-scale; what contains itself, or is long and repeated, is {"ref": path}.
-A .npy file is little-endian; bfloat16 and float8, which NumPy does not have, are
-widened to float32, which has all their values.
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=GET_EPILOG)
+@click.command(cls=GroupedCommand)
 @one_path
 @click.argument("key", metavar="KEY", shell_complete=completed("keys"))
 @click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="Save the tensor as .npy, for numpy.load.")

@@ -7,6 +7,8 @@ from typing import Any, Final, TypeAlias
 
 import click
 
+from ..base.lazy import table
+
 #: Headings with the options that stand under them. Any other option stands under "Options", after the command's own
 #: headings and before the shared ones.
 Headings: TypeAlias = Sequence[tuple[str, Collection[str]]]
@@ -97,6 +99,18 @@ class GroupedCommand(Helpful):
     """A command whose help has its options under headings; ``headings`` are its own ones."""
 
     headings: Headings = ()
+    _epilog: str | None
+
+    @property
+    def epilog(self) -> str | None:
+        """The examples and other last parts of the help, from ``epilogs.json`` if the command was given none."""
+        if self._epilog is None and (lines := table("cli/epilogs").get(self.name or "")):
+            self._epilog = "\n\n".join(f"\b\n{part}" for part in "\n".join(lines).split("\n\n"))
+        return self._epilog
+
+    @epilog.setter
+    def epilog(self, text: str | None) -> None:
+        self._epilog = text
 
     def make_parser(self, ctx: click.Context) -> Any:
         """Return click's parser, which fails sooner for a short option."""

@@ -40,17 +40,8 @@ if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import TensorHash
     from ..reports.comparing.lock import FolderLock, Lock
 
-LOCK_EPILOG = """\b
-Examples:
-  ckptool lock model.pth -o ckptool.lock.json
-  ckptool lock model.pth --content -o ckptool.lock.json
-  ckptool validate model.pth --lock ckptool.lock.json
-  ckptool lock release/ --content -o release.lock.json
-  ckptool validate release/ --lock release.lock.json
-"""
 
-
-@click.command(cls=GroupedCommand, epilog=LOCK_EPILOG)
+@click.command(cls=GroupedCommand)
 @click.option("-o", "--output", type=AnyPath(), metavar="OUT", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
 @force_option
@@ -142,24 +133,7 @@ def _say_written(what: str, written: Written, quiet: bool) -> None:
         emit(clean(f"{what} -> {written.path}: {written.size:,} bytes"))
 
 
-HASH_EPILOG = """\b
-Examples:
-  ckptool hash model.pth
-  ckptool hash training.pth --key state_dict
-  ckptool hash a.pth b.pth --no-values
-  ckptool hash model.pth --each
-
-\b
-What goes in (version 1 of the contract), for each tensor a line of compact JSON:
-  [path, kind, dtype, shape, SHA-256 of its elements]
-in the order of their bytes; the fingerprint is the SHA-256 of all lines. Elements
-are taken in row-major order, little-endian. The path is that of inspect, from the
-root of the file or of the state dict that --key names. Container, key order,
-devices, compression, strides, sharing and values that are not tensors do not count.
-"""
-
-
-@click.command("hash", cls=GroupedCommand, epilog=HASH_EPILOG)
+@click.command("hash", cls=GroupedCommand)
 @choosing_keys
 @no_values_option
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")

@@ -67,20 +67,7 @@ class AppliedReport(EditReport, MatchAnswer):
     """The ``ckptool.match/1`` report with --apply. ``next`` is the next step of the match, not of the edit."""
 
 
-EPILOG = """\b
-Examples:
-  ckptool match model.pth other.pth
-  ckptool match model.pth --model mypackage.models:build
-  ckptool match model.pth other.pth --apply -o fits.pth
-  python train.py 2>&1 | ckptool match model.pth --error -
-  ckptool match training.ckpt release.lock.json --lenient --format json
-
-\b
-Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4 --apply found nothing that helps.
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @one_path
 @click.argument("target", metavar="[TARGET]", type=InputPath(), required=False)
 @model_option

@@ -41,23 +41,7 @@ class PrivateReports(TypedDict):
     left: list[str]
 
 
-REDACT_EPILOG = """\b
-Examples:
-  ckptool redact training.pth
-  ckptool redact training.pth paths,users -o published.pth
-  ckptool redact training.pth all --exclude model_args -o published.pth
-
-\b
-Words for --redact, which may also stand after the paths:
-  paths      shorten absolute paths to their last part
-  users      replace names of users and hosts by 'user' and 'host'
-  sources    empty the module sources that old files carry
-  args       remove entries with training arguments
-  all        all of these
-"""
-
-
-@click.command(cls=Ordered, epilog=REDACT_EPILOG)
+@click.command(cls=Ordered)
 @paths
 @step_option("redact")
 @choosing

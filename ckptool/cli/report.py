@@ -23,24 +23,8 @@ from .options import (
 from .progress import progress_bar
 from .render import clean, emit
 
-EPILOG = """\b
-Examples:
-  ckptool report model.pth -o report.html
-  ckptool report base.pth tuned.pth -o changes.html
-  ckptool report ddp.pth plain.pth --ignore prefix,device -o changes.html
-  ckptool report model.pth --no-values -o report.html
 
-\b
-The page is one file without anything from elsewhere: a browser opens it from the
-disk, offline. It shows what inspect and validate say, with the commands to type; the
-bytes as a map; and every tensor with its numbers, to be searched and sorted. Of two
-checkpoints it also shows what diff says, and what was renamed. Where the names agree
-only without prefixes, or below a key, that is how they are compared, and it says so.
-The same input gives the same bytes.
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="[B]", type=InputPath(), required=False)
 @click.option("-o", "--output", type=AnyPath(), metavar="OUT", required=True, help="The page to write.")

@@ -19,13 +19,6 @@ from .render import clean, step_lines
 #: The most lost tensors, and the most states, listed for people; JSON lists all.
 _SHOWN = 20
 
-EPILOG = """\b
-Examples:
-  ckptool salvage cut.pth -o saved.pth
-  ckptool salvage cut.pth --dry-run
-  ckptool salvage damaged/*.pth --out-dir saved/ --format jsonl
-"""
-
 
 class LostReport(TypedDict):
     """A tensor or storage that could not be recovered."""
@@ -48,7 +41,7 @@ class SalvageReport(EditReport):
     states: tuple[SalvagedState, ...]
 
 
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @paths
 @writing
 def salvage(paths: tuple[str, ...], how: Writing) -> int:

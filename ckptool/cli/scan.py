@@ -33,24 +33,11 @@ from .render import clean, emit, emit_lines, tell
 from .runner import KEPT, NAMED, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import judged, on_terminal
 
-EPILOG = """\b
-Examples:
-  ckptool scan model.pth
-  ckptool scan downloads/
-  ckptool scan agent.zip weights.tar.gz --format json
-
-\b
-Verdicts:
-  weights-only  nothing but what torch.load(weights_only=True) takes, or nothing that can run
-  unsafe        something is run when it is unpickled, and what
-  program       TorchScript and its like, or code: it runs by design
-  unknown       it names classes that are not on torch's list, or it cannot be followed
-"""
 #: The most reasons printed per file.
 _REASONS: Final = 3
 
 
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.option(
     "--torch",
     metavar="VERSION",

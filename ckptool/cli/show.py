@@ -46,17 +46,8 @@ _EACH: Final = 5
 #: Overview columns that a narrow terminal loses, first to last.
 _SPARE: Final = ("prefix", "devices", "layout", "keys", "bytes")
 
-INSPECT_EPILOG = """\b
-Examples:
-  ckptool inspect model.pth
-  ckptool inspect model.pth --map-location cuda:1=cuda:0
-  ckptool inspect runs/
-  ckptool inspect runs/ --format jsonl --jobs 4
-  ckptool inspect hf://org/model
-"""
 
-
-@click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
+@click.command(cls=GroupedCommand)
 @input_options
 @click.option(
     "--map-location",
@@ -161,17 +152,7 @@ def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
         said.add(step)
 
 
-KEYS_EPILOG = """\b
-Examples:
-  ckptool keys model.pth
-  ckptool keys model.pth --names --include '*.weight'
-  ckptool keys model.pth --all --sort bytes
-  ckptool keys model.pth --format json
-  ckptool keys s3://bucket/run/step1000.pth
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=KEYS_EPILOG)
+@click.command(cls=GroupedCommand)
 @input_options
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
 @listing

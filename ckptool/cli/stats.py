@@ -34,22 +34,6 @@ from .render import ARROW, clean, problem_lines, table
 from .runner import JSON, Answer, Columns, FileCommand, report_text, run
 from .terminal import draws, watched
 
-STATS_EPILOG = """\b
-Examples:
-  ckptool stats model.pth
-  ckptool stats model.pth --include '*.weight' --sort norm
-  ckptool stats training.pth --all --sort nans
-  ckptool stats model.pth --format json
-
-\b
-The numbers are about the finite elements; NaN, Inf and zeros are counted beside
-them. std is the sample's (divided by n - 1), norm is the L2 norm. Complex
-numbers count by their absolute value, quantized ones as the numbers that they
-stand for, sparse and nested tensors by the values that they store. The chart
-goes from min to max in ten equal steps; --format json has its counts and edges,
-and every number in full. A number beyond JSON is a text there: "nan", "inf".
-"""
-
 #: The characters of a chart from few to many, then its left and right edges.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
@@ -59,7 +43,7 @@ _HEADERS: Final = ("dtype", "shape", "min", "max", "mean", "std", "norm", "zeros
 _SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
 
-@click.command(cls=GroupedCommand, epilog=STATS_EPILOG)
+@click.command(cls=GroupedCommand)
 @input_options
 @listing
 @sort_option(SORTS)

@@ -61,20 +61,8 @@ FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
 _CODES: Final = {"skipped": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
-EPILOG = """\b
-Examples:
-  ckptool validate model.pth --device cpu --prefix none --finite   # exit 1 for a tensor on cuda, 'module.' or NaN
-  ckptool validate checkpoints/ --format junit > report.xml
-  ckptool validate release/ --policy ckptool.toml --format github
 
-\b
-A policy file says the same as the options, in TOML, also for files by glob (docs/ci.md). Without
---policy, ckptool.toml or [tool.ckptool] in pyproject.toml is looked for in the working folder and
-those above it, up to that with .git. One that is found can only add requirements.
-"""
-
-
-@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.command(cls=GroupedCommand)
 @click.option("--policy", "policy_file", type=InputPath(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--no-policy", is_flag=True, help="Ignore ckptool.toml and [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")

@@ -17,15 +17,8 @@ from .options import Workers, dry_run_option, format_option, paths, quiet_option
 from .render import clean, step_lines, table
 from .runner import Answer, FileCommand, reported, run_each
 
-UNDO_EPILOG = """\b
-Examples:
-  ckptool undo model.pth
-  ckptool undo model.pth --list
-  ckptool undo *.pth --dry-run
-"""
 
-
-@click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
+@click.command(cls=GroupedCommand)
 @partial(paths, local=True)
 @click.option("--list", "listed", is_flag=True, help="List the edits made in place, the oldest version first.")
 @dry_run_option
