@@ -77,7 +77,9 @@ class BarePickle(Container):
         A view of a storage, and big-endian numbers, count as another file: no version of torch pickles them this way.
         """
         try:
-            inner = _read_storage(BytesSource(data, self.source.name))
+            file = BytesSource(data, self.source.name)
+            reader = zip_reader if zip_reader.sniff(file.read(0, _HEAD), file) else legacy_reader
+            inner: Container = reader.read(file)
         except CkptoolError:
             return None
         nodes = inner.graph.nodes
@@ -110,11 +112,6 @@ class BarePickle(Container):
         yield from nested_pickles(self._saved, "pickle 1")
 
 
-def _read_storage(source: Source) -> Container:
-    head = source.read(0, _HEAD)
-    return zip_reader.read(source) if zip_reader.sniff(head, source) else legacy_reader.read(source)
-
-
 #: The small pickle that ``sniff`` recognised last, until ``read`` takes it.
 _recognised: Final[list[BarePickle]] = []
 
@@ -135,7 +132,6 @@ def read(source: Source) -> BarePickle:
 
 
 def _recognise(source: Source) -> BarePickle | None:
-    """Return the pickle in a source, or None for any other source."""
     if source.size > LIMITS.pickle_bytes or not any(name in source.read(0, _SEARCHED) for name in _NAMES):
         return None
     try:

@@ -80,7 +80,7 @@ def names_one_file(paths: Sequence[str]) -> bool:
 
 def as_one(paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths; if they are the rank files of one save, all of them, return their pattern as the only path."""
-    if len(paths) > 1 and all(map(_has_digit, paths)):
+    if len(paths) > 1 and all(re.search(r"\d", os.path.basename(path)) for path in paths):
         from .fsdp.meshes import pattern_of  # only for such names
 
         if pattern := pattern_of(paths):
@@ -98,10 +98,6 @@ def expanded(paths: Sequence[str]) -> tuple[str, ...]:
         plain = not _is_glob(path) or is_address(path) or _is_rank_pattern(path)
         files += [path] if plain else _matching(path) or [path]
     return tuple(files)
-
-
-def _has_digit(path: str) -> bool:
-    return any(character.isdigit() for character in os.path.basename(path))
 
 
 def _is_rank_pattern(path: str) -> bool:
@@ -199,7 +195,6 @@ def _is_glob(path: str) -> bool:
 
 
 def _matching(pattern: str) -> list[str]:
-    """Return the paths that a glob matches, sorted."""
     if not is_remote(pattern):
         import glob
 
@@ -271,7 +266,6 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
 
 
 def _no_checkpoint(path: str) -> UnreadableError:
-    """Return the error for a folder without a checkpoint, with what the folder is or holds instead."""
     folder = as_folder(path)
     error = explain_directory(path) if folder.is_folder("") else None
     if isinstance(error, NotACheckpointError):
@@ -281,7 +275,6 @@ def _no_checkpoint(path: str) -> UnreadableError:
 
 
 def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
-    """Return the error that names the files and folders of other programs in a folder, or None if it holds none."""
     from .foreign.frameworks import foreign_folder, foreign_kinds  # not needed for a checkpoint
 
     named: list[tuple[str, NextStep | None]] = []
@@ -431,7 +424,6 @@ def explain_directory(path: str) -> UnreadableError:
 
 
 def _part_message(path: str) -> str:
-    """Return the message that a file is part of a larger checkpoint, or "" if it is whole or unreadable."""
     from .rank_part import part_of
 
     try:

@@ -54,7 +54,12 @@ def claims_of(
     reads = _Reads(plans, repeated=not folders and output is not None and output.checksums)
     if output is not None and output.every_record and not reads.others:
         return members
-    return (*members, *_of_records(checkpoint, reads, whole=whole), *_of_assembled(reads))
+    # Assembled sources know their checksums only once their bytes are read.
+    assembled = (
+        ExpectedChecksum(Span(source, 0, source.size), source.size, False, None, f"the storage of {source.name}")
+        for source in reads.assembled.values()
+    )
+    return (*members, *_of_records(checkpoint, reads, whole=whole), *assembled)
 
 
 class _Reads:
@@ -187,10 +192,3 @@ def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
             if isinstance(inner, SliceSource) and inner.crc:
                 where = f"the member {inner.name} of the archive"
                 yield ExpectedChecksum(Span(each.source, 0, inner.size), inner.size, False, inner.crc, where)
-
-
-def _of_assembled(reads: _Reads) -> Iterator[ExpectedChecksum]:
-    """Yield checksums that sources know only once their bytes are read."""
-    for source in reads.assembled.values():
-        span = Span(source, 0, source.size)
-        yield ExpectedChecksum(span, source.size, False, None, f"the storage of {source.name}")

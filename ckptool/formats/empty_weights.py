@@ -76,7 +76,7 @@ def gather_step(checkpoint: Checkpoint) -> NextStep:
 
 def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
     """Return the message about one state dict, or "". ``sure``: no weight of this folder may be empty."""
-    weights = [name for name in shapes if _is_weight(name)]
+    weights = [name for name in shapes if name.rpartition(".")[2] == "weight" or adapter_keys([name])]
     empty = [name for name in weights if shapes[name] == _EMPTY]
     cause = "it was saved on one rank of DeepSpeed ZeRO-3, without gathering the weights"
     if empty and all(shape == _EMPTY for shape in shapes.values()):
@@ -89,10 +89,6 @@ def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
         return ""
     count = f"{len(bad):,} of {pluralize(len(weights), 'weight')}"
     return f"{count} have the shape [0]: {join_limited(bad, most=3)}; {cause}"
-
-
-def _is_weight(name: str) -> bool:
-    return name.rpartition(".")[2] == "weight" or bool(adapter_keys([name]))
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:
@@ -112,7 +108,6 @@ def _module_is_empty(name: str, shapes: Shapes) -> bool:
 
 
 def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
-    """Return the names of the companion files of model weights; empty for any other file."""
     if isinstance(checkpoint.source, FolderSource):
         return {os.path.basename(path) for path in checkpoint.source.beside}
     if is_address(checkpoint.path):

@@ -220,7 +220,6 @@ def _candidates(
 
 
 def _flaw(record: RecoveredRecord, storage: Storage, progress: Callable[[int], None] | None) -> str:
-    """Return why a record cannot be this storage, or ""."""
     if record.size != storage.nbytes:
         return f"it has {human_bytes(record.size)} where the pickle says {human_bytes(storage.nbytes)}"
     if not record.crc and record.size:
@@ -237,7 +236,6 @@ def _flaw(record: RecoveredRecord, storage: Storage, progress: Callable[[int], N
 
 
 def _content(record: RecoveredRecord) -> bytes:
-    """Return the inflated content of a pickle's record."""
     if max(record.span.size, record.size) > LIMITS.pickle_bytes:
         raise PickleError(f"{record.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=record.name)
     if record.method not in (0, 8):

@@ -202,12 +202,10 @@ class _CallChecker:
 
 
 def _takes_gradient(dtype: str, requires_grad: bool) -> bool:
-    """Return whether the dtype is floating point, or no gradient is required."""
     return not requires_grad or dtype.startswith(_FLOATS)
 
 
 def _global_name(node: Node) -> str:
-    """Return the name of a global; "" for another node."""
     return mapped_name(node) if type(node) is Global else ""
 
 

@@ -85,7 +85,7 @@ def _runs(name: str) -> bool:
 
 def _is_method(module: str) -> bool:
     """Return whether the "module" of a function ends in a class, such as ``torch.UntypedStorage`` for ``from_file``."""
-    return any(part.lstrip("_")[:1].isupper() for part in module.split("."))
+    return any(map(_is_capitalised, module.split(".")))
 
 
 #: The effects of a global: it acts wherever it is passed, it runs when it is called, or it looks up a class.
@@ -182,7 +182,6 @@ def _suspicious_calls(graph: Graph) -> tuple[list[str], bool]:
 
 
 def _arguments(graph: Graph, node: Call) -> Sequence[Ref]:
-    """Return the arguments of a call; () if they are unknown."""
     args = graph.nodes[node.args]
     return args if type(args) is tuple else ()
 
@@ -334,12 +333,14 @@ def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], 
         return True
     # Modules and functions are lower case, so a capitalised name is a class, or at least named like one. Creating an
     # object of a nested class runs no more than with any other class.
-    is_class = mapped_name(owner) in _METHODS_OF or (_looks_like_class(owner) and owner.module != "builtins")
-    return is_class and args[0] not in names and (ref not in called or name.lstrip("_")[:1].isupper())
+    is_class = mapped_name(owner) in _METHODS_OF or (
+        all(map(_is_capitalised, owner.name.split("."))) and owner.module != "builtins"
+    )
+    return is_class and args[0] not in names and (ref not in called or _is_capitalised(name))
 
 
-def _looks_like_class(node: Global) -> bool:
-    return all(word.lstrip("_")[:1].isupper() for word in node.name.split("."))
+def _is_capitalised(word: str) -> bool:
+    return word.lstrip("_")[:1].isupper()
 
 
 def bytes_at(graph: Graph, ref: Ref) -> bytes | None:

@@ -168,7 +168,6 @@ def _in_json(root: Any, depth: int, *, file: bool) -> Iterator[ActivePart]:
 
 
 def _is_component(value: Any) -> bool:
-    """Return whether a value is a component of a diffusers pipeline, from a library that diffusers uses."""
     pair = type(value) is list and len(value) == 2 and all(item is None or type(item) is str for item in value)
     return pair and (value[0] is None or value[0].partition(".")[0] in word_lists()["pipeline_packages"])
 
@@ -182,7 +181,8 @@ def _in_value(text: str, key: str, depth: int, *, file: bool) -> Iterator[Active
         else:
             yield ActivePart(f"texts within texts more than {_MAX_DEPTH} deep are not followed", UNKNOWN)
     elif part := evaluated_part(text, key):
-        yield ActivePart(_described(text, part), UNKNOWN)
+        what = f"holds {human_bytes(len(text))} of text with {quoted(cut(part, 60))}"
+        yield ActivePart(f"{what}; programs that evaluate it run it, torch.load does not", UNKNOWN)
     elif file and key not in word_lists()["module_paths"] and key not in acting_rules() and _is_importable(text):
         yield ActivePart(f" ({cut(text, 80)}): a name that a program may import", UNKNOWN)
 
@@ -192,11 +192,6 @@ def _is_importable(text: str) -> bool:
     if not _DOTTED.fullmatch(text) or _ENDINGS.search(text):
         return False
     return not any(text.startswith(f"{package}.") for package in word_lists()["packages"])
-
-
-def _described(text: str, part: str) -> str:
-    size = human_bytes(len(text))
-    return f"holds {size} of text with {quoted(cut(part, 60))}; programs that evaluate it run it, torch.load does not"
 
 
 def _unique(found: Iterator[ActivePart]) -> list[ActivePart]:
@@ -215,11 +210,6 @@ def mapping_findings(mapping: Mapping[str, str]) -> list[ActivePart]:
 def string_findings(text: str, key: str) -> list[ActivePart]:
     """Return the findings in a string of a checkpoint, which stands under a ``key`` or "" if there are several."""
     return _unique(_in_value(text, key, 0, file=False))
-
-
-def holds_settings(text: str) -> bool:
-    """Return whether a string has several lines that give values to keys."""
-    return "\n" in text.strip() and not _STARTS.match(text) and _SETTING.search(text) is not None
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

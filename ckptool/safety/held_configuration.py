@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from ..base.lazy import regex
-from ..base.text import cut, human_bytes, quoted
+from ..base.text import human_bytes
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, children
 from .outcomes import UNKNOWN
@@ -31,17 +31,14 @@ _COST: Final = 100
 _MAX_PATH: Final = 20
 
 
-def held_findings(graph: Graph) -> tuple[list[ActivePart], str]:
-    """Return the keys and strings among the values of a pickle on which a program may act, and a remark.
-
-    The remark says where the pickle holds settings as text, which torch.load does not read; it may be "".
-    """
+def held_findings(graph: Graph) -> list[ActivePart]:
+    """Return the keys and strings among the values of a pickle on which a program may act."""
     if acting_rules().keys().isdisjoint(graph.strings) and not any(map(_may_be_text, graph.strings)):
-        return [], ""
+        return []
     # imported only if something looks like configuration
-    from .configuration import ActivePart, holds_settings, key_findings, string_findings
+    from .configuration import ActivePart, key_findings, string_findings
 
-    nodes, found, remark = graph.nodes, list[ActivePart](), ""
+    nodes, found = graph.nodes, list[ActivePart]()
     owners: dict[Ref, tuple[Ref, Ref]] = {}  # the container of a value, and its key, or -1
     filled = ((ref, call.pairs) for ref, call in graph.of_type(Call) if call.filling is not None)
     for ref, pairs in chain(((ref, node.pairs) for ref, node in graph.of_type(Dict)), filled):
@@ -56,7 +53,8 @@ def held_findings(graph: Graph) -> tuple[list[ActivePart], str]:
     for ref, node in graph.of_type(List):
         owners.update((item, (ref, -1)) for item in node.items if type(nodes[item]) is str)
     # Old torch files keep the source code of a class in a persistent id, and protocols 0 to 2 write bytes as text.
-    encoded = [call.args for _, call in graph.of_type(Call) if _is_bytes(nodes[call.func])]
+    functions = ((call.args, nodes[call.func]) for _, call in graph.of_type(Call))
+    encoded = [args for args, func in functions if type(func) is Global and mapped_name(func) == "_codecs.encode"]
     parts_of = [*encoded, *(node.pid for _, node in graph.of_type(Persistent))]
     sources = {text for ref in parts_of if type(node := nodes[ref]) is tuple for text in node}
     left, seen = _MAX_TEXT, set[str]()
@@ -66,16 +64,12 @@ def held_findings(graph: Graph) -> tuple[list[ActivePart], str]:
         seen.add(text)
         left -= len(text) + _COST
         if left < 0:
-            return [*found, ActivePart(f"only {human_bytes(_MAX_TEXT)} of its texts are read", UNKNOWN)], remark
+            return [*found, ActivePart(f"only {human_bytes(_MAX_TEXT)} of its texts are read", UNKNOWN)]
         path = _path(nodes, owners, ref)
         parts = string_findings(text, path[-1] if path and owners[ref][1] >= 0 else "")
-        if parts or (not remark and holds_settings(text)):
-            place = ".".join(path)
-            found += [part._replace(keys=(place, *part.keys) if place else part.keys) for part in parts]
-            if not parts:
-                under = f" under {quoted(cut(place, 120))}" if place else ""
-                remark = f"holds {human_bytes(len(text))} of text{under}; programs that evaluate it run it"
-    return found, remark
+        place = ".".join(path)
+        found += [part._replace(keys=(place, *part.keys) if place else part.keys) for part in parts]
+    return found
 
 
 def _may_be_text(text: str) -> bool:
@@ -83,18 +77,12 @@ def _may_be_text(text: str) -> bool:
     return len(text) > _SHORT and bool(known)
 
 
-def _is_bytes(func: Node) -> bool:
-    return type(func) is Global and mapped_name(func) == "_codecs.encode"
-
-
 def _value(node: Node) -> object:
-    """Return a node as plain data: a container as a list."""
     plain = node is None or type(node) in (str, bool, int, float)
     return node if plain else list(children(node)) if isinstance(node, Dict | List | tuple) else "..."
 
 
 def _path(nodes: Sequence[Node], owners: dict[Ref, tuple[Ref, Ref]], ref: Ref) -> list[str]:
-    """Return the keys that lead to a node."""
     keys: list[str] = []
     for _ in range(_MAX_PATH):
         if ref not in owners:

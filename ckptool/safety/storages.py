@@ -143,14 +143,12 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
 
 
 def _rebuilds(name: str) -> bool:
-    """Return whether this is a torch function that makes a tensor from the content of the file."""
     module, _, function = name.rpartition(".")
     # A checkpoint names nothing else in torch._utils, so any other name there is damaged.
     return module == "torch._utils" or (module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild"))
 
 
 def _misfit(tensor: Tensor, nbytes: int) -> str:
-    """Return why a view does not fit into a storage of ``nbytes`` bytes, or ""."""
     if len(tensor.stride) != len(tensor.shape):
         return "shape and stride have different lengths"
     if min(tensor.shape, default=0) < 0 or min(tensor.stride, default=0) < 0 or tensor.offset < 0:

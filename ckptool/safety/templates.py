@@ -217,7 +217,6 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _end(tokens: Sequence[_Token], begin: int) -> int:
-    """Return the number of the token that closes the bracket at ``begin``."""
     depth = 0
     for n in range(begin, len(tokens)):
         depth += (tokens[n].text in ("[", "(", "{")) - (tokens[n].text in _VALUES)
@@ -227,7 +226,6 @@ def _end(tokens: Sequence[_Token], begin: int) -> int:
 
 
 def _arguments(tokens: Sequence[_Token], begin: int) -> Iterator[Sequence[_Token]]:
-    """Yield the arguments in the brackets that open at ``begin``."""
     end = _end(tokens, begin)
     first, depth = begin + 1, 0
     for n in range(begin + 1, end + 1):

@@ -64,7 +64,6 @@ def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]
 
 
 def _spelling(node: Node) -> tuple[str, str] | None:
-    """Return the module and name of a global as spelled in the pickle, or None for other nodes."""
     if type(node) is Global:
         return (node.module, node.name)
     return (_EXTENSION, str(node.code)) if type(node) is Extension else None
@@ -88,9 +87,8 @@ _NAMED: Final = 3
 class ExaminedPickle(NamedTuple):
     """A pickle in a file: what loading it names, calls and breaks, without its graph.
 
-    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are as in ``FoundPickle``. ``remark`` says
-    which text torch.load does not read. ``protocol`` is 2 if the pickle cannot be followed. ``oddities`` are the
-    decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious calls as a reader would write them.
+    The first six fields are as in ``FoundPickle``. ``protocol`` is 2 if the pickle cannot be followed. ``oddities`` are
+    the decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious calls as a reader would write them.
     ``rules`` are the structural rules of weights_only that it breaks, and the flaws of old weights_only versions that
     it uses.
     """
@@ -101,7 +99,6 @@ class ExaminedPickle(NamedTuple):
     unchecked: bool = False
     program: str = ""
     note: str = ""
-    remark: str = ""
     protocol: int = 2
     oddities: Sequence[tuple[int, str]] = ()
     names: tuple[NamedGlobal, ...] = ()
@@ -137,35 +134,26 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
     ``own`` are beginnings of names that refer to something in the file itself; such names are left out.
     """
     for where, graph, error, rest, unchecked, program, note in pickles:
-        plain = ExaminedPickle(where, error, rest, unchecked, program, note)
-        if graph is None:
-            yield plain
-            continue
-        yield _examined(plain, graph, torch, own)
+        pickle = ExaminedPickle(where, error, rest, unchecked, program, note)
+        yield pickle if graph is None else _examined(pickle, graph, torch, own)
 
 
-def _examined(plain: ExaminedPickle, graph: Graph, torch: str, own: tuple[str, ...]) -> ExaminedPickle:
-    """Return the pickle with what its graph shows."""
-    plain = _with_configuration(plain._replace(protocol=graph.style.protocol, oddities=graph.oddities), graph)
-    if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes only numbers and strings
-        return plain
-    names = tuple(item for item in named_globals(graph, plain.where, torch) if not item.mapped.startswith(own))
-    calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
-    return plain._replace(names=names, calls=calls, rules=rules)
-
-
-def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:
-    """Return the pickle with notes on the text in its values on which a program may act."""
+def _examined(pickle: ExaminedPickle, graph: Graph, torch: str, own: tuple[str, ...]) -> ExaminedPickle:
     words: dict[str, list[str]] = {PROGRAM: [], UNKNOWN: []}
-    findings, remark = held_findings(graph)
-    for finding in findings:
+    for finding in held_findings(graph):
         words[finding.verdict].append(finding.text)
     programs, notes = ("; ".join(texts[:_NAMED]) for texts in words.values())
-    return pickle._replace(program=pickle.program or programs, note=pickle.note or notes, remark=remark)
+    pickle = pickle._replace(program=pickle.program or programs, note=pickle.note or notes)
+    pickle = pickle._replace(protocol=graph.style.protocol, oddities=graph.oddities)
+    if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes only numbers and strings
+        return pickle
+    names = tuple(item for item in named_globals(graph, pickle.where, torch) if not item.mapped.startswith(own))
+    calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
+    return pickle._replace(names=names, calls=calls, rules=rules)
 
 
 class Verdict(NamedTuple):
-    """One of VERDICTS, with the reasons; for WEIGHTS_ONLY, the text that only other programs than torch.load read."""
+    """One of VERDICTS, with the reasons; WEIGHTS_ONLY needs none."""
 
     word: str
     reasons: tuple[str, ...] = ()
@@ -193,10 +181,7 @@ def verdict_of(
         if not pickle.error:
             reasons += [rule for rule in pickle.rules if rule != NOT_A_STORAGE]
     reasons = list(dict.fromkeys(reasons))[: LIMITS.listed]
-    if reasons:
-        return Verdict(UNKNOWN, tuple(reasons))
-    remarks = (pickle.described(f"for torch.load: {pickle.remark}") for pickle in pickles if pickle.remark)
-    return Verdict(WEIGHTS_ONLY, tuple(dict.fromkeys(remarks))[: LIMITS.listed])
+    return Verdict(UNKNOWN, tuple(reasons)) if reasons else Verdict(WEIGHTS_ONLY)
 
 
 def worst_verdict(words: Iterable[str]) -> str:

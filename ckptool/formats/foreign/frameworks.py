@@ -33,7 +33,6 @@ class ForeignFormat(NamedTuple):
 
 @cache
 def _rows(part: str) -> list[tuple[ForeignFormat, dict[str, Any]]]:
-    """Return the rows of a part of the table, each as its format and its other fields."""
     rows = table("formats/foreign/formats")[part]
     return [(ForeignFormat(row.pop("kind"), row.pop("is"), row.pop("tool", "")), row) for row in rows]
 
@@ -81,7 +80,6 @@ def _matches(source: Source, field: str) -> Iterator[ForeignFormat]:
 
 
 def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
-    """Return whether a file fits a row, apart from its magic bytes."""
     name = source.name
     if not name.lower().endswith(tuple(row.get("suffix", ("",)))) or not re.search(row.get("named", ""), name):
         return False
@@ -115,7 +113,6 @@ def _is_beside(name: str, suffix: str, pattern: str) -> bool:
 
 
 def _is_llama2(source: Source) -> bool:
-    """Return whether a file has seven sizes and exactly as many floats as they imply."""
     if source.size < 28:
         return False
     dim, hidden, layers, heads, kv_heads, vocabulary, length = struct.unpack("<7i", source.read(0, 28))
@@ -282,7 +279,6 @@ def archive_producer(archive: Archive) -> str:
 
 
 def _head(archive: Archive, record: Record) -> bytes:
-    """Return the first bytes of a record, or b"" if it cannot be read."""
     if record.method not in (0, 8):
         return b""
     size = min(record.size, LIMITS.inflated_bytes)

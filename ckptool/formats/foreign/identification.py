@@ -170,7 +170,6 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _inflated(head: bytes, kind: str) -> bytes:
-    """Return the first inflated bytes of gzip or zlib data, b"" for others."""
     try:
         return (
             zlib.decompressobj(31 if kind == "gzip" else 15).decompress(head, 512) if kind in ("gzip", "zlib") else b""
@@ -220,7 +219,6 @@ _NOT_WEIGHTS = regex(r"optim|variables|sched|random|rng|scaler|replay", re.I)
 
 
 def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotACheckpointError | None:
-    """Return the error for an archive with checkpoints that can be addressed, or None if there are none."""
     inside = checkpoints_in(source)
     if not inside:
         return None

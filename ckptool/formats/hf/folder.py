@@ -149,7 +149,6 @@ class HfFolder(ShardedContainer):
         return unnamed
 
     def _note_absent(self, index: Index, names: Collection[str], places: Places) -> None:
-        """Note the files of the index that are not in the folder."""
         lost = {file for name, file in index.files.items() if name not in places}
         for file in dict.fromkeys(index.files.values()):
             if file in lost and file not in names:
@@ -159,7 +158,6 @@ class HfFolder(ShardedContainer):
                 self.note(STALE_INDEX, "error", what, file)
 
     def _check_names(self, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
-        """Compare the shard names with the count in the names, or with the index."""
         weights = self.weights
         if index is None and weights.shards and not weights.index_name:
             if weights.absent:
@@ -181,7 +179,6 @@ class HfFolder(ShardedContainer):
             self.note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", stray[0])
 
     def _places(self, index: Index | None, names: Collection[str]) -> Places:
-        """Return the shard of each tensor: in index order, then in shard order."""
         copies: dict[str, dict[int, ShardTensor]] = {}
         for number, shard in enumerate(self.shards):
             for name, tensor in shard.tensors:
@@ -239,7 +236,6 @@ class HfFolder(ShardedContainer):
             self.note("total-size", "warning", what)
 
     def _note_the_rest(self, names: Collection[str]) -> None:
-        """Add notes on other content of the folder."""
         weights = self.weights
         if weights.variant:
             what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
@@ -292,7 +288,6 @@ class HfFolder(ShardedContainer):
         return builder.graph(builder.mapping(items), protocol)
 
     def _numbered_graph(self, number: int) -> Graph:
-        """Return the graph of a shard, with the shard number in the storage keys."""
         name, container, _ = self.shards[number]
         reader, nodes = TensorReader(container.graph), container.graph.nodes
         for ref, _ in reader.uses() if not container.traits.legacy_name else ():
@@ -358,7 +353,6 @@ def _moved_text(moved: list[tuple[str, str, str]]) -> str:
 
 
 def _shard(source: Source, name: str) -> Shard:
-    """Read one weight file, in the format of its content."""
     head = source.read(0, _HEAD)
     container: Container
     if zip_reader.sniff(head, source):

@@ -126,7 +126,6 @@ class HfRanks(ShardedContainer):
             self.note("no-piece", "error", f"{what} {join_limited(suspects)}", self._absent[0], refused=True)
 
     def _is_whole(self, name: str, dtype: Dtype, shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
-        """Return whether the pieces of a tensor cover it exactly; report a problem if not."""
         for piece in pieces:
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
                 first = pieces[0].file
@@ -175,14 +174,12 @@ class HfRanks(ShardedContainer):
 
 
 def _read_pieces(source: Source, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:
-    """Read one rank's file; return its container, and its pieces with the names of their tensors."""
     shard = safetensors_reader.read(source)
     offsets = saved_offsets(shard.metadata, [(key, tensor.shape) for key, tensor in shard.tensors], name)
     return shard, [(key, TensorPiece((offsets[key], tensor.shape), name, tensor)) for key, tensor in shard.tensors]
 
 
 def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
-    """Return the shape up to which the pieces reach."""
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
 
 

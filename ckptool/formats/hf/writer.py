@@ -156,7 +156,6 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) 
 
 
 def _stem(target: Target) -> str:
-    """Return the stem of the file names, with the variant."""
     return (target.stem or _USUAL[target.format]) + (target.variant and f".{target.variant}")
 
 
@@ -185,7 +184,6 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
 
 
 def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
-    """Return a dict of some entries of a graph, and only what they refer to."""
     builder = Builder()
     places: dict[Ref, Ref] = {}
     return builder.graph(builder.pairs([builder.graft(graph, ref, places) for ref in pairs]))

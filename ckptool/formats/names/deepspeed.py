@@ -145,7 +145,6 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
 
 
 def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
-    """Return the missing optimizer and model states, as display names."""
     grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= MAX_RANKS else []
     missing = [
         f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
@@ -159,7 +158,6 @@ def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, 
 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
-    """Return the files that match a pattern, by rank."""
     return by_number(numbered(pattern, filter(_is_torch, names)))[0]
 
 

@@ -151,7 +151,6 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
 
 
 def _absent(files: Collection[str], count: int) -> tuple[str, ...]:
-    """Return the names of missing shards, out of ``count``."""
     head, of, tail = next(iter(files)).rpartition("-of-")
     every = (f"{head[:-5]}{number:05d}{of}{tail}" for number in range(1, count + 1))
     return tuple(islice((name for name in every if name not in files), LIMITS.listed))
@@ -165,7 +164,6 @@ def _single_file(name: str, variants: bool) -> Weights | None:
 
 
 def _split_variant(stem: str) -> tuple[str, str]:
-    """Split a stem into stem and variant, which may be ""."""
     match = _VARIANT.match(stem)
     return (match[1], match[2]) if match else (stem, "")
 
@@ -206,7 +204,6 @@ def _companions() -> dict[str, Any]:
 
 
 def _description(name: str) -> str:
-    """Return the description of a companion file, or "" for an unknown file."""
     known = _companions()["side_files"].items()
     return next((text for text, patterns in known if any(fnmatch(name, each) for each in patterns.split())), "")
 

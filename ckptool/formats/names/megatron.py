@@ -71,7 +71,6 @@ def twice(folder: Folder, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _weights(folder: Folder, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
-    """Yield (rank, file name) of the weight files."""
     for numbers, inner in numbered(_RANK, names):
         inside = folder.inner(inner).names()
         name = next((name for name in _WEIGHTS if name in inside), "")

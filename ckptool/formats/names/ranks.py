@@ -139,7 +139,6 @@ def torch_files(names: Collection[str]) -> Iterator[str]:
 
 
 def _label(template: str) -> str:
-    """Return the rest of a name, without the rank number and the suffix."""
     stem = next(
         template.removesuffix(suffix) for suffix in sorted(TORCH, key=len, reverse=True) if template.endswith(suffix)
     )

@@ -211,7 +211,6 @@ def name_parts(noun: str, names: Sequence[str], *, rest: str = "") -> list[str]:
 
 
 def _integers(values: Any, parse: Parse) -> tuple[int, ...] | None:
-    """Return the sizes or strides in a JSON list, or None if it is invalid."""
     if not isinstance(values, list) or len(values) > LIMITS.dimensions:
         return None
     numbers = tuple(number for value in values if (number := parse(value)) is not None)

@@ -51,8 +51,10 @@ class TorchPackage(ProgramArchive):
                 total += record.size
                 graph = self._decode(record, name) if total <= _MAX_BYTES and len(items) < _MAX_PICKLES else None
                 if graph is not None:
-                    # Only the package's own loader can make these objects.
-                    gone = _reduced_objects(graph)
+                    # ("reduce_package", id, function, arguments): only the package's own loader can make it.
+                    pids = ((ref, graph.nodes[node.pid]) for ref, node in graph.of_type(Persistent))
+                    known = ((ref, pid[0]) for ref, pid in pids if type(pid) is tuple and pid)
+                    gone = [ref for ref, first in known if graph.nodes[first] == "reduce_package"]
                     items.append((name, self.append_graph(graph.edited(dict.fromkeys(gone), []) if gone else graph)))
                     reduced += len(gone)
                 elif name not in ("byteorder", "version"):
@@ -82,7 +84,6 @@ class TorchPackage(ProgramArchive):
             self.problems.append(problem)
 
     def _decode(self, record: Record, name: str) -> Graph | None:
-        """Return the graph of a resource, or None if it is not a readable pickle."""
         named = name.endswith(".pkl")
         if not named:
             span = self.archive.payload(record)
@@ -105,12 +106,5 @@ class TorchPackage(ProgramArchive):
         return problems
 
 
-def _reduced_objects(graph: Graph) -> list[Ref]:
-    """Return the objects that a packaged module rebuilds: ``("reduce_package", id, function, arguments)``."""
-    persistent = ((ref, graph.nodes[node.pid]) for ref, node in enumerate(graph.nodes) if type(node) is Persistent)
-    return [ref for ref, pid in persistent if type(pid) is tuple and pid and graph.nodes[pid[0]] == "reduce_package"]
-
-
-def read(archive: Archive) -> TorchPackage:
-    """Read every pickle of a package."""
-    return TorchPackage(archive)
+#: Reads an archive; raises MalformedError if its description is damaged.
+read: Final = TorchPackage

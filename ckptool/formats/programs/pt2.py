@@ -113,7 +113,6 @@ class Pt2(ProgramArchive):
             return True
 
     def _weights(self, name: str) -> Ref:
-        """Build the state dict that one configuration describes."""
         items = []
         for key, entry in self._entries(name).items():
             path, meta = str(entry.get("path_name")), entry.get("tensor_meta")
@@ -141,7 +140,6 @@ class Pt2(ProgramArchive):
         return entries
 
     def _old_weights(self, name: str) -> Ref:
-        """Build the state dict of an archive before torch 2.8: a nested torch.save file."""
         record = self.archive.find(name)
         assert record is not None
         self.inner[name] = file = self.nested_file(record)
@@ -149,7 +147,6 @@ class Pt2(ProgramArchive):
         return self.append_graph(file.graph, f"{name}:{{}}".format)
 
     def _search_programs(self, programs: list[str]) -> None:
-        """Find the torch version that wrote the program, and the devices that it names."""
         torch = ""
         for name in programs:
             record = self.archive.find(name)
@@ -179,6 +176,5 @@ def _int(value: Any) -> int | None:
     return number if type(number) is int and 0 <= number < 1 << 62 else None
 
 
-def read(archive: Archive) -> Pt2:
-    """Read the weights; raise MalformedError if their description is damaged."""
-    return Pt2(archive)
+#: Reads an archive; raises MalformedError if its description is damaged.
+read: Final = Pt2

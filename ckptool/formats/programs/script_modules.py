@@ -110,7 +110,6 @@ def read_code(archive: Archive) -> ScriptCode:
 
 
 def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
-    """Yield the classes of a file in order."""
     name, found = "", ScriptClass(False, frozenset(), None)
     for line in _LINE.finditer(text):
         if line["head"] is not None:

@@ -167,7 +167,6 @@ class TorchScript(TorchZip, Program):
         return parts + name_parts("extra file", self.extra)
 
     def _add_problems(self) -> None:
-        """Report what a user should know."""
         modules = self.modules
         what = f"it is {self.kind}, which holds code: torch.jit.load reads it, torch.load(weights_only=True) refuses"
         what += " it, and its code runs when it is called"

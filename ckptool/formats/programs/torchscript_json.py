@@ -79,7 +79,6 @@ class JsonScript(ProgramArchive):
         return items
 
     def _tensor_attributes(self) -> dict[int, int]:
-        """Return the tensors among the attributes: attribute number -> tensor number."""
         graph = graph_of(self.archive, "attributes.pkl")
         if graph is None:
             return {}
@@ -120,6 +119,5 @@ def _int(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
-def read(archive: Archive) -> JsonScript:
-    """Read the description; raise MalformedError if it is damaged."""
-    return JsonScript(archive)
+#: Reads an archive; raises MalformedError if its description is damaged.
+read: Final = JsonScript

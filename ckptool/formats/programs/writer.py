@@ -61,14 +61,12 @@ def editable(checkpoint: Checkpoint) -> TorchScript:
 
 
 def _keeps_state_dict(graph: Graph, container: TorchScript) -> bool:
-    """Return whether the state dict, which follows the pickles in the arena, is unchanged."""
     old = container.graph
     same = all(graph.nodes[ref] is old.nodes[ref] for ref in range(container.end_of_parts, len(old.nodes)))
     return same and graph.root == old.root
 
 
 def _edited_parts(checkpoint: Checkpoint, container: TorchScript) -> list[tuple[ScriptPickle, Graph]]:
-    """Return the pickles that an edit changed, with their new graphs."""
     graphs = ((part, _edited(checkpoint.graph, container.graph, part)) for part in container.parts)
     return [(part, graph) for part, graph in graphs if graph is not None]
 
@@ -108,7 +106,6 @@ class _Places(dict[Ref, Ref]):
 
 
 def _edited(graph: Graph, before: Graph, part: ScriptPickle) -> Graph | None:
-    """Return the graph of a part after the edit, or None if the part is unchanged."""
     end = part.base + len(part.graph.nodes)
     changed = [ref for ref in range(part.base, end) if graph.nodes[ref] is not before.nodes[ref]]
     if not changed:

@@ -288,7 +288,6 @@ class _Application:
         return Result(_in_order(outputs), ignored, rest, self.notes, apart, self.known)
 
     def _check_rest(self, rest: Sequence[str]) -> None:
-        """Raise RefusedError if a tensor without a rule shows that the recipe does not fit the model."""
         for refusal in self.recipe.refusals:
             odd = next((name for name in rest if refusal.name and fnmatchcase(name, refusal.name)), "")
             if odd:
@@ -499,7 +498,6 @@ class _Application:
         return Output(name, shape, sources, grid, tuple(blocks), use.rule.number, use.first)
 
     def _blocks(self, use: _Use, pair: Pair, known: Mapping[str, int], name_axes: set[str]) -> Iterator[Block]:
-        """Yield the blocks of an output that one pair describes, one for each tensor on side a."""
         pattern = use.rule.a[pair.source]
         axes = _name_axes(pattern, use.rule, self.symbols)
         for values in product(*(range(known[symbol]) for symbol in axes)):
@@ -545,12 +543,10 @@ def _filled(pattern: Pattern, known: Mapping[str, int], source: str) -> str:
 
 
 def _name_axes(pattern: Pattern, rule: Rule, numbers: frozenset[str]) -> list[str]:
-    """Return the symbols in a name that are axes of the other side, sorted."""
     return sorted(pattern.name.symbols - rule.loops - numbers)
 
 
 def _symbols_of(pattern: Pattern) -> set[str]:
-    """Return the symbols in the axes of a pattern."""
     return {
         each.symbol
         for dimension in pattern.axes or ()

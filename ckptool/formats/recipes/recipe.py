@@ -54,10 +54,6 @@ class Pattern(NamedTuple):
     name: NamePattern
     axes: Axes | None
 
-    def with_text(self, text: str) -> Pattern:
-        """Return the pattern with a text in place of ``{*}``."""
-        return self._replace(name=names.parsed(self.name.text.replace(_ANY, text)))
-
 
 class Pair(NamedTuple):
     """A block of a tensor on side b, and the block of side a that it is made of.
@@ -186,7 +182,10 @@ class Recipe(NamedTuple):
                 continue
             found = {text: None for pattern in rule.a for text in _texts_in(pattern.name, tensors)}
             for text in found:
-                own, others = (tuple(each.with_text(text) for each in side) for side in (rule.a, rule.b))
+                own, others = (
+                    tuple(each._replace(name=names.parsed(each.name.text.replace(_ANY, text))) for each in side)
+                    for side in (rule.a, rule.b)
+                )
                 rules.append(with_pairs(rule._replace(a=own, b=others), symbols))
         return self._replace(rules=tuple(rules))
 
@@ -357,7 +356,6 @@ def _model_types(content: Mapping[str, Any], base: Recipe | None) -> tuple[tuple
 
 
 def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a configuration; raise MalformedError for one that is neither a value nor a table of it."""
     for field, how in fields.items():
         try:
             json.dumps(how, allow_nan=False)
@@ -490,7 +488,6 @@ def _content(leaf: Leaf, name_axes: frozenset[str]) -> frozenset[tuple[Tag, int]
 
 
 def _is_outside(leaf: Leaf, symbol: str) -> bool:
-    """Return whether a symbol stands outside of sections, or first in one."""
     first = (each.outer + each.sections[at][:1] + each.inner for each, at in zip(leaf.axes, leaf.sections))
     return any(factor.symbol == symbol for factors in first for factor in factors)
 
@@ -508,7 +505,6 @@ def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _typed(content: Mapping[str, Any], key: str, kind: type, noun: str) -> object:
-    """Return a value of the content, an empty one of its ``kind`` by default."""
     value = content.get(key, kind())
     if not isinstance(value, kind):
         raise MalformedError(f"{key} is {noun}")

@@ -141,9 +141,10 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
         raise _broken(source, f"the header is not UTF-8 at byte {8 + error.start:,}") from None
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
+    parse_int = lambda number: -0.0 if number == "-0" else int(number)  # noqa: E731
     try:
         # A custom parse_int is slow and rarely needed.
-        fields = strict_json(text, "the header", _integer if _MINUS_ZERO.search(text) else None)
+        fields = strict_json(text, "the header", parse_int if _MINUS_ZERO.search(text) else None)
     except ValueError as error:
         raise _broken(source, str(error)) from None
     assert isinstance(fields, dict)
@@ -155,7 +156,6 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
 
 
 def _strings(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield every string of the header, including the names."""
     work: list[Any] = [fields]
     while work:
         value = work.pop()
@@ -165,10 +165,6 @@ def _strings(fields: dict[str, Any]) -> Iterator[str]:
             work += (*value, *value.values())
         elif isinstance(value, list):
             work += value
-
-
-def _integer(text: str) -> int | float:
-    return -0.0 if text == "-0" else int(text)
 
 
 class _Kind(NamedTuple):
@@ -231,7 +227,6 @@ def _entry(
 
 
 def _unreadable(values: list[Any]) -> str:
-    """Return why the library cannot parse one of these values, or "" if it can."""
     depth = 2  # the header and the entry
     while values:
         deeper: list[Any] = []
@@ -248,7 +243,6 @@ def _unreadable(values: list[Any]) -> str:
 
 
 def _in_range(number: float) -> bool:
-    """Return whether a number is finite as a 64-bit float."""
     try:
         return isfinite(number)
     except OverflowError:

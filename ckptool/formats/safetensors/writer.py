@@ -161,7 +161,6 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
 
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
-    """Return the tensors with their bytes in file order."""
     pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)[0]) for named in chosen.tensors]
     if not (in_order and _keeps_places(pairs)):
         pairs.sort(key=lambda pair: _place(pair[0]))
@@ -186,7 +185,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _lacks_dtype(tensor: Tensor) -> bool:
-    """Return whether the format has no name for the tensor's dtype."""
     dtype = BY_NAME.get(tensor.dtype)
     return tensor.kind in ("dense", "quantized") or (dtype is None and tensor.kind != "unknown")
 

@@ -66,7 +66,6 @@ def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[Fo
 
 
 def _first(checkpoint: Checkpoint, tensor: Tensor, size: int) -> bytes:
-    """Return the first bytes of a tensor in element order, at most ``size``."""
     parts, got = list[bytes](), 0
     for part in elements(storage_reader(checkpoint, tensor.storage), tensor):
         parts.append(part)

@@ -109,7 +109,6 @@ def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tup
 
 
 def _dict(nodes: list[Node], node: Node) -> dict[str, Node]:
-    """Return the last state of an object as a dict with string keys; {} for any other state."""
     states = node.states if type(node) is Call else ()
     state = nodes[states[-1]] if states else None
     if type(state) is tuple and state:  # (the dict, the slots)

@@ -92,7 +92,6 @@ def is_followed(source: Source) -> bool:
 
 
 def _is_zip(source: Source) -> bool:
-    """Return whether the file ends in a readable zip directory."""
     try:
         return _ends_like_zip(source) and bool(read_archive(source).records)
     except MalformedError:
@@ -142,8 +141,10 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
     pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search)
     pickles = _within("", pickles)
     if search.value:
-        # Bytes that parse by chance name no globals.
-        yield from (pickle for pickle in pickles if is_binary_pickle(head) or _may_name(pickle))
+        for pickle in pickles:
+            # Bytes that parse by chance name no globals.
+            if is_binary_pickle(head) or pickle.graph is None or pickle.graph.has(Global, Extension):
+                yield pickle
         yield from _in_encoded(content, name, search)
         return
     first = next(pickles, None)
@@ -159,10 +160,6 @@ def _is_one_pickle(content: Source, search: Search) -> bool:
         return decode_at(content, 0, search.budget, where="pickle")[1] == content.size
     except PickleError:
         return False
-
-
-def _may_name(pickle: FoundPickle) -> bool:
-    return pickle.graph is None or pickle.graph.has(Global, Extension)
 
 
 def value_pickles(data: bytes, where: str) -> Iterator[FoundPickle]:
@@ -227,7 +224,6 @@ def _in_compressed(content: Source, compression: Compression, search: Search) ->
 
 
 def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in NumPy object arrays, for consecutive arrays."""
     at = 0
     while (array := npy_data(content, at)) is not None:
         search.budget.take(0)
@@ -414,7 +410,6 @@ def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundP
 
 
 def _with_nested(pickle: FoundPickle, search: Search) -> Iterator[FoundPickle]:
-    """Yield a pickle, and the pickles in the bytes that it carries."""
     yield pickle
     if pickle.graph is not None:
         yield from _in_graph(pickle.graph, pickle.where, search)

@@ -231,7 +231,6 @@ def _is_key(node: Node) -> bool:
 
 
 def _listed(graph: Graph) -> list[str | int]:
-    """Return the storage keys in file order: strings, or integers in old files."""
     root = graph.nodes[graph.root]
     if type(root) is not tuple and type(root) is not List:
         raise PickleError("it is not a list", where=_PARTS[4])

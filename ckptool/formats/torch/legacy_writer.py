@@ -44,16 +44,19 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     objects.
     """
     refuse_texts(checkpoint, target)
-    lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
+    graph = checkpoint.graph
+    uses = TensorReader(graph).uses()  # not from the survey, which takes much longer if nothing is lost
+    lost = {"dtypes": {ref for ref, storage in uses if storage.dtype.name in ("untyped", "unknown")}, "layouts": set()}
+    if any(node.name == _NESTED for _, node in graph.of_type(Global)):
+        lost["layouts"] = {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.kind == "nested"}
     losses = [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
     # A legacy input keeps its pickles and storage keys if nothing is lost.
     relayout = not checkpoint.traits.storages_in_sequence or bool(losses)
-    graph = partial(_without, checkpoint, lost["dtypes"] | lost["layouts"]) if losses else None
-    return Fit("a legacy file that torch loads", target, losses, graph=graph, relayout=relayout)
+    kept = partial(_without, checkpoint, lost["dtypes"] | lost["layouts"]) if losses else None
+    return Fit("a legacy file that torch loads", target, losses, graph=kept, relayout=relayout)
 
 
 def _without(checkpoint: Checkpoint, lost: set[Ref]) -> Graph:
-    """Return the object without its lost content; raise RefusedError if nothing is left."""
     gone = removed_with(checkpoint.graph, lost)
     if checkpoint.graph.root in gone:
         raise RefusedError("nothing would be left of it", path=checkpoint.path)
@@ -67,17 +70,6 @@ def _names(checkpoint: Checkpoint, lost: set[Ref]) -> tuple[str, ...]:
     names = [entry.path for entry in checkpoint.survey.tensors if entry.ref in gone]
     names += [path for path, ref, _ in checkpoint.survey.storages if ref in gone]
     return tuple(names or [""])
-
-
-def _untyped(checkpoint: Checkpoint) -> set[Ref]:
-    uses = TensorReader(checkpoint.graph).uses()  # not from the survey, which takes much longer if nothing is lost
-    return {ref for ref, storage in uses if storage.dtype.name in ("untyped", "unknown")}
-
-
-def _nested(checkpoint: Checkpoint) -> set[Ref]:
-    if not any(type(node) is Global and node.name == _NESTED for node in checkpoint.graph.nodes):
-        return set()
-    return {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.kind == "nested"}
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
@@ -153,7 +145,6 @@ def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
 
 
 def _body(checkpoint: Checkpoint, storage: Storage) -> Iterator[Piece]:
-    """Yield the bytes of a storage, little-endian and inflated."""
     if not storage.nbytes:
         return
     body = checkpoint.body(storage.key)

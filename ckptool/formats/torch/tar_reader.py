@@ -128,7 +128,6 @@ class TorchTar(Container):
         yield from bare_pickles(self.source, 0, "from the first byte")  # for a file that is also of another format
 
     def _with_tensors(self) -> Graph:
-        """Return the object, with tensors and storages in place of their numbers."""
         graph = self._object
         builder = Builder()
         builder.nodes.extend(graph.nodes)
@@ -176,7 +175,6 @@ class TorchTar(Container):
 
 
 def _number(value: Node) -> int:
-    """Return the number of a tensor or storage, to which torch applies ``int()``; -1 if it is invalid."""
     if type(value) is int:
         return value if 0 <= value < 1 << 64 else -1
     return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
@@ -279,17 +277,12 @@ class _MemberReader:
 
     def _views(self) -> list[list[int]]:
         graph = self.pickle(LIMITS.pickle_bytes)
-        if not all(isinstance(node, int | tuple | List) for node in graph.nodes):
-            raise self.broken("something other than numbers in the list of views")
-        if not isinstance(graph.nodes[graph.root], tuple | List):
-            raise self.broken("the list of views is not a list")
-        views: list[list[int]] = []
-        for ref in list_items(graph.nodes[graph.root]):
-            values = [graph.nodes[item] for item in list_items(graph.nodes[ref])]
-            numbers = [value for value in values if type(value) is int and abs(value) < 1 << 64]
-            if len(values) != 4 or len(numbers) != 4:
-                raise self.broken("a view that is not four numbers")
-            views.append(numbers)
+        root = graph.nodes[graph.root]
+        found = [[graph.nodes[item] for item in list_items(graph.nodes[ref])] for ref in list_items(root)]
+        views = [[value for value in view if type(value) is int and abs(value) < 1 << 64] for view in found]
+        plain = isinstance(root, tuple | List) and all(isinstance(node, int | tuple | List) for node in graph.nodes)
+        if not plain or {*map(len, found), *map(len, views)} - {4}:
+            raise self.broken("a list of views that are not four numbers each")
         return views
 
     def tensors(self, views: Mapping[int, _StorageView], tensors: dict[int, _TarTensor]) -> None:
@@ -365,7 +358,6 @@ def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Itera
 
 
 def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterator[Finding]:
-    """Yield a problem if anything but zeros follows the last member."""
     if error is not None:
         what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
         yield Finding.of(ODD_MEMBER, "error", what, offset=end)

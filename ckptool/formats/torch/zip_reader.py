@@ -71,7 +71,6 @@ class TorchZip(Container):
             # Torch does not check it, and an edit would put a correct checksum on wrong content.
             self._note(DAMAGED, "error", "data.pkl has another checksum than the one on record: the file is damaged")
         self._check_records()
-        self._check_versions()
         if decoded.end < len(data):
             rest = len(data) - decoded.end
             self._note("after-stop", "warning", f"{rest:,} bytes after the end of the pickle in data.pkl")
@@ -243,8 +242,6 @@ class TorchZip(Container):
             self._note("trailing-bytes", "warning", f"{pluralize(rest, 'byte')} after the end of the archive")
         if self.record.name.rpartition("/")[2] != "data.pkl":
             self._note("record-case", "warning", f"{self.record.name!r} is found because torch ignores case")
-
-    def _check_versions(self) -> None:
         found = versions(self.archive.source, self.archive.end.tail)
         if len(found) > 1 and not self.archive.end.unfinished:
             times = "once" if len(found) == 2 else f"{len(found) - 1:,} times"
@@ -312,7 +309,6 @@ def _shown(text: bytes) -> str:
 
 
 def _alignment_problem(archive: Archive) -> Finding | None:
-    """Return the problem of an invalid ``.storage_alignment``, which torch parses as a number (``_load``), or None."""
     text = archive.text(".storage_alignment")
     if text is None:
         return None
