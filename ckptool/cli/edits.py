@@ -17,8 +17,7 @@ from ..edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter
 from ..files.archives import exists
 from .edit_report import rename_lines, sanitize_lines
 from .editing import EditRequest, WithFields, edit_all
-from .help import EDITS as EDIT_HEADINGS
-from .help import GroupedCommand
+from .help import GroupedCommand, headings
 from .options import (
     KEY,
     Command,
@@ -267,7 +266,7 @@ _REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
 
 
 #: The options of ``edit`` that apply an edit, and those that modify these, in the order of the table.
-_APPLY: Final = [name for name in STEPS if any(f"--{name}" in names for _, names in EDIT_HEADINGS)]
+_APPLY: Final = [name for name in STEPS if any(f"--{name}" in names for _, names in headings("edit"))]
 _MODIFY: Final = list(
     dict.fromkeys(each.spelled for name in _APPLY for each in STEPS[name][0].parameters if not each.step)
 )
@@ -312,4 +311,4 @@ def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any)
     return edit_all(request, paths, how._replace(key=key))
 
 
-edit.headings = EDIT_HEADINGS
+edit.headings = headings("edit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import click
@@ -13,58 +14,20 @@ from ..base.lazy import table
 #: headings and before the shared ones.
 Headings: TypeAlias = Sequence[tuple[str, Collection[str]]]
 
-#: The headings that all commands share, in this order.
-SHARED: Final[Headings] = (
-    ("Which keys", ("--key", "--other-key", "--include", "--exclude")),
-    (
-        "Output",
-        (
-            *("--output", "--out-dir", "--in-place", "--to-format", "--allow-loss", "--tied", "--max-shard-size"),
-            *("--metadata", "--force", "--update-config", "--follow-links", "--reclaim"),
-            "--dry-run",
-        ),
-    ),
-    ("Remote files", ("--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned")),
-    ("Several files", ("--files-from", "--slice", "--jobs", "--engine")),
-    (
-        "Report",
-        (
-            *("--format", "--json", "--verbose", "--quiet", "--no-color"),
-            *("--help-all", "--help"),
-        ),
-    ),
-)
-#: Options that only ``--help-all`` describes.
-RARE: Final = frozenset(
-    (
-        *("--tied", "--max-shard-size", "--metadata", "--update-config", "--follow-links"),
-        *("--reclaim", "--files-from", "--slice", "--jobs", "--engine", "--no-color"),
-        *("--verbose", "--endpoint-url", "--anonymous", "--profile", "--max-download", "--allow-unversioned"),
-    )
-)
-#: By command: rare options that are its purpose, and other options that are rare there.
-_PURPOSES: Final = {
-    "convert": ("--tied", "--max-shard-size", "--metadata"),
-    **dict.fromkeys(("inspect", "scan", "validate"), ("--verbose",)),
-}
-_RARE_HERE: Final = {
-    "validate": ("--no-policy", "--torch", "--map-location", "--max-bytes"),
-    "match": ("--strict",),
-}
-#: The options of ``edit`` that apply an edit, under headings by purpose.
-EDITS: Final[Headings] = (
-    ("Entries", ("--extract", "--wrap", "--drop", "--keep", "--set", "--merge-entry", "--for", "--use-ema")),
-    (
-        "Keys",
-        (
-            *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
-            *("--rename", "--rename-like", "--to-names"),
-        ),
-    ),
-    ("Devices", ("--to", "--map", "--visible")),
-    ("Values and bytes", ("--to-dtype", "--slim", "--dedupe", "--repack")),
-    ("Publish", ("--sanitize", "--redact")),
-)
+
+@cache
+def _table() -> dict[str, Any]:
+    """Return the table of options in the help.
+
+    "shared" are the headings of all commands, and "edit" those of ``edit`` by purpose, each with its options. Only
+    ``--help-all`` describes those that are "rare", except for a command whose purpose they are, and "rare_here".
+    """
+    return table("cli/headings")
+
+
+def headings(name: str) -> Headings:
+    """Return the headings under this name in the table of options."""
+    return [(title, options.split()) for title, options in _table()[name].items()]
 
 
 def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
@@ -129,8 +92,9 @@ class GroupedCommand(Helpful):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and list the names of the rarely used ones."""
-        name = self.name or ""
-        self._write_options(ctx, formatter, RARE.difference(_PURPOSES.get(name, ())).union(_RARE_HERE.get(name, ())))
+        rare, purposes, here = (_table()[name] for name in ("rare", "purposes", "rare_here"))
+        own, more = (listed.get(self.name, "").split() for listed in (purposes, here))
+        self._write_options(ctx, formatter, {*rare.split()}.difference(own).union(more))
 
     def full_help(self, ctx: click.Context) -> str:
         """Return the help with every option."""
@@ -143,8 +107,8 @@ class GroupedCommand(Helpful):
 
     def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
         """Return the visible options by their headings, in the order of the help."""
-        titles = {name: title for title, names in (*self.headings, *SHARED) for name in names}
-        own, shared = ([title for title, _ in headings] for headings in (self.headings, SHARED))
+        titles = {name: title for title, names in (*self.headings, *headings("shared")) for name in names}
+        own, shared = ([title for title, _ in headings] for headings in (self.headings, headings("shared")))
         found: dict[str, list[click.Option]] = {title: [] for title in (*own, "Options", *shared)}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and not param.hidden:

@@ -14,7 +14,7 @@ from conftest import FIXTURES
 from lora_adapters import factors, write_adapter
 
 import ckptool
-from ckptool.cli.help import EDITS as HEADINGS
+from ckptool.cli.help import headings
 from ckptool.cli.main import COMMANDS
 from ckptool.edits.redact import KINDS
 from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, function
@@ -95,7 +95,7 @@ class Case:
 
 
 #: The options of ``edit`` that apply an edit.
-OF_EDIT = {name for _, names in HEADINGS for name in names}
+OF_EDIT = {name for _, names in headings("edit") for name in names}
 
 
 def cases() -> Iterator[Case]:

@@ -16,7 +16,8 @@ from conftest import FIXTURES, ROOT
 from docs_modules import docs_module
 
 import ckptool
-from ckptool.cli.help import EDITS, RARE, SHARED, GroupedCommand
+from ckptool.base.lazy import table
+from ckptool.cli.help import GroupedCommand, headings
 from ckptool.cli.main import COMMANDS, DAILY, GROUPS, cli, help_line
 from ckptool.cli.options import AnyPath
 from ckptool.edits.table import MODIFIERS, STEPS
@@ -302,7 +303,8 @@ def test_help_is_short_and_help_all_has_every_option_once(name: str) -> None:
 
 def test_the_headings_name_options_that_exist() -> None:
     options = {option.opts[-1] for name in COMMANDS for option in _documented(name)[0].get_params(_documented(name)[1])}
-    named = {option for headings in (SHARED, EDITS) for _, names in headings for option in names} | RARE
+    named = {option for name in ("shared", "edit") for _, names in headings(name) for option in names}
+    named |= {*table("cli/headings")["rare"].split()}
     assert named - options == set()
 
 
@@ -310,8 +312,8 @@ def test_the_report_is_last_and_edit_has_its_edits_by_purpose() -> None:
     for name in COMMANDS:
         command, ctx = _documented(name)
         titles = [*command.sections(ctx)]
-        shared = [title for title, _ in SHARED if title in titles]
+        shared = [title for title, _ in headings("shared") if title in titles]
         assert titles[len(titles) - len(shared) :] == shared and titles[-1] == "Report"
     command, ctx = _documented("edit")
-    edits = {option.opts[-1] for title, _ in EDITS for option in command.sections(ctx)[title]}
+    edits = {option.opts[-1] for title, _ in headings("edit") for option in command.sections(ctx)[title]}
     assert edits <= {f"--{step}" for step in STEPS} and len(edits) <= 27
