@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, Final, TypeAlias
 
@@ -39,15 +39,12 @@ def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None
         ctx.exit()
 
 
-#: click's own option looks for translations, which takes as long as importing ten modules.
-HELP: Final = click.Option(
-    ["-h", "--help"],
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_show_help,
-    help="Show this message and exit.",
-)
+def eager(*names: str, callback: Callable[[click.Context, click.Parameter, bool], Any], help: str) -> click.Option:
+    """Return a flag that acts when it is read. click's own ones look for translations, which takes longer than that."""
+    return click.Option([*names], is_flag=True, is_eager=True, expose_value=False, callback=callback, help=help)
+
+
+HELP: Final = eager("-h", "--help", callback=_show_help, help="Show this message and exit.")
 
 
 class Helpful(click.Command):
@@ -144,11 +141,4 @@ def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
 
 
 #: An option of every command.
-HELP_ALL: Final = click.Option(
-    ["--help-all"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_all,
-    help="Show this message with every option, and exit.",
-)
+HELP_ALL: Final = eager("--help-all", callback=_show_all, help="Show this message with every option, and exit.")

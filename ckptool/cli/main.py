@@ -18,7 +18,7 @@ from ..base.errors import CkptoolError
 from ..base.limits import ANNOUNCED
 from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
-from .help import HELP_ALL, Helpful
+from .help import HELP_ALL, Helpful, eager
 from .render import StdoutError, emit, flush, say, say_error, tell
 
 
@@ -109,9 +109,7 @@ def _no_color(_ctx: click.Context, _param: click.Parameter, given: bool) -> None
 
 
 #: An option of the program and of every command.
-_NO_COLOR: Final = click.Option(
-    ["--no-color"], is_flag=True, expose_value=False, callback=_no_color, help="Print without colour."
-)
+_NO_COLOR: Final = eager("--no-color", callback=_no_color, help="Print without colour.")
 
 
 def _for_remote(ctx: click.Context, param: click.Parameter, given: Any) -> None:
@@ -124,22 +122,22 @@ def _for_remote(ctx: click.Context, param: click.Parameter, given: Any) -> None:
         os.environ[f"CKPTOOL_{str(param.name).upper()}"] = "1" if given is True else given
 
 
+def _remote(option: str, metavar: str, text: str) -> click.Option:
+    how: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
+    return click.Option([option], expose_value=False, callback=_for_remote, help=text, **how)
+
+
 #: Options of every command that reads files: how remote ones are reached.
-_REMOTE: Final = tuple(
-    click.Option(
-        [option], is_flag=not metavar, metavar=metavar or None, expose_value=False, callback=_for_remote, help=text
-    )
-    for option, metavar, text in (
-        (
-            "--endpoint-url",
-            "URL",
-            "Ask this server in place of the one that an address s3://, gs://, az:// or hf:// means.",
-        ),
-        ("--anonymous", "", "Read remote files without credentials."),
-        ("--profile", "PROFILE", "Use S3 with this profile of the AWS command line."),
-        ("--max-download", "SIZE", "Read at most this much of remote files; by default 1 GiB."),
-        ("--allow-unversioned", "", "Read from servers that do not say whether a file was replaced meanwhile."),
-    )
+_REMOTE: Final = (
+    _remote(
+        "--endpoint-url",
+        "URL",
+        "Ask this server in place of the one that an address s3://, gs://, az:// or hf:// means.",
+    ),
+    _remote("--anonymous", "", "Read remote files without credentials."),
+    _remote("--profile", "PROFILE", "Use S3 with this profile of the AWS command line."),
+    _remote("--max-download", "SIZE", "Read at most this much of remote files; by default 1 GiB."),
+    _remote("--allow-unversioned", "", "Read from servers that do not say whether a file was replaced meanwhile."),
 )
 
 
@@ -150,15 +148,7 @@ def _version(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
         ctx.exit()
 
 
-#: click's own option looks for translations, which takes as long as importing ten modules.
-_VERSION: Final = click.Option(
-    ["-V", "--version"],
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_version,
-    help="Show the version and exit.",
-)
+_VERSION: Final = eager("-V", "--version", callback=_version, help="Show the version and exit.")
 
 
 def _verbose(_ctx: click.Context, _param: click.Parameter, given: bool) -> bool:
@@ -169,14 +159,7 @@ def _verbose(_ctx: click.Context, _param: click.Parameter, given: bool) -> bool:
 
 
 #: An option of the program and of every command; some have one that shows even more.
-_VERBOSE: Final = click.Option(
-    ["-v", "--verbose"],
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_verbose,
-    help="Shorten no message, and list every name.",
-)
+_VERBOSE: Final = eager("-v", "--verbose", callback=_verbose, help="Shorten no message, and list every name.")
 
 
 class _Commands(Helpful, click.Group):

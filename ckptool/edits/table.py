@@ -27,8 +27,8 @@ class Parameter(NamedTuple):
     also stand after the paths of its command.
 
     A step of ``edit`` is the same option: ``step`` applies the edit with this value, unless another edit has that name,
-    and a parameter without a step modifies the steps of its edit. ``ckptool edit`` has the steps in ``cli/headings.json``
-    lists.
+    and a parameter without a step modifies the steps of its edit. ``ckptool edit`` has the steps that
+    ``cli/headings.json`` lists.
     """
 
     name: str
