@@ -22,7 +22,7 @@ from ...base.text import quoted, words
 from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
 from ...checkpoint.tensors import Tensor
 from ...pickles.nodes import Call, Graph, Ref
-from ..joined.container import RankFile, copy_in, rows
+from ..joined.container import RankFile, rows, slice_of
 from ..joined.contents import Digests
 from ..names.deepspeed import whole_number
 from ..pieces.chunks import Rows
@@ -202,7 +202,7 @@ def read_model(file: RankFile) -> ModelState:
         tensor = file.reader.tensor(module[name]) if name in module else None
         if tensor is not None:
             with suppress(MalformedError):
-                whole[name] = tensor, copy_in(file, module[name], rows(file, module[name]))
+                whole[name] = tensor, slice_of(file, module[name]).copy
     return ModelState(
         file.name,
         values,

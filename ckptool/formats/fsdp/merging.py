@@ -18,7 +18,7 @@ from ...checkpoint.paths import joined, spell_key
 from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
 from ...checkpoint.tensors import Tensor, view_id
 from ...pickles.nodes import Ref
-from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, grafted_key, rows
+from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, copy_in, grafted_key, rows, slice_of
 from ..joined.contents import Digests, Value, values_of
 from ..pieces.boxes import box_text, misfit
 from ..pieces.chunks import Chunk, Rows, chunks_of
@@ -42,11 +42,10 @@ _OTHER_SAVE: Final = "other-save"
 
 
 class _Plain(NamedTuple):
-    """An ordinary tensor: its elements, also as a copy for comparison; both None if the elements cannot be located."""
+    """An ordinary tensor; its elements are None if they cannot be located."""
 
     tensor: Tensor
-    rows: Rows | None
-    copy: Copy | None
+    content: Slice | None
 
 
 class _Spread:
@@ -218,11 +217,10 @@ class Merge:
     def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
         """Compare a tensor with the same path in earlier files; return its elements, or None if they cannot be
         located."""
-        content = None
+        plain = _Plain(tensor, None)
         if tensor.kind == "dense":
             with suppress(MalformedError):
-                content = rows(file, ref)
-        plain = _Plain(tensor, content, None if content is None else copy_in(file, ref, content))
+                plain = _Plain(tensor, slice_of(file, ref))
         known = self._plain.setdefault(path, plain)
         if known is plain and path in self._spread:
             self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
@@ -232,20 +230,21 @@ class Merge:
                 self._uncompared[path] = None
             elif not same:
                 self._unequal.setdefault(path, []).append(file.name)
-        return content
+        return None if plain.content is None else plain.content.rows
 
     def _is_same(self, path: str, one: _Plain, other: _Plain) -> bool | None:
         """Return whether two tensors are equal, or None if they are not compared yet."""
         a, b = one.tensor, other.tensor
         if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
             return False
-        if one.copy is None or other.copy is None:
+        if one.content is None or other.content is None:
             return None
-        pair, copies = CopyPair(self._name(path), one.copy, other.copy, a.own_bytes), self._container.copies
+        copy, copies = one.content.copy, self._container.copies
+        pair = CopyPair(self._name(path), copy, other.content.copy, a.own_bytes)
         same = copies.compare(pair)
         if same is None:
             copies.open.append(pair)
-            self._container.storage_of[pair.path] = grafted_key(one.copy.file, a.storage)
+            self._container.storage_of[pair.path] = grafted_key(copy.file, a.storage)
         return same
 
     # -- results
@@ -401,10 +400,10 @@ class Merge:
     def _is_constant(self, path: str) -> bool:
         """Return whether a vector that is equal on all ranks has one value throughout."""
         known = self._plain[path]
-        place, size = known.rows, known.tensor.own_bytes
-        if place is None or path in self._unequal or size <= place.dtype.itemsize:
+        if known.content is None or path in self._unequal:
             return False
-        return is_one_value(place.source, place.begin, size, place.dtype.itemsize)
+        (dtype, _, source, begin), size = known.content.rows, known.tensor.own_bytes
+        return size > dtype.itemsize and is_one_value(source, begin, size, dtype.itemsize)
 
     def _note_unequal(self, in_order: bool) -> None:
         base = self._base.name if self._base else ""
@@ -420,9 +419,9 @@ class Merge:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
-                content = self._plain[path].rows
+                content = self._plain[path].content
                 if content is not None:  # it gets no bytes
-                    self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
+                    self._put(path, self._add(path, content.rows.dtype, tensor.shape, (), whole=False))
         if parts:
             names = join_limited([self._named(path) for path in parts], most=3)
             why = "each rank has a different tensor, and the files do not say how they fit together"
