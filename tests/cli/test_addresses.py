@@ -110,27 +110,6 @@ def test_a_name_in_a_policy_is_relative_to_the_policy(folder: Path) -> None:
     assert exists(f"{archive}!x") and not exists(f"{folder}/nothing.zip!x")
 
 
-@pytest.mark.parametrize(
-    ("member", "first", "step"),
-    [
-        ("run/bare.pt", "run/bare.pth", "run/bare.pth"),
-        ("bare.pth", "run/bare.pth", "run/bare.pth"),
-        ("run/lock.jsn", "run/lock.json", ""),
-        ("m.tar.gx!run/bare.pth", "m.tar.gz", "m.tar.gz"),
-        ("m.tar.gz!run/baer.pth", "run/bare.pth", "m.tar.gz!run/bare.pth"),
-    ],
-)
-def test_the_members_that_are_there_are_named_the_nearest_first(
-    member: str, first: str, step: str, folder: Path
-) -> None:
-    said = say("inspect", f"{folder}/outer.zip!{member}")
-    assert said.code == 3
-    assert f"which contains '{first}'" in said.err
-    arrow = said.err.splitlines()[-1]
-    assert arrow.strip().startswith("-> ckptool inspect ")
-    assert arrow.strip("' ").endswith(f"outer.zip!{step}".rstrip("!"))
-
-
 def test_a_library_takes_addresses(folder: Path) -> None:
     address = f"{folder}/outer.zip!m.tar.gz!run/"
     for target in ("lock.json", "bare.pth"):

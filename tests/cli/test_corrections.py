@@ -191,27 +191,6 @@ def test_the_words_for_commands_and_options_lead_to_one_of_them() -> None:
     assert {option for meant in synonyms["options"].values() for option in meant.split()} <= have
 
 
-@pytest.mark.parametrize("command", ["keys", "stats"])
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("lightning.ckpt --include 'backbone.*'", "--include '*.backbone.*'"),
-        ("lightning.ckpt --include '*.exp_avg'", "--include '*.exp_avg' --all"),
-    ],
-)
-def test_patterns_without_a_match_lead_to_patterns_that_match(
-    command: str, typed: str, meant: str, folder: Path
-) -> None:
-    weights, state = torch.zeros(2), {"state": {0: {"exp_avg": torch.zeros(2)}}}
-    torch.save({"state_dict": {"model.backbone.0.weight": weights}, "optimizer_states": [state]}, "lightning.ckpt")
-    said = say(command, *shlex.split(typed))
-    assert said.code == 0 and said.out.endswith("no tensor matches; the file has 2\n"), said.out
-    step = f"ckptool {command} lightning.ckpt {meant}"
-    assert said.err.endswith(f"\n  -> {step}\n"), said.err
-    again = say(*shlex.split(step)[1:])
-    assert again.code == 0 and not again.err and "no tensor" not in again.out
-
-
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("first", ["--to", "--rename", "--drop", "--cast", "--strip-module"])
 @pytest.mark.parametrize("second", ["--to", "--to-dtype", "--strip-module", "-o", "--nosuch"])

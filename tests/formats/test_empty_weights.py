@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
 from safetensors.torch import save_file
 from torch import nn
 
@@ -136,20 +134,3 @@ def test_an_adapter_is_not_merged_as_tensors(tmp_path: Path) -> None:
     peft = {"base_model.model." + name: value for name, value in model().items()} | adapter()
     torch.save(peft, tmp_path / "peft.pth")
     assert say("merge", tmp_path / "peft.pth", tmp_path / "lora.pth", "-o", tmp_path / "out.pth").code == 0
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_empty_weights_lead_to_the_folder_with_the_slices(single: bool, tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "ranks" / "trainer_zero3" / "checkpoint-2", tmp_path / "run")
-    path = tmp_path / "run" / "pytorch_model.bin"
-    torch.save({"a.weight": torch.empty(0), "b.weight": torch.empty(0)}, path)
-    path, folder = path if single else path.parent, tmp_path / "run" / "global_step2"
-    for said in (
-        say("inspect", path),
-        say("validate", path),
-        say("convert", path, "-o", tmp_path / "a.safetensors"),
-        say("match", path, FIXTURES / "bare.pth"),
-    ):
-        assert f"-> ckptool inspect {folder}\n" in said.all
-        assert "probably another model" not in said.all
-    assert f"-> ckptool convert {folder} --key module " in say("inspect", folder).out

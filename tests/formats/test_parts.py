@@ -199,15 +199,6 @@ def test_a_lone_first_part_is_a_whole(name: str, tmp_path: Path) -> None:
     assert say("convert", tmp_path / name, "-o", tmp_path / "out.safetensors").code == 0
 
 
-def test_the_shapes_of_llama_say_that_files_are_missing(tmp_path: Path) -> None:
-    state = {"norm.weight": torch.ones(8), "layers.0.attention.wq.weight": torch.randn(4, 8)}
-    torch.save(state, tmp_path / "consolidated.00.pth")
-    said = say("validate", tmp_path / "consolidated.00.pth")
-    assert "part 1 of 2" in said.out and "not there: consolidated.01.pth" in said.out
-    (tmp_path / "params.json").write_text('{"dim": 8, "n_heads": 2, "head_dim": 2}')
-    assert "part 1" not in say("validate", tmp_path / "consolidated.00.pth").out
-
-
 def test_the_library_refuses_too(tmp_path: Path) -> None:
     path, _ = parts("Meta", tmp_path / "model")
     with pytest.raises(RefusedError, match="part 1 of 2"):
@@ -300,16 +291,6 @@ def test_a_part_without_the_others_is_invalid(name: str, tmp_path: Path) -> None
         said = say("validate", each)
         assert (said.code == 1 and "INVALID" in said.out) or (said.code == 3 and "missing" in said.err), said.all
     assert "sharded" in name or say("validate", FIXTURES / name).code == 0
-
-
-@pytest.mark.parametrize("command", ["convert", "edit"])
-def test_a_recipe_for_one_part_leads_to_the_folder(command: str, tmp_path: Path) -> None:
-    folder = FIXTURES / "llama_parts"
-    said = say(command, folder / "consolidated.00.pth", "--to-names", "llama", "-o", tmp_path / "out.safetensors")
-    assert said.code == 2 and ("hf:llama" in said.err or "part 1 of 2" in said.err), said.err
-    said = say(command, folder / "consolidated.00.pth", "--to-names", "hf:llama", "-o", tmp_path / "out.safetensors")
-    assert said.code == 4 and "part 1 of 2" in said.err
-    assert said.err.endswith(f"  -> ckptool inspect {folder}\n")
 
 
 @pytest.mark.parametrize(

@@ -249,14 +249,6 @@ def test_edits_that_leave_the_format_are_refused_with_a_way(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_texts_of_a_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with ckptool.open(FIXTURES / "model.safetensors") as checkpoint:
-        report = inspection(checkpoint)
-    assert report["metadata"] == {"format": "pt"} and report["protocol"] is None
-    assert run(["inspect", str(FIXTURES / "model.safetensors")]) == 0
-    assert "metadata  format='pt'" in capsys.readouterr().out
-
-
 def test_torch_loads_it_by_its_name_alone(tmp_path: Path) -> None:
     other = tmp_path / "model.bin"
     other.write_bytes((FIXTURES / "model.safetensors").read_bytes())
@@ -359,14 +351,6 @@ def test_what_torch_turns_round_when_it_reads_is_turned_round(tmp_path: Path) ->
     assert all(torch.equal(found[name], tensors[name].resolve_conj().resolve_neg()) for name in found)
 
 
-def test_what_is_left_behind_is_said(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    torch.save(model.state_dict(), tmp_path / "model.pth")
-    with ckptool.open(tmp_path / "model.pth") as checkpoint:
-        edited = ckptool.convert(checkpoint, "safetensors")
-    assert "_metadata" in edited.changes[0].words and "OrderedDict" in edited.changes[0].words
-
-
 @needs_corpus
 def test_real_safetensors_files_go_there_and_back(tmp_path: Path) -> None:
     for path in sorted(CORPUS.glob("*.safetensors")):
@@ -379,9 +363,3 @@ def test_real_safetensors_files_go_there_and_back(tmp_path: Path) -> None:
             assert "torch does not have" in str(error)
             continue
         assert oracle.difference(load_file(path), dict(oracle.load(tmp_path / "x.pth"))) == ""
-
-
-def test_outputs_of_several_inputs_are_called_what_they_are(tmp_path: Path) -> None:
-    words = ["convert", str(FIXTURES / "bare.pth"), str(FIXTURES / "legacy_bare.pth"), "--to-format", "safetensors"]
-    assert run([*words, "--out-dir", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"bare.safetensors", "legacy_bare.safetensors"}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import figures, groups, instant, peaks, peers, remote, stale
-from bench.files import BIG, LARGE, MANY, REMOTE, SPARSE_100
+from bench import figures, instant, peaks, stale
 from bench.jobs import Group, Job, Row
 from bench.measure import JobError, Result, Sample, measure
 
@@ -69,26 +68,6 @@ def test_a_right_output_passes_and_is_removed(tmp_path: Path) -> None:
 def _copying(one: Path, other: Path, data: bytes) -> Job:
     code = f"import sys; open(sys.argv[1], 'wb').write({data!r})"
     return Job("copy", (*PYTHON, code, str(other)), (one,), other, instant.Check("same", one, other))
-
-
-def test_every_row_names_jobs_of_its_group(tmp_path: Path) -> None:
-    tool = ["ckptool"]
-    scan = peers.over_folder(tmp_path, groups.small_folder(tmp_path, 10))
-    everything = [
-        *(group for spec in (BIG, MANY, LARGE) for group in groups.of(tool, spec, tmp_path)),
-        *(group for group in instant.sharing(tool, "xfs", BIG, SPARSE_100, tmp_path)),
-        *(group for heavy in (True, False) for group in peers.groups(tool, BIG, tmp_path, heavy)),
-        groups.small(tool, tmp_path, 10, scan),
-        peers.start_up(tool, tmp_path),
-        groups.linear(tool, tmp_path, tmp_path / "out"),
-        peaks.group(tool, BIG, tmp_path),
-        remote.group(tool, REMOTE, tmp_path),
-    ]
-    for group in everything:
-        names = [job.name for job in group.jobs]
-        assert len(names) == len(set(names))
-        wanted = {row.job for row in group.rows} | {row.against for row in group.rows if row.against}
-        assert wanted <= set(names)
 
 
 def test_every_command_has_its_peak_measured() -> None:

@@ -141,18 +141,6 @@ def test_what_is_said_of_objects_without_a_counterpart(name: str, protocol: int,
     assert words.replace("builtins.frozenset", "frozenset") in result.what("v")
 
 
-def test_each_change_has_its_path_and_its_size(tmp_path: Path, out: Path) -> None:
-    args = Namespace(**{f"a{number}": number for number in range(41)})
-    value = {"args": args, "a b": [{"x": Namespace(y=1)}], 3: Namespace(), (1, 2): pathlib.PurePosixPath("a")}
-    result = agrees(saved(tmp_path / "in.pth", value), out)
-    assert result.changes == [
-        ("args", "argparse.Namespace -> dict, 41 entries"),
-        ('["a b"][0].x', "argparse.Namespace -> dict, 1 entry"),
-        ("[3]", "argparse.Namespace -> dict, 0 entries"),
-        ("[(1, 2)]", "pathlib.PurePosixPath -> str 'a'"),
-    ]
-
-
 def test_one_object_at_two_places_stays_one(tmp_path: Path, out: Path) -> None:
     config = Namespace(w=torch.ones(3), l=[1])
     value = {"a": config, "b": [config, config.l], "c": config.w, "d": config.w[1:]}
