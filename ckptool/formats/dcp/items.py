@@ -417,6 +417,4 @@ def _tensor_flaw(graph: Graph) -> str:
     for blocker in graph_blockers(graph, NEWEST):
         return f"it names {blocker.name}" if blocker.name else blocker.rule
     reader = _cached(graph, "reader of an item", TensorReader)
-    if any(len(graph.nodes[node.pid]) != ID_PARTS for _, node in graph.of_type(Persistent)):  # type: ignore[arg-type]
-        return "it describes a storage in a way that torch cannot read"
     return next((refusal.message for refusal in refused_calls(graph, reader, ever_listed()).values()), "")
