@@ -45,7 +45,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     names = _names_beside(checkpoint)
     adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES
     if not survey.tensors:
-        return "the adapter is empty: there is no tensor in it" if adapter else ""
+        return "the adapter is empty: it has no tensor" if adapter else ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
         return ""  # the slices are in other files of the DeepSpeed folder
     state_dicts: dict[int, Shapes] = {}

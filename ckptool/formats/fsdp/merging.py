@@ -382,8 +382,8 @@ class Merge:
         return quoted(self._name(path))
 
     def _find_cut(self, parameters: Collection[int]) -> None:
-        """Find the optimizer vectors that FSDP1 has cut: those of a parameter for which the ranks differ. The constant
-        ones beside them (such as zeros) are equal for that reason. FSDP2 splits states as DTensors, and full states
+        """Find the optimizer vectors that FSDP1 has cut: all vectors of a parameter for which the ranks differ, also
+        constant ones (such as zeros), which are equal for that reason. FSDP2 splits states as DTensors, and full states
         have matrices: without both, all state vectors are cut if other sets split the parameters."""
         states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
         own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}

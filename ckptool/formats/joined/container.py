@@ -146,7 +146,7 @@ class RankFiles(ShardedContainer):
                 self.note_lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
     def note_unlike(self, odd: Sequence[str], number: int, model: str) -> None:
-        """Report the files, of this ``number``, whose 32-bit weights are not those of the model file."""
+        """Report the files, of this ``number``, whose 32-bit weights differ from the model file."""
         if odd and len(odd) == number:
             what = f"the weights in {model} are not the rounded weights of the optimizer's files"
             self.note_lost(f"{what}: they are not of one run", model)

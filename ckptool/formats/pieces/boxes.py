@@ -34,8 +34,8 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box]) -> Misfit | None:
     """Return a part of the tensor that not exactly one box covers; None if the boxes make the whole tensor.
 
     The boxes lie in the tensor. Every edge gets a random number, and a box the product of the differences between its
-    edges. The products of boxes that make the whole add up to that of the whole, whatever the numbers; for other boxes
-    they do not. So the time is linear, for any sharding in any number of dimensions.
+    edges. The products of boxes that make the whole add up to the product of the whole, whatever the numbers; other
+    boxes do not. So the time is linear, for any sharding in any number of dimensions.
     """
     marks: list[defaultdict[int, int]] = [defaultdict(lambda: _RANDOM.getrandbits(127)) for _ in shape]
 
