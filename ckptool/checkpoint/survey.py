@@ -293,17 +293,9 @@ class _SurveyWalk:
         """Yield the children of the root, numbered: each begins a top-level entry."""
         # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
-        new, nodes, read, seen = tuple.__new__, self.graph.nodes, self.reader.tensor, self.seen
-        add_tensor = self.survey.tensors.append
+        new = tuple.__new__
         self.survey.entries.extend([new(TopEntry, (task[2], task[1], task[0])) for task in tasks])
         for number, (ref, path, step, eligible, state_dict, _, holder) in enumerate(tasks):
-            if type(nodes[ref]) is Call and ref not in seen and holder not in self.unknown:
-                tensor = read(ref)
-                if tensor is not None and tensor.kind != "unknown":
-                    # Nearly every child of a state dict; ``run`` would do the same.
-                    seen.add(ref)
-                    add_tensor(new(TensorEntry, (path, step, ref, tensor, state_dict, number, holder)))
-                    continue
             yield ref, path, step, eligible, state_dict, number, holder
         yield from below
 

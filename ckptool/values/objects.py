@@ -20,7 +20,28 @@ _REPR: Final = Repr()
 _REPR.maxstring = 80
 
 
-class MappingView(Mapping[Any, Any]):
+class _View:
+    """The members of a container; the value of each is made at its first use."""
+
+    def __init__(self, checkpoint: Checkpoint, members: Any, path: str) -> None:
+        self._checkpoint = checkpoint
+        self._members = members
+        self._values: dict[Hashable, Any] = {}
+        #: The path in the file, spelled as in ``inspect``.
+        self.path = path
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def _value(self, key: Hashable) -> Any:
+        if key not in self._values:
+            member = self._members[key]
+            where = joined(self.path, member.step)
+            self._values[key] = value_of(self._checkpoint, member.ref, where, lazily=True)
+        return self._values[key]
+
+
+class MappingView(_View, Mapping[Any, Any]):
     """A read-only mapping in a checkpoint. Its values are made when they are read: see ``value_of``.
 
     The keys have the types in the file: 0 and "0" are two keys.
@@ -32,25 +53,11 @@ class MappingView(Mapping[Any, Any]):
     <TensorValue 'state_dict["module.head.bias"]' float32 5 cuda:0>
     """
 
-    def __init__(self, checkpoint: Checkpoint, members: Mapping[Any, ValueMember], path: str) -> None:
-        self._checkpoint = checkpoint
-        self._members = members
-        self._values: dict[Hashable, Any] = {}
-        #: The path in the file, spelled as in ``inspect``.
-        self.path = path
-
     def __getitem__(self, key: Hashable) -> Any:
-        if key not in self._values:
-            member = self._members[key]
-            where = joined(self.path, member.step)
-            self._values[key] = value_of(self._checkpoint, member.ref, where, lazily=True)
-        return self._values[key]
+        return self._value(key)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
 
     def __contains__(self, key: object) -> bool:
         return key in self._members  # Mapping's own method would make the value
@@ -63,20 +70,13 @@ class MappingView(Mapping[Any, Any]):
         return list(self)
 
 
-class ListView(Sequence[Any]):
+class ListView(_View, Sequence[Any]):
     """A read-only list in a checkpoint. Its elements are made when they are read: see ``value_of``.
 
     >>> groups = ckptool.open("training.pth")["optimizer"]["param_groups"]
     >>> len(groups), groups[0]["lr"]
     (1, 0.001)
     """
-
-    def __init__(self, checkpoint: Checkpoint, members: Sequence[ValueMember], path: str) -> None:
-        self._checkpoint = checkpoint
-        self._members = members
-        self._values: dict[int, Any] = {}
-        #: The path in the file, spelled as in ``inspect``.
-        self.path = path
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -85,15 +85,7 @@ class ListView(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        if place not in self._values:
-            member = self._members[place]
-            where = joined(self.path, member.step)
-            self._values[place] = value_of(self._checkpoint, member.ref, where, lazily=True)
-        return self._values[place]
-
-    def __len__(self) -> int:
-        return len(self._members)
+        return self._value(range(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, list | ListView) and list(self) == list(other)
