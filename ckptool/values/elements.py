@@ -48,12 +48,6 @@ def tensor_size(tensor: Tensor) -> int:
     return -(-tensor.numel // dtype.packed) * dtype.itemsize
 
 
-def storage_axes(tensor: Tensor) -> list[int]:
-    """Return the axes along which stored elements differ, in storage order: the axes with large strides first."""
-    axes = [axis for axis, size in enumerate(tensor.shape) if size != 1 and tensor.stride[axis]]
-    return sorted(axes, key=lambda axis: (tensor.stride[axis], tensor.shape[axis]), reverse=True)
-
-
 def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the stored elements of a tensor as a view in storage order, and how often each one counts.
 
@@ -63,7 +57,9 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
         return tensor, 1
-    axes = storage_axes(tensor)
+    # The axes along which stored elements differ, those with large strides first.
+    axes = [axis for axis, size in enumerate(tensor.shape) if size != 1 and tensor.stride[axis]]
+    axes.sort(key=lambda axis: (tensor.stride[axis], tensor.shape[axis]), reverse=True)
     times = prod(size for size, step in zip(tensor.shape, tensor.stride) if size != 1 and step == 0)
     shape, stride = (tuple(part[axis] for axis in axes) for part in (tensor.shape, tensor.stride))
     return tensor._replace(shape=shape, stride=stride), times
