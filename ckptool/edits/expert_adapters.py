@@ -30,9 +30,8 @@ _ORDERS: Final = ("out, in", "in, out")
 
 
 class _Pair(NamedTuple):
-    """The two matrices of one parameter, by their keys. ``module`` holds the parameter."""
+    """The keys of the two matrices of one parameter."""
 
-    module: str
     a: str
     b: str
 
@@ -91,7 +90,7 @@ def _pairs(adapter: Adapter, targets: list[str]) -> dict[str, list[_Pair]]:
     for (module, _), keys in found.items():
         if len(keys) < 2:
             raise adapter.refusal(f"{quoted(next(iter(keys.values())))} has no partner: the file is incomplete")
-        pairs.setdefault(module, []).append(_Pair(module, keys["A"], keys["B"]))
+        pairs.setdefault(module, []).append(_Pair(keys["A"], keys["B"]))
     return pairs
 
 

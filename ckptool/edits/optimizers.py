@@ -30,9 +30,8 @@ BUFFERS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"
 
 
 class Group(NamedTuple):
-    """A parameter group: its mapping, the list of its parameter ids, and the list of their names (-1 if absent)."""
+    """A parameter group: the list of its parameter ids, and the list of their names (-1 if absent)."""
 
-    ref: Ref
     params: Ref
     names: Ref
 
@@ -93,7 +92,7 @@ def _optimizer(graph: Graph, ref: Ref, path: str, by_name: Mapping[str, Ref]) ->
         entries = {graph.nodes[name]: value for name, value in mapping(graph, group) or ()}
         if "params" not in entries:
             return None
-        groups.append(Group(group, entries["params"], entries.get("param_names", -1)))
+        groups.append(Group(entries["params"], entries.get("param_names", -1)))
     return Optimizer(path, ref, by_name["state"], groups)
 
 
@@ -179,17 +178,6 @@ def _set_list(editor: GraphEditor, ref: Ref, parts: Sequence[Ref]) -> None:
     editor.changed[ref] = List(list(parts)) if isinstance(editor.graph.nodes[ref], List) else tuple(parts)
 
 
-class Owner(NamedTuple):
-    """A state dict that an optimizer may belong to.
-
-    ``keys`` has the key of each parameter, by its id. ``sure`` says that names prove the match, not only the order.
-    """
-
-    state_dict: StateDict
-    keys: dict[Node, str]
-    sure: bool
-
-
 def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
     """Map each parameter's mapping of values in an optimizer state to its state dict and key.
 
@@ -198,34 +186,39 @@ def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
     graph = checkpoint.graph
     owners: dict[Ref, tuple[StateDict, str]] = {}
     for optimizer in optimizers(graph):
-        found = [_owner(checkpoint, optimizer, item) for item in checkpoint.state_dicts if item.confidence == "high"]
-        known = [owner for owner in found if owner is not None]
-        likely = [owner for owner in known if owner.sure] or known
+        candidates = [item for item in checkpoint.state_dicts if item.confidence == "high"]
+        by_names = [(item, keys) for item in candidates if (keys := _keys_by_name(graph, optimizer, item))]
+        by_order = ((item, keys) for item in candidates if (keys := _keys_by_order(checkpoint, optimizer, item)))
+        # Names prove the match, the order does not.
+        likely = by_names or [*by_order]
         if len(likely) == 1:
-            keys = likely[0].keys
+            ((item, keys),) = likely
             for key, value in mapping(graph, optimizer.state) or ():
                 if name := keys.get(graph.nodes[key]):
-                    owners[value] = likely[0].state_dict, name
+                    owners[value] = item, name
     return owners
 
 
-def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | None:
-    """Match the optimizer's parameters with the keys of a state dict; return None if that is impossible."""
-    graph = checkpoint.graph
+def _keys_by_name(graph: Graph, optimizer: Optimizer, state_dict: StateDict) -> dict[Node, str]:
+    """Return the key of each parameter by its id, as the names in an optimizer say it; {} if they are others."""
     ids = [node for group in optimizer.groups for node in _values(graph, group.params)]
     names = [node for group in optimizer.groups if group.names >= 0 for node in _values(graph, group.names)]
     if all(type(param) is str for param in ids):
         names = ids
-    if len(names) == len(ids) and set(names) <= {graph.nodes[key] for key, _ in state_dict.items}:
-        return Owner(state_dict, {param: str(name) for param, name in zip(ids, names)}, True)
+    fit = len(names) == len(ids) and set(names) <= {graph.nodes[key] for key, _ in state_dict.items}
+    return {param: str(name) for param, name in zip(ids, names)} if fit else {}
+
+
+def _keys_by_order(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> dict[Node, str]:
+    """Return the key of each parameter by its id, if one group has as many of these shapes; otherwise {}."""
     if len(optimizer.groups) != 1:
-        return None
-    shapes = _state_shapes(checkpoint, optimizer)
+        return {}
+    ids, shapes = _values(checkpoint.graph, optimizer.groups[0].params), _state_shapes(checkpoint, optimizer)
     for parameters in _parameters(checkpoint, state_dict):
         pairs = list(zip(ids, parameters))
         if len(parameters) == len(ids) and all(shape in shapes.get(param, (shape,)) for param, (_, shape) in pairs):
-            return Owner(state_dict, {param: name for param, (name, _) in pairs}, False)
-    return None
+            return {param: name for param, (name, _) in pairs}
+    return {}
 
 
 def tied_keys(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
