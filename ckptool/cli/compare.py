@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,7 @@ from .options import (
     sort_option,
 )
 from .progress import progress_bar, work_size
-from .render import clean, emit_json, emit_lines, failure, say_error, say_problems, table
+from .render import clean, emit_report, say_problems, table, unreadable
 from .terminal import judged, painted, wrapped
 
 if TYPE_CHECKING:
@@ -99,14 +100,8 @@ def diff(
                     progress=progress,
                 )
     except UnreadableError as error:
-        say_error(error)
-        if style != "table" and not quiet:
-            emit_json([failure("diff", error.path or a, error)], style, False)
-        return error.exit_code
-    if style == "table" and not quiet:
-        emit_lines(_lines(report, sort))
-    elif not quiet:
-        emit_json([report], style, False)
+        return unreadable("diff", a, error, style, quiet)
+    emit_report(report, partial(_lines, report, sort), style, quiet)
     return 0 if report["same"] else 1
 
 

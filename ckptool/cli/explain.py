@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 from contextlib import closing
+from functools import partial
 from textwrap import indent, wrap
 from typing import Final
 
@@ -20,7 +21,7 @@ from ..files.folders import folder_at
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
 from .options import InputPath, format_option
-from .render import clean, emit, emit_json, step_lines
+from .render import clean, emit_report, step_lines
 
 #: Names of text files that are a checkpoint or a part of one.
 _CHECKPOINTS: Final = (*CHECKPOINTS, *PICKLES, ".json")
@@ -54,10 +55,7 @@ def explain(text: str, path: str, style: str) -> int:
     """
     text, log, path = _read(text, path)
     report = explain_log(text, path, log)
-    if style == "table":
-        emit("\n".join(_lines(report)))
-    else:
-        emit_json([report], style, False)
+    emit_report(report, partial(_lines, report), style)
     return 0 if report["name"] or report["cause"] == "file" else 1
 
 

@@ -38,14 +38,12 @@ from .options import (
 from .render import (
     advised_step,
     clean,
-    emit,
-    emit_json,
-    failure,
-    say_error,
+    emit_report,
     say_model,
     say_problems,
     step_lines,
     table,
+    unreadable,
 )
 from .terminal import judged
 
@@ -121,8 +119,8 @@ def match(
     try:
         text = "" if error is None else read_message(error, _LOG)
         known = match_target(target, model, other_key) if error is None else None
-    except UnreadableError as unreadable:
-        return _unreadable(error or target or path, unreadable, how)
+    except UnreadableError as failed:
+        return unreadable("match", error or target or path, failed, how.style, how.quiet)
     asked = Question(known, text, error or "", how.key, anywhere, not lenient)
     if applied:
         inputs = (target,) if target else ()
@@ -134,22 +132,10 @@ def match(
         with ckptool.open(path) as checkpoint:
             report = asked.match(checkpoint, asked.target(checkpoint)).report
             say_problems(checkpoint)
-    except UnreadableError as unreadable:
-        return _unreadable(path, unreadable, how)
-    if not how.quiet:
-        if how.style == "table":
-            emit("\n".join(_words(report)))
-        else:
-            emit_json([report], how.style, False)
+    except UnreadableError as failed:
+        return unreadable("match", path, failed, how.style, how.quiet)
+    emit_report(report, partial(_words, report), how.style, how.quiet)
     return 0 if report["fits"] else 1
-
-
-def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
-    """Report why an input cannot be read. Return the exit code."""
-    say_error(error)
-    if how.style != "table" and not how.quiet:
-        emit_json([failure("match", error.path or path, error)], how.style, False)
-    return error.exit_code
 
 
 class Question(NamedTuple):

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -139,13 +139,21 @@ def to_json(value: Any, indent: int | None = 2) -> str:
     return _safe_json(json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True))
 
 
-def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -> None:
-    """Write one report as a JSON object, or ``several`` as a list; ``jsonl`` has one object per line."""
-    if style == "jsonl":
-        for report in reports:
-            emit(to_json(report, None))
+def emit_report(report: Mapping[str, Any], lines: Callable[[], Sequence[str]], style: str, quiet: bool = False) -> None:
+    """Write one report as lines for people, or as a JSON object; ``jsonl`` has it on one line."""
+    if quiet:
+        return
+    if style == "table":
+        emit_lines(lines())
     else:
-        emit(to_json(list(reports) if several else reports[0]) if reports or several else "[]")
+        emit(to_json(report, None if style == "jsonl" else 2))
+
+
+def unreadable(command: str, path: str, error: CkptoolError, style: str, quiet: bool) -> int:
+    """Report why an input of a command with one report cannot be read. Return the exit code."""
+    say_error(error)
+    emit_report(failure(command, error.path or path, error), list, style, quiet)
+    return error.exit_code
 
 
 def table(
