@@ -30,8 +30,9 @@ BUFFERS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"
 
 
 class Group(NamedTuple):
-    """A parameter group: the list of its parameter ids, and the list of their names (-1 if absent)."""
+    """A parameter group: its mapping, the list of its parameter ids, and the list of their names (-1 if absent)."""
 
+    ref: Ref
     params: Ref
     names: Ref
 
@@ -92,7 +93,7 @@ def _optimizer(graph: Graph, ref: Ref, path: str, by_name: Mapping[str, Ref]) ->
         entries = {graph.nodes[name]: value for name, value in mapping(graph, group) or ()}
         if "params" not in entries:
             return None
-        groups.append(Group(entries["params"], entries.get("param_names", -1)))
+        groups.append(Group(group, entries["params"], entries.get("param_names", -1)))
     return Optimizer(path, ref, by_name["state"], groups)
 
 
