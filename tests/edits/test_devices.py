@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import linecache
 import warnings
@@ -17,6 +18,8 @@ from torch.jit.mobile import _load_for_lite_interpreter
 from zip_copies import rewritten
 
 import ckptool
+
+CPU, CUDA = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1"
 
 SOURCE = """
 class Net(nn.Module):
@@ -122,6 +125,34 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def tagged(name: str, data: bytes) -> bytes:
+    """A file of torch.save with another tag."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(packed, "w") as target:
+        for inner in source.namelist():
+            target.writestr(inner, source.read(inner).replace(CPU, CUDA))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("part", ["data/constants/model_constants_config.json", "data/sample_inputs/model.pt"])
+def test_devices_that_an_export_names_beside_its_weights_are_reported(
+    part: str, exported: Path, tmp_path: Path
+) -> None:
+    def change(name: str, data: bytes) -> bytes:
+        if name != part:
+            return data
+        if name.endswith(".pt"):
+            return tagged(name, data)
+        return data.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1')
+
+    path = rewritten(exported, tmp_path / "c.pt2", change)
+    said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt2")
+    assert said.code == 0 and part in said.all and "names cuda:1 1 time; it stays as it is" in said.all
+    assert "code-devices" in [finding["code"] for finding in ckptool.inspect(path)["findings"]]
+    with pytest.raises(Exception):  # noqa: B017 - torch has a kind for each of them
+        torch.export.load(str(path))
+
+
 def test_export_knows_no_map_location(exported: Path, tmp_path: Path) -> None:
     path = rewritten(
         exported,
@@ -153,11 +184,13 @@ def compiled(path: Path) -> Path:
     return path
 
 
-def test_compiled_packages_are_named(tmp_path: Path) -> None:
+def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     path = compiled(tmp_path / "m.pt2")
     said = say("inspect", path)
     assert said.code == 0 and "it is an AOTInductor package, which holds code" in said.all
     assert "aoti_load_package" in said.all and "torch.export.load" not in said.all
+    said = say("remap", path, "--to", "cpu", "-o", tmp_path / "out.pt2")
+    assert said.code == 0 and "the compiled code names cuda 1 time; it stays as it is" in said.all
     said = say("edit", path, "--wrap", "x", "-o", tmp_path / "out2.pt2")
     assert said.code == 4 and "ckptool inspect" in said.all and "ckptool convert" not in said.all
 
@@ -176,3 +209,17 @@ def test_devices_in_sources_of_packages_are_reported(tmp_path: Path) -> None:
         exporter.save_pickle("weights", "w.pkl", {"a.b": torch.ones(1)})
     said = say("remap", tmp_path / "p.pt", "--to", "cpu", "-o", tmp_path / "out.pt")
     assert said.code == 0 and "net.py: the code names cuda:1 1 time; it stays as it is" in said.all
+
+
+def test_weights_of_programs_within_packages_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.package import package_exporter
+
+    monkeypatch.setattr(package_exporter, "_gate_torchscript_serialization", False)
+    with package_exporter.PackageExporter(str(tmp_path / "p.pt")) as exporter:
+        exporter.extern("**")
+        exporter.save_pickle("m", "m.pkl", {"net": module(), "w": torch.ones(2)})
+    said = say("validate", tmp_path / "p.pt", "--format", "json")
+    assert json.loads(said.out)["status"] == "valid" and "used by nothing" not in said.all
+    assert "1 object that only its own code rebuilds, here None" in say("inspect", tmp_path / "p.pt").all
+    said = say("convert", tmp_path / "p.pt", "-o", tmp_path / "w.pth")
+    assert said.code == 4 and "that only its own code uses; keep the program" in said.all

@@ -22,6 +22,7 @@ from .archive import ProgramArchive, name_parts
 
 _STORAGE: Final = ".data/"
 _SUFFIX: Final = ".storage"
+_SCRIPTS: Final = ".data/ts_code/"
 #: The most bytes of the list of external modules.
 _MAX_LIST: Final = 4 << 20
 #: The most bytes of all pickles together, and the most pickles that are decoded.
@@ -99,8 +100,9 @@ class TorchPackage(ProgramArchive):
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
         problems = super().audit(keys)
+        scripts = any(name.startswith(_SCRIPTS) for name in self.names())  # TorchScript within the package uses some
         for key, record in self.records_of.items():
-            if key not in keys:
+            if key not in keys and not scripts:
                 what = f"the record {quoted(record.name)} is used by nothing"
                 problems.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
         return problems

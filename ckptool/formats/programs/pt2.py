@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
@@ -35,7 +36,8 @@ _LEGACY: Final = regex(r"data/weights/(.+)\.pt\Z")
 #: Weights in archives before torch 2.8. Torch 2.1 used the suffix .json for the same content.
 _OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
 _TORCH: Final = regex(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
-_DEVICE: Final = regex(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
+_DEVICE: Final = regex(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})|"AOTI_DEVICE_KEY": ?"([a-z]{1,20})"')
+_COMPILED: Final = regex(r"data/aotinductor/.*_metadata\.json\Z")
 _CONSTANTS: Final = regex(r"data/constants/.*_constants_config\.json\Z")
 #: The other torch.save files in archives before torch 2.8.
 _OTHER_OLD: Final = regex(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
@@ -86,6 +88,11 @@ class Pt2(ProgramArchive):
             *name_parts("extra file", extra),
         ]
         self._search_programs(programs)
+        for name in names:
+            if _CONSTANTS.fullmatch(name) or _COMPILED.fullmatch(name):
+                self._add_devices(name, self._read(name))
+            elif name in inputs:
+                self._add_locations(name)
         what = f"it is {self.kind}, which holds code: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
@@ -149,18 +156,32 @@ class Pt2(ProgramArchive):
     def _search_programs(self, programs: list[str]) -> None:
         torch = ""
         for name in programs:
-            record = self.archive.find(name)
-            if record is None or record.size > _MAX_PROGRAM:
-                continue
-            text = self.archive.read(record, _MAX_PROGRAM)
+            text = self._read(name)
             versions = _TORCH.findall(text)
             torch = versions[-1].decode() if versions else torch
-            for (kind, index), count in sorted(Counter(_DEVICE.findall(text)).items()):
-                device = kind.decode() if index == b"null" else f"{kind.decode()}:{int(index)}"
-                self.named_devices.append(NamedDevice(name, device, count, "the program"))
+            self._add_devices(name, text)
         version = (self.archive.text("archive_version") or self.archive.text("version") or b"").strip()[:20]
         self.writer = f"torch {torch}" if torch else "torch.export"
         self.writer += f" (archive version {version.decode('ascii', 'replace')})" if version else ""
+
+    def _read(self, name: str) -> bytes:
+        """Return a text of the program; b"" if it is too large to be searched."""
+        record = self.archive.find(name)
+        return self.archive.read(record, _MAX_PROGRAM) if record and record.size <= _MAX_PROGRAM else b""
+
+    def _add_devices(self, name: str, text: bytes) -> None:
+        for (kind, index, key), count in sorted(Counter(_DEVICE.findall(text)).items()):
+            device = (kind or key).decode() + (f":{int(index)}" if index not in (b"", b"null") else "")
+            what = "the compiled code" if key else "the program"
+            self.named_devices.append(NamedDevice(name, device, count, what))
+
+    def _add_locations(self, name: str) -> None:
+        """Add the devices of sample inputs, if they are a file of torch.save."""
+        record = self.archive.find(name)
+        with suppress(MalformedError, PickleError):
+            storages = TensorReader(self.nested_file(record).graph).storages.values() if record else ()
+            for tag, count in sorted(Counter(storage.location for storage in storages).items()):
+                self.named_devices.append(NamedDevice(name, tag, count, "a sample input"))
 
 
 def _location(device: Any) -> str:
