@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import click
 
@@ -34,6 +34,9 @@ from .progress import copying_bar
 from .render import clean, say, say_error, say_problems, tell_step
 from .runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .terminal import watched
+
+#: The checkpoints of the last input. The list holds itself, so they are never freed, which would take time at the end.
+_KEPT: Final[list[object]] = []
 
 
 class WithFields(NamedTuple):
@@ -82,22 +85,18 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     places = dict(zip(paths, targets))
     style = "quiet" if how.quiet else how.style
     here = len(paths) == 1 or how.working.alone or how.in_place or how.dry_run
-    kept: list[object] = []
     if here:
-        work = partial(_edited, request, places, how, style, kept)
+        work = partial(_edited, request, places, how, style)
     else:
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
         work = partial(_elsewhere, request, places, existing, how._replace(working=Workers()), style)
     command = FileCommand(request.command, style, work, partial(_failed, request.command, style))
     try:
-        code = run_each(command, paths, Workers() if here else how.working, finish=partial(_end, how, len(paths)))
+        return run_each(command, paths, Workers() if here else how.working, finish=partial(_end, how, len(paths)))
     except BaseException:
         if not here:
             _remove_unfinished(targets)
         raise
-    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
-    kept.append(kept)
-    return code
 
 
 def _end(how: Writing, inputs: int, totals: Totals) -> int:
@@ -109,12 +108,8 @@ def _end(how: Writing, inputs: int, totals: Totals) -> int:
     return totals.code()
 
 
-def _edited(
-    request: EditRequest, places: Mapping[str, str | None], how: Writing, style: str, kept: list[object], path: str
-) -> Answer:
-    """Edit one input. ``kept`` holds the checkpoints of the last input."""
-    kept.clear()
-    return _answer(request, style, _edit_one(request, path, how, places[path], kept))
+def _edited(request: EditRequest, places: Mapping[str, str | None], how: Writing, style: str, path: str) -> Answer:
+    return _answer(request, style, _edit_one(request, path, how, places[path]))
 
 
 def _answer(request: EditRequest, style: str, report: EditReport) -> Answer:
@@ -143,13 +138,13 @@ def _elsewhere(
     edit = _edit_one if fresh else _edit_again
     with redirect_stderr(StringIO()) as said:
         try:
-            answer = _answer(request, style, edit(request, path, how, target, []))
+            answer = _answer(request, style, edit(request, path, how, target))
         except CkptoolError as error:
             answer = _failed(request.command, style, path, error)
     return answer._replace(remarks=tuple(said.getvalue().splitlines()))
 
 
-def _edit_again(request: EditRequest, path: str, how: Writing, target: str | None, kept: list[object]) -> EditReport:
+def _edit_again(request: EditRequest, path: str, how: Writing, target: str | None) -> EditReport:
     """Edit an input whose output appeared after the command began. Succeed if the new output has the same bytes.
 
     A worker that dies just after it put its output in place leaves such an output.
@@ -158,7 +153,7 @@ def _edit_again(request: EditRequest, path: str, how: Writing, target: str | Non
 
     assert target is not None
     with scratch_output(target) as again:
-        report = _edit_one(request, path, how, again, kept)
+        report = _edit_one(request, path, how, again)
         if not _are_same(again, target):
             raise RefusedError("the output exists", path=target, next="replace it with --force")
     return {**report, "output": target}
@@ -211,7 +206,8 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
     return result if isinstance(result, WithFields) else WithFields(result, {})
 
 
-def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None, kept: list[object]) -> EditReport:
+def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None) -> EditReport:
+    _KEPT.clear()
     checkpoint, opened_fields = _with_fields(request.opener(path))
     with checkpoint:
         place = target or ""
@@ -239,7 +235,7 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
         if how.update_config:
             edited = ckptool.update_config(edited)
         _say_unmatched(request.only, checkpoint, edited)
-        kept += (checkpoint, edited)
+        _KEPT.extend((_KEPT, checkpoint, edited))
         low = [item.path for item in checkpoint.state_dicts if request.of_keys and item.confidence == "low"]
         checkpoint.forget_survey()  # the output needs this memory
         outcome = _in_place(request, edited, how) if how.in_place else _to_file(edited, target, how)
