@@ -15,7 +15,7 @@ from ...base.dtypes import BY_NAME
 from ...base.errors import CkptoolError
 from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.tensors import Tensor
+from ...checkpoint.tensors import Tensor, extent
 from ...files.sources import Span
 from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
@@ -155,8 +155,14 @@ def _is_cheap(reader: StorageReader) -> bool:
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of rows at the beginning and in between. Any permutation of heads or halves moves some of them."""
+    """Yield views of rows at the beginning and in between: any permutation of heads or halves moves some of them.
+
+    A small tensor is read whole.
+    """
     shape, stride = tensor.shape, tensor.stride
+    if extent(shape, stride) <= _ROW:
+        yield tensor
+        return
     if len(shape) < 2:
         size, step = prod(shape), stride[0] if stride else 0
         width = size if size <= _ROW else _ROW // 4
