@@ -37,21 +37,26 @@ _PRECISION: Final = {"float64": "d", "float32": "f", "float16": "e", "bfloat16":
 
 
 class Sample(NamedTuple):
-    """A few rows of a tensor as little-endian elements."""
+    """A few rows of a tensor, as little-endian bytes."""
 
     dtype: str
     shape: tuple[int, ...]
-    elements: tuple[bytes, ...]
+    data: bytes
 
     @property
     def is_telling(self) -> bool:
         """Whether the values differ enough from each other to identify the tensor."""
-        return BY_NAME[self.dtype].floating and len({*self.elements}) >= TELLING
+        dtype, seen = BY_NAME[self.dtype], set[bytes]()
+        for at in range(0, len(self.data), dtype.itemsize) if dtype.floating else ():
+            seen.add(self.data[at : at + dtype.itemsize])
+            if len(seen) >= TELLING:
+                return True
+        return False
 
     def equals(self, other: Sample) -> bool:
         """Return whether dtype, size and rows are equal; as for torch, one element and a scalar are of equal size."""
         same_size = self.shape == other.shape or prod(self.shape) == prod(other.shape) == 1
-        return self.dtype == other.dtype and same_size and self.elements == other.elements
+        return self.dtype == other.dtype and same_size and self.data == other.data
 
 
 class Values:
@@ -99,7 +104,9 @@ class Values:
             if tensor is None or not _is_cheap(reader := storage_reader(self._opened(), tensor.storage)):
                 return []
             views = (tensor._replace(shape=(size,), stride=(step,)) for size, step in zip(tensor.shape, tensor.stride))
-            return [self._elements(reader, view) if view.shape[0] <= _LINE else [] for view in views]
+            width = BY_NAME[self._dtype(tensor)].itemsize
+            read = [self._bytes(reader, view) if view.shape[0] <= _LINE else b"" for view in views]
+            return [[data[at : at + width] for at in range(0, len(data), width)] for data in read]
         except CkptoolError:
             return []  # damage is reported when the tensor is written
 
@@ -111,20 +118,19 @@ class Values:
             reader = storage_reader(self._opened(), tensor.storage)
             if not _is_cheap(reader) and name not in self._costly:
                 return None
-            read = tuple(element for row in _rows(tensor) for element in self._elements(reader, row))
+            read = b"".join(self._bytes(reader, row) for row in _rows(tensor))
         except CkptoolError:
             return None  # damage is reported when the tensor is written
         return Sample(self._dtype(tensor), tensor.shape, read)
 
-    def _elements(self, reader: StorageReader, view: Tensor) -> list[bytes]:
-        dtype = self._dtype(view)
-        width, parts = BY_NAME[dtype].itemsize, [view]
+    def _bytes(self, reader: StorageReader, view: Tensor) -> bytes:
+        parts = [view]
         between = view.shape[0] * view.stride[0] if len(view.shape) == 1 else 0
         if between * BY_NAME[view.dtype].itemsize > _WHOLE:  # a column is not read with all its rows
             places = range(view.offset, view.offset + between, view.stride[0])
             parts = [view._replace(shape=(), stride=(), offset=place) for place in places]
-        data = _rounded(b"".join(piece for part in parts for piece in elements(reader, part)), view.dtype, dtype)
-        return [data[at : at + width] for at in range(0, len(data), width)]
+        data = b"".join(piece for part in parts for piece in elements(reader, part))
+        return _rounded(data, view.dtype, self._dtype(view))
 
     def _dtype(self, tensor: Tensor) -> str:
         return self.rounding if self.rounding and tensor.dtype in _PRECISION else tensor.dtype
