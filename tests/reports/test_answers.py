@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import shlex
 import shutil
 import traceback
@@ -294,6 +295,20 @@ def test_an_unknown_message_gets_findings_and_no_more(name: str, tmp_path: Path)
         assert (report["name"], report["cause"], report["python"]) == ("", "unknown", "")
         assert report["next"] in ("", alone["next"])
         assert not any(words in report["why"] for words in TOO_MUCH)
+
+
+def test_a_missing_module_that_the_models_own_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of a pickled model brings the imports of its module; torch's own classes bring no such module."""
+    monkeypatch.chdir(tmp_path)
+    layer = torch.nn.Linear(2, 2)
+    Path("layer.pkl").write_bytes(pickle.dumps({"G": layer}))
+    Path("model.pkl").write_bytes(
+        pickle.dumps({"G": layer}, 2).replace(b"torch.nn.modules.linear\n", b"training.networks\n")
+    )
+    text = "ModuleNotFoundError: No module named 'torch_utils'"
+    assert ckptool.explain(text, "layer.pkl")["cause"] == "elsewhere"
+    report = ckptool.explain(text, "model.pkl")
+    assert (report["cause"], say(*shlex.split(report["next"])[1:]).code) == ("file", 0)
 
 
 @pytest.mark.sampled(every=6)

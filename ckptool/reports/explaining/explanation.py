@@ -58,6 +58,8 @@ _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian
 #: Findings about devices, and about classes, whose steps one command can combine.
 _DEVICES: Final = frozenset(("device", "device-objects", "map-location"))
 _CLASSES: Final = frozenset(("weights-only", "module"))
+#: Packages that import no module of a project.
+_LIBRARIES: Final = frozenset(("torch", "numpy", "collections", "builtins", "__builtin__"))
 
 
 class ExplainReport(TypedDict):
@@ -203,13 +205,21 @@ def _of_case(case: Case, checkpoint: Checkpoint, details: Details) -> Answer:
     return Answer(why, line_step(step), python, "elsewhere" if case.elsewhere else "file")
 
 
+def _needs(checkpoint: Checkpoint, error: KnownError | None, name: str) -> bool:
+    """Whether the pickles name this, or a model whose own modules may import the missing module."""
+    names = global_names(checkpoint)
+    if error is not None and error.name == "no-module" and checkpoint.survey.modules:
+        return any(each.partition(".")[0] not in _LIBRARIES for each in names)
+    return any(name in each for each in names)
+
+
 def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
     """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them without a known one."""
     path, every = checkpoint.path, inspection(checkpoint, judged=False)["findings"]
     errors = [item for item in every if item["level"] == "error"]
     topic = error.topic if error is not None else None
     name = details.get("name", "") if topic is not None and topic.codes >= _CLASSES and not errors else ""
-    if topic is not None and name and not name.isdigit() and not any(name in each for each in global_names(checkpoint)):
+    if topic is not None and name and not name.isdigit() and not _needs(checkpoint, error, name):
         why = f"{path}: {contents(checkpoint)}. It does not name {name}. {topic.absent}."
         return Answer(why, cause="elsewhere")
     if topic is not None:
