@@ -230,7 +230,6 @@ class _Work(NamedTuple):
         return cls(reading.storage, stored, times, rule_of(reading))
 
     def read(self) -> Iterable[bytes] | Filling:
-        """Read the elements; raise MalformedError if bytes are missing."""
         fill = None if self.rule.dtype in PACKED else filling(self.storage, self.tensor)
         return elements(self.storage, self.tensor) if fill is None else fill
 
@@ -278,7 +277,6 @@ def _sorted(rows: list[TensorStatistics], sort: str, everything: bool) -> list[T
         return sorted(rows, key=lambda row: row["path"] if everything else row["key"])
 
     def weight(row: Any) -> float:
-        """Return the sort key of a row; unknown numbers come last."""
         return inf if row[sort] is None else -float(row[sort])
 
     return sorted(rows, key=weight)

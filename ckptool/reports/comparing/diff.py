@@ -268,7 +268,6 @@ def _with_values(
 
 
 def _judged(report: DiffReport) -> DiffReport:
-    """Fill in ``same``, ``stat`` and ``verdict``."""
     differences = (report["container"], report["program"], report["only_in_a"], report["only_in_b"], report["changed"])
     more = (report["values"], report["sharing"], report["entries"], report["order"])
     report["same"] = not any((*differences, *more))
@@ -291,13 +290,11 @@ def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
 
 
 def _is_within(path: str, names: set[str]) -> bool:
-    """Return whether a path within a tensor begins with one of these names."""
     starts = [name.removeprefix(".") for name in names]
     return any(path == start or path.startswith((start + ".", start + "[")) for start in starts)
 
 
 def _plain(value: TypedValue) -> object:
-    """Return the value, or the type if there is no value."""
     return value.type if value.value is None else value.value
 
 

@@ -258,7 +258,6 @@ class _GraphWalk:
             yield left, right, join_path(path, f"[{place}]"), owner
 
     def more(self, number: int, count: int, path: str, owner: int) -> None:
-        """Note that one of two containers has more members, without naming them."""
         self.one_sided(number, path, owner, TypedValue("container", f"{count:,} more values"))
 
     def children(self, number: int, ref: Ref, path: str, owner: int) -> dict[str, Ref]:
@@ -310,7 +309,6 @@ class _GraphWalk:
             self.result.unpaired[number].append(Unpaired(path, ref, self.chosen_count(number, path, ref)))
 
     def chosen_count(self, number: int, path: str, ref: Ref) -> int:
-        """Count the chosen tensors at or below a place."""
         total = 0
         work = [(path, ref)]
         while work:

@@ -306,7 +306,6 @@ class ChosenParts:
                 self._modules(place, children(below[_METADATA]), state, chosen, map(step_key, below))
 
     def _keep(self, place: str) -> None:
-        """Note that a place is chosen, and with it all containers around it."""
         while place not in self.kept:
             self.kept.add(place)
             place = self._holders.get(place, "")
