@@ -143,7 +143,7 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
     unsupported, verdict, problems = checkpoint.survey.unsupported, known.verdict, known.problems
     start = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
     call = f"torch.load(weights_only=True) of torch {verdict.torch}"
-    loader = checkpoint.traits.loader
+    loader, told = checkpoint.traits.loader, {problem.message for problem in problems}
     if checkpoint.traits.loads == "converted" and not checkpoint.pickled:
         from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
 
@@ -155,9 +155,11 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
     unclear = [item.message for item in problems if item.ambiguous] or [*unsupported.values()] * verdict.loads
     if checkpoint.pickled and unclear:
         return check._replace(status=NOT_POSSIBLE, notes=(), message=f"what torch reads is not clear: {unclear[0]}")
-    if not notes and (checkpoint.pickled or {*rules} & {problem.message for problem in problems}) and not verdict.loads:
+    if not notes and (checkpoint.pickled or {*rules} & told) and not verdict.loads:
         rule = rules[0] if rules else "see globals"
-        message = f"{call} refuses it: {rule}" if checkpoint.pickled else rule
+        # A folder's own problem is none of torch.load, which reads one file.
+        no = "there is no whole to load" if start and rule in told else f"{call} refuses it"
+        message = f"{no}: {rule}" if checkpoint.pickled else rule
         step = next((problem.next for problem in problems if problem.next), "")
         note = Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
         return check._replace(status=WARNING, message=message, notes=(note,))

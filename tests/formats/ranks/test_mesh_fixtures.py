@@ -298,3 +298,12 @@ def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:
         texts = [item.message for item in checkpoint.container.problems]
     assert any("packed" in text and "do not say how they fit together" in text for text in texts)
     assert any("rng_state" in text and "values of their own" in text for text in texts)
+
+
+def test_a_lost_rank_is_not_blamed_on_torch(tmp_path: Path) -> None:
+    folder = tmp_path / "tp"
+    shutil.copytree(RANKS / "tp_3", folder)
+    (folder / "mp_rank_02.pt").unlink()
+    (check,) = [check for check in ckptool.validate(folder)["checks"] if check["name"] == "weights-only"]
+    missing = "3 ranks saved it, and mp_rank_02.pt is not there"
+    assert check["message"] == f"there is no whole to load: {missing}"
