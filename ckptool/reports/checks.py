@@ -143,7 +143,7 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
     unsupported, verdict, problems = checkpoint.survey.unsupported, known.verdict, known.problems
     start = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
     call = f"torch.load(weights_only=True) of torch {verdict.torch}"
-    loader, told = checkpoint.traits.loader, {problem.message for problem in problems}
+    loader, reported = checkpoint.traits.loader, {problem.message for problem in problems}
     if checkpoint.traits.loads == "converted" and not checkpoint.pickled:
         from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
 
@@ -155,10 +155,10 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
     unclear = [item.message for item in problems if item.ambiguous] or [*unsupported.values()] * verdict.loads
     if checkpoint.pickled and unclear:
         return check._replace(status=NOT_POSSIBLE, notes=(), message=f"what torch reads is not clear: {unclear[0]}")
-    if not notes and (checkpoint.pickled or {*rules} & told) and not verdict.loads:
+    if not notes and (checkpoint.pickled or {*rules} & reported) and not verdict.loads:
         rule = rules[0] if rules else "see globals"
-        # A folder's own problem is none of torch.load, which reads one file.
-        no = "there is no whole to load" if start and rule in told else f"{call} refuses it"
+        # torch.load reads one file: it knows no problem of a folder.
+        no = "there is no whole to load" if start and rule in reported else f"{call} refuses it"
         message = f"{no}: {rule}" if checkpoint.pickled else rule
         step = next((problem.next for problem in problems if problem.next), "")
         note = Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
