@@ -192,8 +192,10 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
         module.fit(first, shape[::-1] if transposed else shape)
         if prod(size.get("m", (size["o"],))) != size["o"]:
             raise module.unfit(more[0], f"{size['o']:,} elements are needed")
-        if adapter.is_set("use_dora") and not more:
-            raise adapter.refusal(f"use_dora is set, and {quoted(module.name)} has no lora_magnitude_vector")
+        dora = "lora_magnitude_vector" in third
+        if adapter.config.get("use_dora", dora) is not dora:  # PEFT would ignore the vector
+            what = f"{'a' if dora else 'no'} lora_magnitude_vector"
+            raise adapter.refusal(f"use_dora is {'not ' * dora}set, and {quoted(module.name)} has {what}")
         tensors = second, first, *more
         if adaptive:
             initial = adapter.number(adapter.config.get("init_r", 12), "init_r")

@@ -466,6 +466,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "a long pattern": (GOOD, {"alpha_pattern": {"*" + "a" * 10**6: 3}}, "too complex"),
     "many patterns": (GOOD, {"alpha_pattern": {f"p{n}": 3 for n in range(6000)}}, "too large"),
     "DoRA without magnitudes": (GOOD, {"use_dora": True}, "no lora_magnitude_vector"),
+    "magnitudes alone": (GOOD | {f"{NAME}.lora_magnitude_vector": torch.ones(150)}, {"use_dora": False}, "not set"),
     "a pattern that takes long": (GOOD, {"alpha_pattern": {"(a+)+": 3}}, "too complex"),
     "a pattern with many options": (GOOD, {"alpha_pattern": {".?" * 90 + "x": 3}}, "too complex"),
     "a pattern with a huge count": (GOOD, {"alpha_pattern": {"a{99999999999999999999}": 3}}, "is not valid"),
