@@ -130,8 +130,9 @@ def check_checkpoint(
     if checkpoint.pickled or pickles:
         checks += check_pickles(pickles, torch, notes["pickles"])
     else:
-        where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
-        checks.append(Check("pickles", "safety", PASS, f"there is none{where} can be run"))
+        whole = checkpoint.traits.loads == "file"
+        none = "the file has no pickle: nothing in it" if whole else "the weights have no pickle: nothing in them"
+        checks.append(Check("pickles", "safety", PASS, f"{none} can be run"))
     loads = _loads(checkpoint, known, notes[WEIGHTS_ONLY])
     if known.verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
         loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")
