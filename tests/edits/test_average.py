@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import oracle
 import pytest
 import torch
 from command_line import say
-from conftest import CORPUS, FIXTURES, Fixture
+from conftest import FIXTURES, Fixture
 from output_checks import checked, every, saved
-from safetensors.torch import load_file
 from tensor_storages import tensors
-from torch import nn
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
@@ -103,15 +100,6 @@ def test_every_file(item: Fixture, count: int, out: Path, tmp_path: Path) -> Non
     assert oracle.difference(loaded[0], averaged(paths, out, weights=weights)) == ""
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
-def test_every_dtype(dtype: str, tmp_path: Path, out: Path) -> None:
-    torch.manual_seed(1)
-    states = [{"a.w": torch.randn(300, 7).to(getattr(torch, dtype)), "a.n": torch.tensor(n)} for n in range(3)]
-    paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
-    expected = {"a.w": mean([s["a.w"] for s in states], [1.0] * 3, torch.float64), "a.n": torch.tensor(0)}
-    assert oracle.difference(expected, averaged(paths, out)) == ""
-
-
 @pytest.mark.parametrize("exponent", [-1070, -300, -1, 0, 1, 300, 1023])
 def test_only_the_ratio_of_the_weights_counts(exponent: int, tmp_path: Path, out: Path) -> None:
     torch.manual_seed(1)
@@ -154,19 +142,6 @@ def test_between_formats_and_byte_orders(tmp_path: Path, out: Path) -> None:
             if value.is_floating_point():
                 value.copy_(mean([one[key] for one in loaded], [1.0] * 3))
         assert oracle.difference(loaded[0], averaged(paths, out)) == ""
-
-
-def test_tied_tensors_are_averaged_once(tmp_path: Path, out: Path) -> None:
-    paths = []
-    for number in range(2):
-        layer = nn.Linear(2, 2, bias=False)
-        paths.append(
-            saved({"a.w": layer.weight, "b.w": layer.weight, "c.w": layer.weight.T[1:]}, tmp_path / f"{number}")
-        )
-    loaded = [oracle.load(path) for path in paths]
-    with torch.no_grad():
-        loaded[0]["a.w"].copy_(mean([one["a.w"] for one in loaded], [1.0, 1.0]))
-    assert oracle.difference(loaded[0], averaged(paths, out)) == ""
 
 
 def test_a_choice_of_keys_and_state_dicts(tmp_path: Path, out: Path) -> None:
@@ -253,17 +228,6 @@ def test_a_flipped_bit_in_the_base_is_found(tmp_path: Path) -> None:
     paths[2].write_bytes(data)
     said = say("average", paths[0], paths[1], "--base", paths[2], "-o", tmp_path / "out.pth")
     assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all
-
-
-ARITHMETIC = CORPUS.parent / "recipes" / "task-arith"
-
-
-@pytest.mark.skipif(not ARITHMETIC.is_dir(), reason="the corpus is not here")
-def test_task_arithmetic_of_the_corpus(out: Path) -> None:
-    weight = json.loads((ARITHMETIC / "case.json").read_text())["numbers"]["w"]
-    first, second, base = (ARITHMETIC / "in" / f"{name}.pt" for name in "abc")
-    ckptool.save(ckptool.average([first, second], weights=[weight], base=base), out)
-    assert oracle.difference(load_file(ARITHMETIC / "expected.safetensors"), oracle.load(out)) == ""
 
 
 @pytest.mark.parametrize("name", ["epoch", "global_step", "step", "iteration", "iter"])

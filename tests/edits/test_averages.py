@@ -11,7 +11,6 @@ import oracle
 import pytest
 import torch
 from command_line import say
-from conftest import CORPUS
 from output_checks import saved
 from safetensors.torch import load_file
 from torch import nn
@@ -21,8 +20,6 @@ import ckptool
 from ckptool.base.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-EXPECTED = CORPUS.parent / "recipes" / "averaged"
 
 
 class LitEma(nn.Module):
@@ -145,14 +142,6 @@ def test_a_file_that_is_the_average(tmp_path: Path) -> None:
     network().load_state_dict(found)
     found = used({"ema": own.state_dict(), "epoch": 1}, tmp_path)
     same(found["ema"], own.state_dict())
-
-
-@pytest.mark.skipif(not EXPECTED.is_dir(), reason="the corpus is not here")
-def test_the_fixture_of_the_corpus(tmp_path: Path) -> None:
-    path, out = next((EXPECTED / "in").iterdir()), tmp_path / "out.pth"
-    ckptool.save(ckptool.edit(path, [("use-ema", True)]), out)
-    found, wanted = oracle.load(out), load_file(EXPECTED / "expected.safetensors")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 ONES = torch.ones(2)

@@ -245,12 +245,6 @@ def test_losses_to_safetensors_are_named_by_kind(tmp_path: Path) -> None:
     assert found["requires-grad"] == ("parameter",)
 
 
-def test_a_parameter_with_attributes_loses_them_in_safetensors(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.tag = 1
-    assert kinds({"a": parameter}, tmp_path) == {"requires-grad": ("a",), "attributes": ("a",)}
-
-
 def test_a_float8_tensor_and_its_bytes_are_both_kept(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).to(torch.float8_e5m2)
     for first, second in ((tensor, tensor.view(torch.uint8)), (tensor.view(torch.uint8), tensor)):

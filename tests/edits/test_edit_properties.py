@@ -165,18 +165,6 @@ def test_elements_are_torchs_contiguous_bytes(state: dict[str, torch.Tensor], le
             assert b"".join(elements(storage_reader(checkpoint, entry.tensor.storage), entry.tensor)) == expected
 
 
-@laws
-@given(views(), st.booleans())
-def test_merged_with_itself_no_value_changes(state: dict[str, torch.Tensor], legacy: bool) -> None:
-    if legacy and any(tensor.dtype in CLASSLESS for tensor in state.values()):
-        return
-    with opened({"net": state}, _use_new_zipfile_serialization=not legacy) as (checkpoint, out):
-        with ckptool.open(checkpoint.path) as other:
-            merged = ckptool.merge(checkpoint, other, key="net", other_key="net")
-            found = written(merged, out)
-        assert oracle.difference(oracle.load(checkpoint.path), found) == ""
-
-
 def adam() -> dict[str, Any]:
     """The state of a real optimizer after one step: ``step`` and two moments for each parameter."""
     model = torch.nn.Linear(3, 2)

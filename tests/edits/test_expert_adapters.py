@@ -147,12 +147,6 @@ def test_a_claim_of_very_many_experts_is_refused(tmp_path: Path) -> None:
         ckptool.merge_lora(tmp_path / "base.pth", opened)
 
 
-def test_a_matrix_without_its_partner_is_refused(tmp_path: Path) -> None:
-    adapter, _ = matrices(HIDDEN, INNER)
-    with pytest.raises(RefusedError, match="has no partner"):
-        merged(mixtral(), dict([*adapter.items()][:1]), tmp_path)
-
-
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

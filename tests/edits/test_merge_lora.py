@@ -415,15 +415,6 @@ def test_blocks_of_rows_have_the_values_of_the_whole(tmp_path: Path) -> None:
     assert is_same(values, expected)
 
 
-def test_other_processes_write_the_same_files(base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
-    line = ["merge-lora", base, adapter, "--max-shard-size", "0.5kB", "-o"]
-    assert say(*line, tmp_path / "alone").code == 0
-    assert say(*line, tmp_path / "jobs", "--jobs", "2").code == 0
-    files = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "jobs").iterdir()} == files and len(files) > 2
-
-
 @pytest.mark.parametrize("damaged", ["base", "adapter"])
 def test_a_flipped_bit_is_found(damaged: str, tmp_path: Path) -> None:
     tensors = factors("a", 300, 300)
@@ -541,21 +532,6 @@ def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
     tensors[f"{LAYER}.weight"][3, 3] = float("inf")
     save_file(tensors, base / "model.safetensors")
     with pytest.raises(RefusedError, match="of the base holds NaN or infinity"):
-        merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
-
-
-@pytest.mark.parametrize("sign", ["a name", "the config", "the dtype"])
-def test_a_quantized_base_is_refused(sign: str, base: Path, tmp_path: Path) -> None:
-    tensors = weights_of(base)
-    if sign == "a name":
-        tensors[f"{LAYER}.weight.absmax"] = torch.ones(4)
-    elif sign == "the dtype":
-        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
-    else:
-        config = json.loads((base / "config.json").read_text())
-        (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
-    save_file(tensors, base / "model.safetensors")
-    with pytest.raises(RefusedError, match=r"quantized|cannot be added"):
         merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
 
 

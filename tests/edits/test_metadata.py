@@ -98,23 +98,6 @@ def test_add_gives_the_metadata_of_the_wrapped_model(model: nn.Module, tmp_path:
     assert [item for item in metadata(found) if item[0]] == below
 
 
-@models
-def test_add_then_strip_gives_back_the_metadata(model: nn.Module, tmp_path: Path) -> None:
-    state = edited(model.state_dict(), "add_module", tmp_path)
-    assert metadata(edited(state, "strip_module", tmp_path)) == metadata(model.state_dict())
-
-
-def test_a_wrapper_in_a_wrapper(tmp_path: Path) -> None:
-    model = Versioned()
-    state = parallel(nn.DataParallel(model))
-    once = edited(state, "strip_module", tmp_path)
-    assert metadata(once) == metadata(parallel(model))
-    found = edited(once, "strip_module", tmp_path)
-    expected = model.state_dict()
-    assert list(found) == list(expected)
-    assert metadata(found) == metadata(expected)
-
-
 def test_wrappers_in_the_middle(tmp_path: Path) -> None:
     """torch.compile inside DataParallel: the names of both go, and so do their entries."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -143,32 +126,6 @@ def test_without_a_key_to_rename_the_metadata_stays(edit: str, tmp_path: Path) -
     assert metadata(edited(state, edit, tmp_path)) == metadata(state)
     consume(state, "module.")
     assert metadata(state) != metadata(model.state_dict())
-
-
-def test_metadata_that_belongs_to_no_key_stays(tmp_path: Path) -> None:
-    state: Any = nn.Linear(1, 1).state_dict()
-    state._metadata["elsewhere"] = {"version": 3}
-    state._metadata["modules"] = {"version": 4}
-    found = edited(state, "strip_module", tmp_path)
-    assert metadata(found) == metadata(state)
-
-
-def test_assign_to_params_buffers_stays(tmp_path: Path) -> None:
-    """``load_state_dict(assign=True)`` leaves a mark in ``_metadata``: a value that is no dict of versions only."""
-    model = nn.Sequential(nn.Linear(1, 1))
-    state = parallel(model)
-    state._metadata["module.0"]["assign_to_params_buffers"] = True
-    found = dict(metadata(edited(state, "strip_module", tmp_path)))
-    assert found["0"] == {"version": 1, "assign_to_params_buffers": True}
-
-
-def test_one_of_two_state_dicts(tmp_path: Path) -> None:
-    """The metadata of the other one stays, entry for entry."""
-    both = {"g": parallel(Versioned()), "d": parallel(nn.Linear(1, 1))}
-    found = edited(both, "strip_module", tmp_path, key="g")
-    assert metadata(found["g"]) == metadata(Versioned().state_dict())
-    assert metadata(found["d"]) == metadata(both["d"])
-    assert oracle.difference(found["d"], both["d"]) == ""
 
 
 def test_metadata_that_two_state_dicts_share(tmp_path: Path) -> None:

@@ -174,19 +174,6 @@ def test_what_llama_lacks_is_refused(more: dict[str, Any], tmp_path: Path) -> No
         converted(state, "hf:llama", tmp_path / "wide", config | {"sliding_window": 8, "max_position_embeddings": 8})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind not in EXPERTS])
-def test_a_gap_in_the_layers_is_refused(kind: str, tmp_path: Path) -> None:
-    """The first layer, or the last one, is missing as a whole."""
-    state, config = sample(kind)
-    for layer in ("0", "1"):
-        fewer = {name: value for name, value in state.items() if f".{layer}." not in name}
-        assert len(fewer) < len(state)
-        for target in TARGETS[kind]:
-            if not target.endswith("gate_up"):
-                with pytest.raises(RefusedError):
-                    converted(fewer, target, tmp_path, config)
-
-
 def unet(blocks: int, layers: int) -> State:
     """Names of a UNet of diffusers with so many layers a block, of tiny tensors."""
     names = ["time_embedding.linear_1", "time_embedding.linear_2", "conv_in", "conv_norm_out", "conv_out"]
@@ -238,13 +225,6 @@ def test_the_names_of_a_target_are_said_to_be_there(tmp_path: Path) -> None:
             converted(made, target, tmp_path / "again", typed)
 
 
-def test_heads_of_a_part_of_the_same_name_are_not_taken_for_whole_ones(tmp_path: Path) -> None:
-    """{*} stands for whole steps of a name: gate_up_proj has no up_proj."""
-    state = {"mlp.gate_up_proj.weight": torch.randn(12, 8)}
-    with pytest.raises(RefusedError, match="already"):
-        converted(state, "fused:gate_up", tmp_path, {})
-
-
 @pytest.mark.parametrize(
     "beside",
     [
@@ -261,12 +241,6 @@ def test_rows_ordered_by_head_are_refused_by_names(beside: str, tmp_path: Path) 
         converted(state | {beside: torch.randn(8)}, "split:qkv", tmp_path, {})
     with pytest.raises(RefusedError, match="model_type"):
         converted(state, "split:qkv", tmp_path, {"model_type": "exaone4_5"})
-
-
-def test_the_order_of_rows_is_stated(tmp_path: Path) -> None:
-    save_file({"blocks.0.attn.qkv.weight": torch.randn(24, 8)}, tmp_path / "a.safetensors")
-    made = ckptool.convert(tmp_path / "a.safetensors", "safetensors", to_names="split:qkv")
-    assert "all queries, then all keys, then all values" in made.changes[0].notes[0]
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -328,11 +302,3 @@ def test_a_field_that_is_not_known_is_named(change: dict[str, object], unknown: 
     made = from_parts(tmp_path / "parts", tmp_path / "hf")
     assert not (tmp_path / "hf" / "config.json").exists()
     assert any("config.json is not made" in note and unknown in note for each in made.changes for note in each.notes)
-
-
-def test_a_config_that_is_there_is_kept(tmp_path: Path) -> None:
-    shutil.copytree(PARTS, tmp_path / "parts")
-    text = '{"model_type": "llama", "mine": 1}'
-    (tmp_path / "parts" / "config.json").write_text(text)
-    from_parts(tmp_path / "parts", tmp_path / "hf")
-    assert (tmp_path / "hf" / "config.json").read_text() == text

@@ -106,34 +106,6 @@ def test_the_example_keeps_the_byte_order(tmp_path: Path) -> None:
 # -- results of other shapes, and from several tensors ----------------------------------------------------------
 
 
-def more_rows(storage: StorageReader, tensor: Any, zeros: int) -> Iterator[bytes]:
-    yield from (swapped(data, storage.width) for data in elements(storage, tensor))
-    yield bytes(zeros)
-
-
-def resized(checkpoint: Checkpoint, key: str, rows: int) -> Checkpoint:
-    """Append rows of zeros to a matrix and to all tensors tied to it."""
-    work = Recomputation(checkpoint)
-    for item, dtype in work.choose(lambda tensor: len(tensor.shape) == 2):
-        if item.path == key and (view := item.view) is not None:
-            shape = (rows, *view.shape[1:])
-            zeros = (rows - view.shape[0]) * view.shape[1] * dtype.itemsize
-            size = rows * view.shape[1] * dtype.itemsize
-            reader = storage_reader(work.checkpoint, item.key)
-            work.reshape(item, shape, Computed(size, more_rows, (reader, view, zeros)))
-    return work.done([Change("resize", key, 1, 0, "resized")])
-
-
-def test_a_tensor_and_its_tied_ones_get_another_shape(path: Path, tmp_path: Path) -> None:
-    expected = oracle.load(path)
-    weight = torch.cat([expected["model"]["weight"], torch.zeros(2, 4)])
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(resized(checkpoint, "model.weight", 8), tmp_path / "out.pth")
-    found = oracle.load(tmp_path / "out.pth")
-    expected["model"] |= {"weight": weight, "tied": weight}
-    assert oracle.difference(expected, found) == ""
-
-
 def chained(storages: list[StorageReader], tensors: list[Any]) -> Iterator[bytes]:
     for storage, tensor in zip(storages, tensors):
         yield from (swapped(data, storage.width) for data in elements(storage, tensor))

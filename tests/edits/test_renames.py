@@ -20,7 +20,6 @@ import ckptool
 from ckptool import Checkpoint
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.base.globs import Globs
-from ckptool.base.prefixes import unwrapper, wrapper_counts
 from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -161,12 +160,6 @@ def test_a_table_is_taken_at_its_word(tmp_path: Path) -> None:
             ckptool.rename(checkpoint)
 
 
-def test_two_names_can_be_exchanged(tmp_path: Path, out: Path) -> None:
-    path = saved({"a.w": torch.ones(1), "b.w": torch.zeros(2)}, tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.rename(c, {"a.w": "b.w", "b.w": "a.w"}))
-    assert oracle.difference({"b.w": torch.ones(1), "a.w": torch.zeros(2)}, found) == ""
-
-
 # -- what follows the names ---------------------------------------------------------------------------------
 
 
@@ -238,12 +231,6 @@ def test_every_module_sees_its_version(way: str, tmp_path: Path, out: Path) -> N
     assert versions(Model("stem", "body"), found) == wanted
 
 
-def test_a_module_that_is_split_keeps_its_version_on_both_sides(tmp_path: Path, out: Path) -> None:
-    path = saved(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.rename(c, {"0.weight": "1.weight"}))
-    assert found._metadata["0"] == found._metadata["1"] == {"version": 2}
-
-
 def test_a_choice_of_keys_splits_a_module(tmp_path: Path, out: Path) -> None:
     path = saved(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "in.pth")
     found = edited(path, out, lambda c: ckptool.add_module(c, "new", include=["*.weight", "*.bias"]))
@@ -275,13 +262,3 @@ def test_an_optimizer_that_may_belong_to_another_model_stays(tmp_path: Path, out
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------------------
-
-
-def test_beside_a_wrapper_there_are_wrappers_alone() -> None:
-    """A model's own ``_forward_module`` beside a sibling is a name of its own."""
-    own = ["rnn._forward_module.weight", "rnn._reverse_module.weight", "head.weight"]
-    assert list(map(unwrapper(own), own)) == own
-    assert wrapper_counts(own) == {}
-    wrapped = [f"module._orig_mod.{name}" for name in own] + ["module._orig_mod.a._fsdp_wrapped_module.b"]
-    assert list(map(unwrapper(wrapped), wrapped)) == [*own, "a.b"]
-    assert wrapper_counts(wrapped) == {"module": 4, "_orig_mod": 4, "_fsdp_wrapped_module": 1}

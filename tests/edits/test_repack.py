@@ -8,12 +8,11 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, by_name, corpus_files, needs_corpus
-from in_place_edits import MARK, NAMES, archive_of, by_offsets, complaints, copied, in_place, mapped
+from conftest import by_name, corpus_files, needs_corpus
+from in_place_edits import MARK, archive_of, by_offsets, complaints, copied, in_place, mapped
 from output_checks import CRASHES, VIEWS, WHOLE, faked, on_meta, saved, works
 
 import ckptool
-from ckptool.cli.main import run
 
 #: Not as torch 2.7 and later write a file with their defaults, although ``.format_version`` is there.
 OTHER = ("align1.pth", "align4096.pth", "no_crc.pth", "big_endian.pth", "py2_zip.pth", "zip_pickle_last.pth")
@@ -143,28 +142,3 @@ def test_a_file_edited_in_place_and_a_clean_one_repack_alike(item: object, tmp_p
     assert oracle.difference(oracle.load(one), oracle.load(other)) == ""
     assert [row[:1] for row in layout(one)] == [row[:1] for row in layout(other)]
     check_clean(one)
-
-
-FOREIGN = ("zip_deflated.pth", "zip_gaps.pth", "torch16.pth", "torch17.pth", "zip_stdlib.pth", "big_endian.pth",
-           "legacy_bare.pth", "legacy_cuda.pth", "py2_legacy.pth")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_the_command(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["edit", str(FIXTURES / name), "--repack", "-o", str(out)]) == 0
-    assert "rewritten in the layout of torch.save" in capsys.readouterr().out
-    check_clean(out)
-    assert oracle.difference(oracle.load(FIXTURES / name), mapped(out)) == ""
-    told = ckptool.diff(FIXTURES / name, out)
-    assert told["tensors"]["differ"] == 0 and not any(
-        told[part] for part in ("only_in_a", "only_in_b", "entries", "order")
-    )
-
-
-def test_a_repacked_file_takes_edits_in_place(tmp_path: Path, out: Path) -> None:
-    repacked(FIXTURES / "zip_deflated.pth", out)
-    whole = out.read_bytes()
-    in_place(out, NAMES["wrap"].make)
-    assert oracle.difference(oracle.load(out), mapped(out)) == ""
-    ckptool.undo(out)
-    assert out.read_bytes() == whole

@@ -9,9 +9,7 @@ import oracle
 import pytest
 import torch
 from command_line import say
-from conftest import CORPUS
 from output_checks import saved
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -20,7 +18,6 @@ from ckptool.base.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-EXPECTED = CORPUS.parent / "recipes" / "weight-norm"
 #: Modules, and the dimension of the norm.
 MODULES = {
     "conv": (lambda: nn.Conv1d(4, 6, 3), 0),
@@ -79,20 +76,6 @@ def test_a_folded_weight_is_the_one_that_torch_computes(
     expected = torch._weight_norm(v, g, -1 if axis is None else axis)
     assert oracle.difference(expected, found["0.weight"]) == ""
     assert oracle.difference(state["0.bias"], found["0.bias"]) == ""
-
-
-@pytest.mark.skipif(not EXPECTED.is_dir(), reason="the corpus is not here")
-def test_the_fixture_of_the_corpus(tmp_path: Path) -> None:
-    path, out = next((EXPECTED / "in").iterdir()), tmp_path / "out.pth"
-    ckptool.save(ckptool.edit(path, [("weight-norm", "fold")]), out)
-    found, expected = oracle.load(out), load_file(EXPECTED / "expected.safetensors")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_a_folded_weight_is_not_split(tmp_path: Path) -> None:
-    for form in ("old", "new", "fold"):
-        with pytest.raises(RefusedError, match="there is no weight norm"):
-            edited({"conv.weight": torch.ones(3, 2)}, tmp_path, form)
 
 
 REFUSED = {

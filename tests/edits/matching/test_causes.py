@@ -226,29 +226,6 @@ def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_pa
         assert all(name.rpartition(".")[2] in message for name in names)
 
 
-@pytest.mark.parametrize("family", FUSIONS)
-def test_the_order_of_rows_is_not_claimed_without_values(family: str, tmp_path: Path) -> None:
-    """A message even lacks the shapes."""
-    whole, names = FUSIONS[family]
-    fused, split = layers(whole, names, 1, 0)
-    for report in (through_error(fused, split, tmp_path), through_error(split, fused, tmp_path)):
-        assert "the order of rows is not known" in cause(report)[1]
-
-
-def test_in_proj_of_attention(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False).state_dict()
-    split = State()
-    for name, value in made.items():
-        if "in_proj_" in name:
-            split |= {name.replace("in_proj_", f"{one}_proj."): part for one, part in zip("qkv", value.chunk(3))}
-        else:
-            split[name] = value
-    for have, want in ((made, split), (split, made)):
-        message = cause(matched(have, want, tmp_path))[1]
-        assert "in_proj_weight (48x16) is q_proj (16x16), k_proj (16x16) and v_proj (16x16);" in message
-
-
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_transposed_weights(prefix: str, tmp_path: Path) -> None:
     """Conv1D of GPT-2 against nn.Linear; that square ones may be transposed as well is said."""
@@ -319,14 +296,6 @@ def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
     assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-def test_the_counter_of_averaged_models(tmp_path: Path) -> None:
-    averaged = torch.optim.swa_utils.AveragedModel(network())
-    report = matched(averaged.state_dict(), network().state_dict(), tmp_path)
-    assert report["fix"]["complete"] and report["fix"]["dropped"] == ["n_averaged"]
-    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
-    network().load_state_dict(torch.load(tmp_path / "out.pth"))
-
-
 def profiled(model: nn.Module) -> State:
     """The state dict after ``thop.profile``, which registers two buffers in every module."""
     for module in [*model.modules()]:
@@ -352,14 +321,6 @@ def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
 
 
 # -- several reasons at once
-
-
-def test_counters_are_dropped_where_other_things_remain(tmp_path: Path) -> None:
-    have, want = profiled(Table("pos_embed", (1, 17, 8))), Table("pos_embed", (1, 65, 8)).state_dict()
-    report = matched(with_prefix(have, "module."), want, tmp_path)
-    assert [one["kind"] for one in report["causes"]] == ["positions"]
-    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
-    assert torch.load(tmp_path / "out.pth").keys() == want.keys()
 
 
 def test_no_part_is_dropped_while_another_reason_remains(tmp_path: Path) -> None:
@@ -479,12 +440,6 @@ def test_a_tied_weight_that_is_missing(name: str, form: str, tmp_path: Path) -> 
     assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
     fresh.load_state_dict(torch.load(tmp_path / "out.pth"))
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
-
-
-def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
-    want = LANGUAGE["llama"](40).state_dict()
-    report = matched({name: value for name, value in want.items() if name != "lm_head.weight"}, want, tmp_path)
-    assert not report["causes"] and report["fix"] is None and report["missing"] == ["lm_head.weight"]
 
 
 # -- programs
