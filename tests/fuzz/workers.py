@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
-import pickle
-import select
 import signal
-import struct
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import NamedTuple
 
 from .cases import Case
@@ -21,6 +20,10 @@ __all__ = ["Judged", "work"]
 
 _SECONDS = 60  # of the clock, for a worker that neither answers nor ends
 _CASES = 2000  # after so many a worker is replaced: what loads leave in memory must not count against later inputs
+_FORK = get_context("fork")
+
+Plan = Callable[[int], Case | None]
+Judge = Callable[[Case, int, Callable[[str], None]], Verdict]
 
 
 class Judged(NamedTuple):
@@ -28,173 +31,90 @@ class Judged(NamedTuple):
     verdict: Verdict
 
 
-class Worker(NamedTuple):
-    process: int
-    answers: int
-    step: mmap.mmap
+@dataclass
+class _Worker:
+    """A process: the number of its next case, what it does with it and since when, and whether all is done."""
+
     number: int
+    process: ForkProcess
+    at: int
+    step: str = ""
+    since: float = 0.0
+    done: bool = False
 
 
-def work(
-    plan: Callable[[int], Case | None],
-    judge: Callable[[Case, int, Callable[[str], None]], Verdict],
-    *,
-    workers: int,
-    until: float,
-) -> Iterator[Judged]:
+def work(plan: Plan, judge: Judge, *, workers: int, until: float = float("inf")) -> Iterator[Judged]:
     """Judge the cases ``plan(0)``, ``plan(1)``, ... until it gives None or the clock says ``until``."""
-    running: dict[int, Worker] = {}
+    running: dict[Connection, _Worker] = {}
+
+    def start(number: int, first: int) -> None:
+        answers, there = _FORK.Pipe(duplex=False)
+        shares = range(first, first + _CASES * workers, workers)
+        process = _FORK.Process(target=_serve, args=(plan, judge, shares, number, until, there))
+        process.start()
+        there.close()
+        running[answers] = _Worker(number, process, first)  # type: ignore[index]
+
     for number in range(workers):
-        _start(running, number, number, workers, plan, judge, until)
+        start(number, number)
     while running:
-        ready, _, _ = select.select([worker.answers for worker in running.values()], [], [], 1)
-        for number, worker in list(running.items()):
-            if worker.answers in ready:
-                found = _received(worker.answers)
-                if found is not None:
-                    yield from found
-                    continue
-                # It ended: all was done, it is to be replaced, or an input ended it.
-                at, begun, words = _now(worker.step)
-                _, status = os.waitpid(worker.process, 0)
-                os.close(worker.answers)
-                del running[number]
-                if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-                    if at >= 0:
-                        _start(running, number, at, workers, plan, judge, until)
-                    continue
-                case = plan(at)
-                assert case is not None
-                yield Judged(case, _ended(words, f"the process ended ({_reason(status)})"))
-                _start(running, number, at + workers, workers, plan, judge, until)
+        for answers in wait([*running], 1):
+            worker = running[answers]  # type: ignore[index]
+            try:
+                message = answers.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):  # it ended: all was done, it is to be replaced, or an input ended it
+                del running[answers]  # type: ignore[arg-type]
+                worker.process.join()
+                if worker.process.exitcode:
+                    case = plan(worker.at)
+                    assert case is not None
+                    yield Judged(case, _ended(worker))
+                    worker.at += workers
+                if not worker.done:
+                    start(worker.number, worker.at)
+                continue
+            if isinstance(message, Judged):
+                worker.at, worker.step = worker.at + workers, ""
+                yield message
+            elif message is None:
+                worker.done = True
             else:
-                at, begun, _ = _now(worker.step)
-                if begun and time.monotonic() - begun > _SECONDS:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.process, signal.SIGKILL)
+                worker.since = worker.since if worker.step else time.monotonic()
+                worker.step = message
+        for worker in running.values():
+            if worker.step and time.monotonic() - worker.since > _SECONDS:
+                worker.process.kill()
 
 
-def _reason(status: int) -> str:
-    return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
-
-
-def _ended(words: str, how: str) -> Verdict:
+def _ended(worker: _Worker) -> Verdict:
     """The verdict about an input that ended the process: whose fault is it?"""
-    if words.startswith(("ckptool", "edits", "values")):
-        return Verdict(finds=(Find(BOUNDS, how, words.partition(" ")[0]),))
-    if "valid=True" in words and "loads=False" not in words:
+    code = worker.process.exitcode or 0
+    how = f"the process ended ({signal.Signals(-code).name if code < 0 else f'exit {code}'})"
+    if worker.step.startswith(("ckptool", "edits", "values")):
+        return Verdict(finds=(Find(BOUNDS, how, worker.step.partition(" ")[0]),))
+    if "valid=True" in worker.step and "loads=False" not in worker.step:
         return Verdict(True, True, finds=(Find(VALID_FAILS, "valid", f"{how} in the reader"),))
     return Verdict(words=("a reader died",))
 
 
-def _start(
-    running: dict[int, Worker],
-    number: int,
-    first: int,
-    stride: int,
-    plan: Callable[[int], Case | None],
-    judge: Callable[[Case, int, Callable[[str], None]], Verdict],
-    until: float,
-) -> None:
-    reader, writer = os.pipe()
-    step = mmap.mmap(-1, 4096)
-    process = os.fork()
-    if not process:
-        os.close(reader)
-        with contextlib.suppress(BaseException):
-            _serve(number, first, stride, plan, judge, until, writer, step)
-        os._exit(3)
-    os.close(writer)
-    running[number] = Worker(process, reader, step, number)
-
-
-def _serve(
-    number: int,
-    first: int,
-    stride: int,
-    plan: Callable[[int], Case | None],
-    judge: Callable[[Case, int, Callable[[str], None]], Verdict],
-    until: float,
-    writer: int,
-    step: mmap.mmap,
-) -> None:
+def _serve(plan: Plan, judge: Judge, shares: range, worker: int, until: float, answers: Connection) -> None:
     """The child: it never returns."""
-    # What a load or a crash prints is of no interest.
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    if not os.environ.get("FUZZ_TRACE"):
+    if not os.environ.get("FUZZ_TRACE"):  # what a load or a crash prints is of no interest
+        quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-    found: list[Judged] = []
-    at = first
-    sent = time.monotonic()
-    for _ in range(_CASES):
+    for at in shares:
         case = plan(at) if time.monotonic() < until else None
         if case is None:
-            at = -1
+            answers.send(None)
             break
-        begun = time.monotonic()
-        _put(step, at, begun, "building")
-
-        def tell(words: str, at: int = at, begun: float = begun) -> None:
-            _put(step, at, begun, words)
-
+        answers.send("building")
         try:
-            found.append(Judged(case, judge(case, number, tell)))
+            verdict = judge(case, worker, answers.send)
         except BaseException as error:
-            found.append(
-                Judged(
-                    case,
-                    Verdict(words=(f"the fuzzer failed: {type(error).__name__}: {str(error)[:150]} at {_line()}",)),
-                )
-            )
-        at += stride
-        if len(found) >= 50 or time.monotonic() - sent > 0.5:
-            _send(writer, found)
-            found, sent = [], time.monotonic()
-    _send(writer, found)
-    _put(step, at, 0.0, "")
+            lines = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            told = f"the fuzzer failed: {type(error).__name__}: {str(error)[:150]} at {' '.join(lines[-4:])}"
+            verdict = Verdict(words=(told,))
+        answers.send(Judged(case, verdict))
+    answers.close()
     os._exit(0)
-
-
-def _line() -> str:
-    trace = sys.exc_info()[2]
-    lines = []
-    while trace is not None:
-        lines.append(f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}")
-        trace = trace.tb_next
-    return " ".join(lines[-4:])
-
-
-def _put(step: mmap.mmap, at: int, begun: float, words: str) -> None:
-    text = words.encode()[:200]
-    step.seek(0)
-    step.write(struct.pack("<qdI", at, begun, len(text)) + text)
-
-
-def _now(step: mmap.mmap) -> tuple[int, float, str]:
-    at, begun, size = struct.unpack_from("<qdI", step, 0)
-    return at, begun, step[20 : 20 + size].decode("utf-8", "replace")
-
-
-def _send(fd: int, found: list[Judged]) -> None:
-    data = pickle.dumps(found)
-    view = memoryview(len(data).to_bytes(8, "little") + data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _received(fd: int) -> list[Judged] | None:
-    head = _exactly(fd, 8)
-    data = _exactly(fd, int.from_bytes(head, "little")) if head else b""
-    return pickle.loads(data) if data else None
-
-
-def _exactly(fd: int, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        part = os.read(fd, size)
-        if not part:
-            return b""
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)

@@ -1,22 +1,24 @@
-"""One flipped bit: no foreign exception, and no edit that turns it into a wrong tensor under a right checksum."""
+"""One flipped bit, judged as the fuzzer judges: no edit turns it into a wrong tensor under a right checksum."""
 
 from __future__ import annotations
 
 import io
 import os
 import random
+import tempfile
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
+from fuzz.cases import Case
+from fuzz.finds import CLASSES, EDIT, OTHER, Find, Verdict
+from fuzz.judging import judged, prepared
+from fuzz.reading import load
+from fuzz.workers import work
 
-from ckptool.cli.main import COMMANDS
-
-from .compare import same, same_values, stripped, tensors
-from .farm import farm
-from .memory import acting, edited, tell, torch_loads
+from .compare import same, tensors
 from .rows import FIXTURES, Options, Tally
 from .stage import answer
 
@@ -28,123 +30,76 @@ _SALVAGED = 3  # one in so many is salvaged, too: each is a file that is written
 _LARGER = ("ddp4_training.pth", "legacy_cuda.pth", "lightning.ckpt")
 
 
-class Flip(NamedTuple):
-    """A file in which one bit is another."""
-
-    name: str
-    bit: int
-
-
 def flips(tally: Tally, options: Options) -> None:
     chance = random.Random(options.seed)
     data = {name: (FIXTURES / name).read_bytes() for name in (_SMALL, *_LARGER)}
-    chosen = [Flip(_SMALL, bit) for bit in range(0, 8 * len(data[_SMALL]), options.amount(1, 37))]
-    chosen += [
-        Flip(name, chance.randrange(8 * len(data[name]))) for _ in range(options.amount(500, 20)) for name in _LARGER
-    ]
+    whole = {name: tensors(load(str(FIXTURES / name))) for name in data}
     covered = {name: _checksummed(content) for name, content in data.items()}
+    chosen = [(_SMALL, bit) for bit in range(0, 8 * len(data[_SMALL]), options.amount(1, 37))]
+    for _ in range(options.amount(500, 20)):
+        chosen += [(name, chance.randrange(8 * len(data[name]))) for name in _LARGER]
+    cases = [Case("legacy" if "legacy" in name else "zip", name, (bit,)) for name, bit in chosen]
+
+    def judge(case: Case, worker: int, tell: Callable[[str], None]) -> Verdict:
+        folder = options.scratch / str(worker)
+        (folder / "input").mkdir(parents=True, exist_ok=True)
+        tempfile.tempdir = str(folder)
+        os.fsync = _no_sync  # type: ignore[assignment]  # nothing here is about power failures
+        (bit,) = case.steps
+        flipped = bytearray(data[case.base])
+        flipped[bit // 8] ^= 1 << bit % 8
+        verdict = judged(case, {"": bytes(flipped)}, str(folder / "input"), tell)
+        path = folder / "flipped.pth"
+        path.write_bytes(flipped)
+        read = _tensors(path)
+        finds = [find for find in verdict.finds if CLASSES[find.kind]]
+        changed = case.kind == "zip" and read and not same(read, whole[case.base])
+        if verdict.valid and (changed or bit // 8 in covered[case.base]):
+            finds.append(Find(OTHER, "valid", "torch reads something else than before, or a checksum is wrong"))
+        if bit % _SALVAGED == 0:
+            finds += _salvaged(path, read, whole[case.base])
+        return verdict._replace(finds=tuple(finds))
+
+    for kind in ("zip", "legacy"):
+        prepared(kind, tempfile.mkdtemp(dir=options.scratch))
     counts: Counter[str] = Counter()
-    covered_flips = 0
-    validates = "validate" in COMMANDS
-    path = options.scratch / "flipped.pth"
-
-    def work(flip: Flip) -> tuple[list[str], str]:
-        flipped = _flipped(data[flip.name], flip.bit)
-        broken, word = _judged(data[flip.name], flipped)
-        changed = flip.bit // 8 in covered[flip.name] or (word in (_OTHER, _UNDEFINED) and flipped[:2] == b"PK")
-        if validates and changed:
-            path.write_bytes(flipped)
-            said = answer(["validate", str(path)])
-            if said.code == 0:
-                broken.append("torch reads something else than before, or a checksum is wrong, and validate is content")
-        if "salvage" in COMMANDS and flip.bit % _SALVAGED == 0:
-            path.write_bytes(flipped)
-            broken += _salvaged(path, data[flip.name], flipped)
-        return broken, word
-
-    for flip, outcome in farm(iter(chosen), work, seconds=5, memory=1 << 30):
-        tally.case(f"{flip.name}, bit {flip.bit % 8} of byte {flip.bit // 8:,}")
-        tally.check(not outcome.failed, f"{outcome.failed} at {outcome.where}")
-        broken, word = outcome.result or ([], "failed")
-        for words in broken:
-            tally.check(False, words)
-        counts[word] += 1
-        covered_flips += flip.bit // 8 in covered[flip.name]
+    plan = dict(enumerate(cases)).get
+    for case, verdict in work(plan, judge, workers=len(os.sched_getaffinity(0))):
+        (bit,) = case.steps
+        tally.case(f"{case.base}, bit {bit % 8} of byte {bit // 8:,}")
+        counts.update(verdict.words)
+        for find in verdict.finds:
+            tally.check(False, f"{find.kind}: {find.says} | {find.reader}")
+        tally.check(not any("the fuzzer failed" in word for word in verdict.words), str(verdict.words))
     for words, number in counts.most_common():
         tally.note(f"{number:,} {words}")
-    found = "given to `validate`, too" if validates else "not given to `validate`, which is not there yet"
-    tally.note(f"{covered_flips:,} in content that has a checksum, {found}")
-
-
-def _flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-def _judged(whole: bytes, flipped: bytes) -> tuple[list[str], str]:
-    """What is wrong about ckptool's behaviour on a flipped file, and what became of its edits in a word."""
-    told = tell(flipped)
-    broken = [f"control characters in what is printed: {acting(told.words)}"] if acting(told.words) else []
-    outputs = {edit: edited(flipped, edit) for edit in ("strip-module", "remap")}
-    if all(output is None for output in outputs.values()):
-        return broken, "edits refused"
-    before = torch_loads(flipped)
-    # Some flips make torch give out memory that it never wrote to, another one each time.
-    _disturb_memory()
-    if before is not None and not same(before, torch_loads(flipped)):
-        return broken, _UNDEFINED
-    for edit, output in outputs.items():
-        after = torch_loads(output) if output is not None else None
-        if before is None and after is not None:
-            # The flip was in what an edit makes anew, such as sizes in headers. Then the output must be that of the
-            # whole file: anything else would be made up.
-            if not same_values(after, torch_loads(whole)):
-                broken.append(f"torch refuses the input, but takes the output of {edit}, with other tensors")
-        elif before is not None and output is not None and after is None:
-            broken.append(f"torch takes the input, but not the output of {edit}")
-        elif after is not None and not _right(edit, before, after):
-            broken.append(f"the output of {edit} holds something else than the input")
-    return broken, _SAME if before is None or same(before, torch_loads(whole)) else _OTHER
-
-
-_UNDEFINED = "after which torch gives out memory that it never wrote to: edits not compared"
-_OTHER = "edited; torch reads other content from input and output, the same from both"
-_SAME = "edited; torch reads what it read before, or refuses the input"
-
-
-def _salvaged(path: Path, whole: bytes, flipped: bytes) -> list[str]:
-    """What is wrong about ``salvage``: each tensor in its output is that of the whole file, or what torch reads."""
-    out = path.with_name("salvaged.pth")
-    out.unlink(missing_ok=True)
-    # In the child of the farm only: nothing here is about power failures.
-    os.fsync = _no_sync  # type: ignore[assignment]
-    said = answer(["salvage", str(path), "-o", str(out)])
-    broken = [f"salvage ends with {said.code}: {said.err.strip()}"] if said.code not in (0, 1, 3, 4) else []
-    after = torch_loads(out.read_bytes()) if out.exists() else None
-    if after is not None:
-        right, read = tensors(torch_loads(whole)), tensors(torch_loads(flipped))
-        for where, tensor in tensors(after).items():
-            if not any(where in known and same(tensor, known[where]) for known in (right, read)):
-                broken.append(f"salvage gives another tensor at {where}")
-    return broken
+    covered_flips = sum(case.steps[0] // 8 in covered[case.base] for case in cases)
+    tally.note(f"{covered_flips:,} in content that has a checksum, which `validate` finds")
 
 
 def _no_sync(_fd: object) -> None:
     """In place of os.fsync."""
 
 
-def _right(edit: str, before: Any, after: Any) -> bool:
-    """Is this what an edit gives? A flipped key may make a mapping one that is no state dict, and is left alone."""
-    if edit == "strip-module" and same(after, stripped(before)):
-        return True
-    return same(after, before) if edit == "remap" else same_values(after, before)
+def _salvaged(path: Path, read: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> list[Find]:
+    """What is wrong about ``salvage``: each tensor in its output is that of the whole file, or what torch reads."""
+    out = path.with_name("salvaged.pth")
+    out.unlink(missing_ok=True)
+    said = answer(["salvage", str(path), "-o", str(out)])
+    broken = [f"it ends with {said.code}: {said.err.strip()}"] if said.code not in (0, 1, 3, 4) else []
+    if out.exists():
+        for where, tensor in _tensors(out).items():
+            if not any(where in known and same(tensor, known[where]) for known in (whole, read)):
+                broken.append(f"it gives another tensor at {where}")
+    return [Find(EDIT, "salvage", told) for told in broken]
 
 
-def _disturb_memory() -> None:
-    """Leave other bytes in the memory that the next tensors will get."""
-    junk = [torch.full((size,), 0xA5, dtype=torch.uint8) for size in range(8, 4096, 8)]
-    junk.clear()
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors that torch loads; none where it refuses the file, with any class of exception there is."""
+    try:
+        return tensors(load(str(path)))
+    except Exception:
+        return {}
 
 
 def _checksummed(data: bytes) -> set[int]:
