@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.base.errors import OutputError, RefusedError
-from ckptool.files.sources import BytesSource, Computed, FolderPlan, Plan, Span, open_source
+from ckptool.files.sources import Computed, FolderPlan, Plan, Span, open_source
 from ckptool.files.write import output
 from ckptool.files.write.output import write_folder
 
@@ -163,9 +163,3 @@ def test_an_input_in_the_folder_is_not_overwritten(tmp_path: Path) -> None:
         )
     source.close()
     assert content_of(out) == OLD
-
-
-def test_bytes_come_from_any_source(tmp_path: Path) -> None:
-    source = BytesSource(b"0123456789", "memory")
-    write_folder(FolderPlan((("x.bin", Plan((Span(source, 2, 5),))),)), str(tmp_path / "out"), (source,))
-    assert content_of(tmp_path / "out") == {"x.bin": b"23456"}

@@ -109,25 +109,6 @@ def test_keys_imports_what_one_file_needs() -> None:
     assert ours <= imported, "shorten the list"
 
 
-def test_a_real_load_without_torch_says_what_is_missing() -> None:
-    found = command("inspect", str(FIXTURES / "bare.pth"), "--load")
-    assert found.wanted == ["torch"]
-    assert found.code not in (0, 70)
-    assert "torch, which is not installed" in found.out + found.err
-    assert "Traceback" not in found.err
-
-
-def test_the_library_loads_with_torch_only_and_says_so() -> None:
-    found = probe(
-        "import ckptool\n"
-        "try:\n"
-        f"    ckptool.load({str(FIXTURES / 'bare.pth')!r})\n"
-        "except ckptool.CkptoolError as error:\n"
-        "    print(error, '|', error.next)\n"
-    )
-    assert "not installed" in found.out and "pip install torch" in found.out
-
-
 # -- larger than 32 bits ------------------------------------------------------------------------------------------
 
 
@@ -187,34 +168,6 @@ def holes(monkeypatch: pytest.MonkeyPatch) -> None:
         return skipped
 
     monkeypatch.setattr(os, "copy_file_range", copy)
-
-
-def extents(path: Path) -> list[tuple[int, int]]:
-    """(begin, end) of everything in a file that is no hole."""
-    found, at, size = [], 0, path.stat().st_size
-    with path.open("rb") as file:
-        while at < size:
-            try:
-                begin = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:
-                break
-            at = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
-            found.append((begin, at))
-    return found
-
-
-def same_bytes(one: Path, two: Path) -> bool:
-    """Compare two files where either has data; where both have holes they are zero."""
-    if one.stat().st_size != two.stat().st_size:
-        return False
-    with one.open("rb") as a, two.open("rb") as b:
-        for begin, end in extents(one) + extents(two):
-            assert end - begin < 16 * MIB
-            a.seek(begin)
-            b.seek(begin)
-            if a.read(end - begin) != b.read(end - begin):
-                return False
-    return True
 
 
 def records(path: Path) -> dict[str, zipfile.ZipInfo]:
@@ -289,28 +242,6 @@ def test_a_huge_file_is_stripped_and_torch_loads_the_result(
     facts = [{name: (info.file_size, info.CRC) for name, info in found.items()} for found in (old, new)]
     assert [name for name in facts[0] if facts[0][name] != facts[1].get(name)] == ["data.pkl"]
     assert list(old) == list(new)
-
-
-def test_add_then_strip_of_a_huge_file_is_the_file(huge: Huge, tmp_path: Path, holes: None) -> None:
-    one, two, three = tmp_path / "one.pth", tmp_path / "two.pth", tmp_path / "three.pth"
-    with ckptool.open(huge.path) as checkpoint:
-        added = ckptool.add_module(checkpoint)
-        assert ckptool.save(added, one).size == one.stat().st_size
-        ckptool.save(checkpoint, three)
-    with ckptool.open(one) as checkpoint:
-        assert checkpoint.state_dicts[0].path == "state_dict"
-        ckptool.save(ckptool.strip_module(checkpoint), two)
-    assert not same_bytes(one, huge.path)
-    assert same_bytes(two, huge.path)
-    assert same_bytes(three, huge.path)
-
-
-def test_remapping_a_huge_file_moves_no_storage(huge: Huge, out: Path, holes: None) -> None:
-    with ckptool.open(huge.path) as checkpoint:
-        ckptool.save(ckptool.remap(checkpoint, {"cpu": "cuda:1"}), out)
-    report = ckptool.inspect(out)
-    assert [item["location"] for item in report["devices"]] == ["cuda:1"]
-    assert report["storage_bytes"] == ckptool.inspect(huge.path)["storage_bytes"]
 
 
 def test_memory_is_bounded_while_bytes_are_copied_through_a_buffer(tmp_path: Path) -> None:

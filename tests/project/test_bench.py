@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import figures, instant, peaks, stale
+from bench import instant, peaks, stale
 from bench.jobs import Group, Job, Row
-from bench.measure import JobError, Result, Sample, measure
+from bench.measure import JobError, Result, measure
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 
@@ -24,30 +24,9 @@ def group_of(*jobs: Job, rows: tuple[Row, ...] = ()) -> Group:
     return Group("read", "a file", jobs, rows)
 
 
-def result(name: str, seconds: float, peak: int = 0) -> Result:
-    return Result(name, (Sample(seconds, seconds, peak),))
-
-
 def test_a_failing_job_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="exit code 3"):
         run(group_of(Job("fails", (*PYTHON, "raise SystemExit(3)"))), tmp_path)
-
-
-def test_a_peer_that_fails_has_a_reason_and_no_path(tmp_path: Path) -> None:
-    source = tmp_path / "model.pth"
-    source.touch()
-    code = "import sys; sys.exit('cannot read ' + sys.argv[1])"
-    row = Row("peer", "other")
-    group = group_of(
-        Job("peer", (*PYTHON, code, str(source)), (source,), may_fail=True),
-        Job("other", (*PYTHON, ""), proof=lambda: "says nothing", may_fail=True),
-        rows=(row,),
-    )
-    done = run(group, tmp_path)
-    assert done["peer"].fails == "cannot read model.pth"
-    [made] = figures.figures_of(group, "ext4", done, 0)
-    assert made["fails"] == "cannot read model.pth" and made["against"]["fails"] == "says nothing"
-    assert made["ratio"] is None and made["met"] is None
 
 
 def test_a_wrong_output_ends_the_run(tmp_path: Path) -> None:

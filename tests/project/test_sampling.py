@@ -18,12 +18,6 @@ def test_a_part_of_the_cases_stays_whatever_their_order(number: int, every: int)
     assert part(random.Random(every).sample(cases, number), every) == chosen
 
 
-def test_tests_of_the_same_files_take_different_ones() -> None:
-    parts = [part([f"{test}[{number}]" for number in range(100)], 4) for test in ("a", "b", "c")]
-    numbers = [{case[2:-1] for case in chosen} for chosen in parts]
-    assert numbers[0] != numbers[1] != numbers[2] and len(set().union(*numbers)) > 50
-
-
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("number", range(10))
 def test_a_sampled_test_keeps_at_least_one_case(number: int, request: pytest.FixtureRequest) -> None:

@@ -127,15 +127,3 @@ def test_ckptool_misses_nothing_and_gives_no_false_alarm(item: Sample, tmp_path:
 # -- how answers are read --------------------------------------------------------------------------------------------
 
 # -- the table -------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_counts_each_sample_once_and_says_what_is_not_installed() -> None:
-    some = [Sample("a", "1", b"", True), Sample("a", "2", b"", True), Sample("b", "3", b"", False)]
-    text = scanners.table(some, {"x": {"1": ALARM, "2": QUIET, "3": ALARM}, "y": {}})
-    assert text.splitlines()[2:] == [
-        *(
-            "| **hostile, 2 samples** | found 1, missed 1 | not installed |",
-            "| a (2) | found 1, missed 1 | not installed |",
-        ),
-        *("| **clean, 1 samples** | false alarm | not installed |", "| b | false alarm | not installed |"),
-    ]

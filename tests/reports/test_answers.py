@@ -79,18 +79,6 @@ def test_a_size_is_explained_and_nothing_is_dropped(
     assert report["next"] == ""
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_counters_that_torch_does_not_call_missing_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message about a dict around the state dict lists no num_batches_tracked."""
-    monkeypatch.chdir(tmp_path)
-    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
-    torch.save({"params": dict(state)}, "net.pth")
-    with pytest.raises(RuntimeError) as error:
-        torch.nn.Sequential(torch.nn.BatchNorm1d(2)).load_state_dict(torch.load("net.pth"))
-    assert run(shlex.split(ckptool.explain(str(error.value), "net.pth")["next"])[1:]) == 0
-    assert torch.load("net.fits.pth").keys() == state.keys()
-
-
 #: Keys of a model with their shapes; most shapes are equal, so only names tell tensors apart.
 KEYS = {
     "conv1.weight": (4, 4),
@@ -211,28 +199,6 @@ def test_a_state_of_another_optimizer_is_told_by_what_it_has(
         assert "another optimizer saved 'optimizer': it has" in why and f"yours looks for '{error.args[0]}'" in why
 
 
-@pytest.mark.parametrize(("name", "how"), OPTIMIZERS[1:3])
-def test_a_state_that_lost_a_value_names_the_parameters(
-    name: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    whole = stepped(name, how)
-    for value in [each for each in whole["optimizer"]["state"][2] if each in KNOWN]:
-        state = {number: dict(values) for number, values in whole["optimizer"]["state"].items()}
-        torch.save(whole, "run.pth")
-        assert ckptool.explain(f"KeyError: '{value}'", "run.pth")["cause"] == "elsewhere"
-        del state[2][value]
-        partial = {**whole, "optimizer": {**whole["optimizer"], "state": state}}
-        torch.save(partial, "run.pth")
-        error = error_of(name, how, partial["optimizer"])
-        assert error is not None and error.args[0] == value
-        assert f"'optimizer' lacks '{value}' for 1 of 4 parameters" in answered(error, whole)
-
-
-#: Values of optimizers by which explain knows the message.
-KNOWN = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta")
-
-
 def test_step_is_an_entry_unless_an_optimizer_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(stepped("SGD", {"momentum": 0.9}), "run.pth")
@@ -343,14 +309,3 @@ def check(line: str, path: str) -> None:
         raise AssertionError(f"{line}: {error}") from error
     finally:
         shutil.rmtree(output) if output.is_dir() else output.unlink()
-
-
-@pytest.mark.sampled(every=6)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
-def test_printed_python_is_python_for_the_file(error, plain: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
-    for path in plain:
-        python = ckptool.explain(error.message, path)["python"]
-        compile(python, path, "exec")
-        if "torch.load(" in python and "weights_only" not in python:
-            torch.load(path, weights_only=True)

@@ -86,24 +86,6 @@ def glob_of(path: Path) -> str:
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 
 
-@pytest.mark.sampled(every=9)
-@every
-def test_a_part_of_a_file_is_the_same_as_itself(item: Fixture) -> None:
-    same_in_part(item.path)
-
-
-def same_in_part(path: Path) -> None:
-    glob = glob_of(path)
-    if not glob or any(char in glob for char in "[{?"):
-        pytest.skip("no key that is a pattern")
-    everything, included = ckptool.diff(path, path)["tensors"], ckptool.diff(path, path, include=glob)
-    assert included["same"] and 0 < included["tensors"]["in_both"] <= everything["in_both"]
-    if included["tensors"] != everything:
-        excluded = ckptool.diff(path, path, exclude=glob)
-        assert excluded["same"]
-        assert included["tensors"]["in_both"] + excluded["tensors"]["in_both"] == everything["in_both"]
-
-
 @pytest.mark.sampled(every=4)
 @every
 def test_the_difference_of_a_part_is_that_of_the_kept_files(item: Fixture) -> None:
@@ -278,15 +260,6 @@ def test_a_pattern_that_matches_no_key_is_not_valid(tmp_path: Path) -> None:
     assert say("validate", path, "--dtype", "float16", "--include", "*", "--exclude", "head.*").code == 1
     assert say("validate", path, "--dtype", "float16", "--exclude", "head.*").code == 0
     assert say("validate", path, "--include", "head.*").code == 2, "nothing looks at keys"
-
-
-def test_each_policy_has_its_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "a.pth", {"head.weight": torch.ones(2), "stem.weight": torch.ones(2, dtype=torch.float16)})
-    (tmp_path / "ckptool.toml").write_text('[files."*.pth"]\ndtype = ["float16"]\ninclude = ["stem.*"]\n')
-    assert say("validate", "a.pth", "--dtype", "float32", "--include", "head.*").code == 0
-    assert say("validate", "a.pth", "--dtype", "float32").code == 1
-    assert say("validate", "a.pth", "--dtype", "float16", "--include", "stem.*").code == 0
 
 
 def test_a_lock_of_a_part_does_not_make_up_for_checksums(tmp_path: Path) -> None:

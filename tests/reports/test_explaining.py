@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import traceback
 import types
 import zipfile
@@ -34,7 +33,7 @@ from torch import nn
 import ckptool
 from ckptool.cli.explain import is_log
 from ckptool.cli.main import run
-from ckptool.edits.matching.state_dict_errors import prefix_between, read_error
+from ckptool.edits.matching.state_dict_errors import prefix_between
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
 
 PATH = "model.pth"
@@ -693,56 +692,6 @@ def test_the_step_does_not_write_to_its_input() -> None:
         == "ckptool convert model.safetensors -o model.2.safetensors"
     )
     assert prefix_between([], ["a.b"]) == ""
-
-
-def test_the_message_of_load_state_dict() -> None:
-    model, state = net(), {"fc.weight": torch.ones(1), "x.weight": torch.ones(2)}
-    error = read_error(message(lambda: model.load_state_dict(state)))
-    assert error is not None
-    assert (error.model, error.unexpected) == ("Sequential", ("x.weight",))
-    assert error.missing == ("conv.weight", "conv.bias", "fc.bias")
-    assert [tuple(item) for item in error.mismatched] == [("fc.weight", (1,), (3, 4))]
-    assert read_error("nothing of the kind") is None
-
-
-KEYS = [f"layer{number}.0.conv{part}.weight" for number in range(1, 5) for part in (1, 2)]
-LISTS = [", ".join(f'"{prefix}{key}"' for key in KEYS) for prefix in ("", "module.")]
-PREFIXED = (
-    "RuntimeError: Error(s) in loading state_dict for ResNet:\n"
-    f"\tMissing key(s) in state_dict: {LISTS[0]}. \n\tUnexpected key(s) in state_dict: {LISTS[1]}. "
-)
-SHAPES = (
-    "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for classifier.weight: copying a param "
-    "with shape torch.Size([2, 768]) from checkpoint, the shape in current model is torch.Size([5, 768])."
-)
-
-
-def wrapped_hard(text: str) -> str:
-    """The text as a terminal of 80 columns copies it: broken within words."""
-    return "\n".join(line[at : at + 80] for line in text.splitlines() for at in range(0, len(line), 80))
-
-
-def wrapped_soft(text: str) -> str:
-    return "\n".join(textwrap.fill(line, 60) for line in text.splitlines())
-
-
-@pytest.mark.parametrize("wrap", [wrapped_hard, wrapped_soft, lambda text: wrapped_hard(text).replace("\n", "\r\n")])
-def test_messages_that_were_wrapped(wrap: Callable[[str], str]) -> None:
-    error = read_error(wrap(PREFIXED))
-    assert error is not None
-    assert error.missing == tuple(KEYS)
-    assert error.unexpected == tuple(f"module.{key}" for key in KEYS)
-    for name, text in {
-        "module-prefix": PREFIXED,
-        "size-mismatch": SHAPES,
-        "no-cuda": "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is "
-        "False. If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu')",
-        "not-all-written": "RuntimeError: [enforce fail at C:\\caffe2\\inline_container.cc:337] . unexpected pos "
-        "2687003456 vs 2687003344",
-    }.items():
-        found = explanation(wrap(text))
-        assert found is not None
-        assert found.error.name == name
 
 
 #: As people paste them: notebooks with colours, Windows, other programs around the message; named for their entries.

@@ -22,8 +22,7 @@ from process_probe import command
 from random_tensors import any_tensor
 
 import ckptool
-from ckptool.base.errors import RefusedError, TargetError
-from ckptool.checkpoint.selection import lookup
+from ckptool.base.errors import TargetError
 from ckptool.cli.main import run
 from ckptool.values.numeric import to_numbers
 
@@ -73,27 +72,6 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 # -- the codes of every dtype -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOAT8)
-def test_every_code_of_eight_bits(dtype: str) -> None:
-    codes = bytes(range(256))
-    theirs = torch.frombuffer(bytearray(codes), dtype=getattr(torch, dtype)).to(torch.float64).tolist()
-    assert same(to_numbers(codes, dtype), theirs)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_code_of_sixteen_bits(dtype: str) -> None:
-    codes = np.arange(1 << 16, dtype="<u2").tobytes()
-    theirs = torch.frombuffer(bytearray(codes), dtype=getattr(torch, dtype)).to(torch.float64).tolist()
-    assert same(to_numbers(codes, dtype), theirs)
-
-
-@pytest.mark.parametrize("dtype", ["complex32", "complex64", "complex128"])
-def test_complex_numbers(dtype: str) -> None:
-    tensor = torch.tensor([1 - 2j, complex(math.nan, -0.0), complex(-0.0, math.inf)]).to(getattr(torch, dtype))
-    raw = torch.view_as_real(tensor).numpy().tobytes()
-    assert same(to_numbers(raw, dtype), tensor.to(torch.complex128).tolist())
 
 
 def test_complex_numbers_of_bfloat16() -> None:
@@ -215,11 +193,6 @@ def test_any_tensor(tensor: torch.Tensor, tmp_path: Path, capsys: pytest.Capture
     assert same(np.load(out).tolist(), theirs)
 
 
-def test_big_endian_and_compressed_files_are_like_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("big_endian.pth", "zip_deflated.pth", "legacy_dtypes.pt"):
-        compare(FIXTURES / name, tmp_path, capsys)
-
-
 # -- .npy -------------------------------------------------------------------------------------------------------------
 
 
@@ -324,14 +297,6 @@ def test_a_missing_key_suggests_near_ones(key: str, near: str) -> None:
     with pytest.raises(TargetError) as caught:
         ckptool.get(FIXTURES / "ddp4_training.pth", key)
     assert near in str(caught.value) and near in caught.value.next.replace("'\"'\"'", "'")
-
-
-def test_every_path_that_is_printed_is_found() -> None:
-    for item in WHOLE:
-        with ckptool.open(item.path) as checkpoint:
-            for entry in checkpoint.survey.tensors:
-                found = lookup(checkpoint, entry.path)
-                assert found.ref == entry.ref or found.path == entry.path
 
 
 @settings(max_examples=examples(200))
@@ -501,9 +466,3 @@ def test_neither_torch_nor_numpy_is_wanted(out: Path) -> None:
     for arguments in ([], ["--json"], ["-o", str(out.with_suffix(".npy"))]):
         found = command("get", path, "state_dict.module.head.weight", *arguments)
         assert (found.code, found.err, found.wanted) == (0, "", [])
-
-
-def test_library_refuses_numbers_that_are_not_there() -> None:
-    for name, key in (("meta.pt", "shape_only"), ("sparse.pt", "coo")):
-        with pytest.raises(RefusedError):
-            list(ckptool.get(FIXTURES / name, key).numbers())

@@ -143,13 +143,6 @@ def test_a_wrapped_state_dict_has_that_of_the_bare_one(tmp_path: Path) -> None:
         ckptool.hash(wrapped, key="model")
 
 
-def test_the_same_objects_count_at_every_place(tmp_path: Path) -> None:
-    one = {"a": torch.ones(2)}
-    alike = saved(tmp_path / "a", {"model": one, "ema": one}), saved(tmp_path / "b", {"model": one, "ema": dict(one)})
-    assert content(alike[0]) == content(alike[1])
-    assert content(alike[0]) != content(saved(tmp_path / "c", {"model": one, "ema": {}}))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_element_of_any_tensor(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -212,22 +205,6 @@ def test_the_chosen_tensors_count_as_if_they_were_all(name: str, tmp_path: Path)
         assert 0 < chosen["tensors"] < len(keys)
         assert chosen["content"] == ckptool.hash(out, key=key)["content"]
         assert ckptool.hash(path, key=key, exclude=[glob])["tensors"] == len(keys) - chosen["tensors"]
-
-
-@pytest.mark.parametrize(
-    "command", [["hash"], ["hash", "--json"], ["stats", "--all"], ["stats", "--format", "markdown"]]
-)
-def test_a_folder_and_several_processes_say_the_same(command: list[str], tmp_path: Path) -> None:
-    names = ("bare.pth", "gan.pth", "model.safetensors")
-    for name in names:
-        (tmp_path / name).write_bytes((FIXTURES / name).read_bytes())
-    one = say(*command, *(tmp_path / name for name in names))
-    assert one.code == 0 and all(name in one.out for name in names)
-    assert say(*command, tmp_path) == one
-    assert say(*command, tmp_path, "--jobs", "2") == one
-    (tmp_path / "bare.pth").write_bytes(b"")
-    broken = say(*command, *(tmp_path / name for name in names), "--jobs", "2")
-    assert broken.code == 3 and "the file is empty" in broken.err and "gan.pth" in broken.out
 
 
 class Wrapper:

@@ -70,19 +70,6 @@ def test_what_torch_says_stands_in_it(tmp_path: Path) -> None:
     assert list(ckptool.lock(path)["state_dicts"]["model"]) == list(state)
 
 
-def test_a_lock_is_a_line_a_tensor_and_does_not_know_the_file(tmp_path: Path) -> None:
-    path = FIXTURES / "ddp4_training.pth"
-    twin = tmp_path / "another name"
-    twin.write_bytes(path.read_bytes())
-    one, other = (lock_text(ckptool.lock(place, content=True)) for place in (path, twin))
-    assert one == other
-    with ckptool.open(path) as checkpoint:
-        for entry in checkpoint.survey.tensors:
-            key = json.dumps(entry.key if entry.state_dict >= 0 else entry.path)
-            (line,) = [line for line in one.splitlines() if line.strip().startswith(key + ": ")]
-            assert json.loads("{" + line.rstrip(",") + "}")[json.loads(key)]["shape"] == list(entry.tensor.shape)
-
-
 BEFORE: dict[str, Any] = {
     "net": {"z.w": torch.ones(1), "a.w": torch.zeros(2, 3), "a.b": torch.zeros(2)},
     "epoch": 3,
@@ -188,14 +175,6 @@ def test_a_policy_names_a_lock_beside_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert run(["validate", *paths, "--policy", "release/ckptool.toml", "--jobs", "2"]) == 1
 
 
-def test_a_lock_that_changes_is_read_again(tmp_path: Path) -> None:
-    lock = tmp_path / "lock.json"
-    ckptool.write_lock(FIXTURES / "bare.pth", lock)
-    assert said(FIXTURES / "bare.pth", lock) == []
-    ckptool.write_lock(FIXTURES / "cuda0.pth", lock, force=True)
-    assert said(FIXTURES / "bare.pth", lock) != []
-
-
 def test_it_is_written_like_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(tmp_path / "a.pth", BEFORE)
     with pytest.raises(RefusedError):
@@ -293,14 +272,6 @@ def test_a_folder_with_a_broken_checkpoint_is_not_locked(release: Path) -> None:
     shutil.copy(FIXTURES / "truncated.pth", release / "cut.pth")
     with pytest.raises(UnreadableError):
         ckptool.lock(release)
-
-
-@pytest.mark.parametrize("files", [None, 3, {"a.pth": 3}, {"a.pth": {"schema": "ckptool.lock/1"}}])
-def test_what_is_no_lock_of_a_folder(files: Any, tmp_path: Path) -> None:
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps({"schema": "ckptool.lock-folder/1", "files": files}))
-    with pytest.raises(TargetError, match="not a lock"):
-        read_lock(str(path))
 
 
 @pytest.mark.parametrize("inside", [False, True])

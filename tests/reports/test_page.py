@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name
-from every_dtype import EVERY, any_bits
 from page_files import HOSTILE, hostile, pair
 
 import ckptool
@@ -68,24 +67,6 @@ def test_the_figures_are_those_of_diff(tmp_path: Path) -> None:
     renamed = {path: data["diff"]["partner"][row] for path, row in paths.items() if fates[row] == "renamed"}
     assert renamed == {'model["embed.weight"]': 'model["encoder.weight"]'}
     assert {"same", "only in A"} < set(fates)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_figures_of_every_dtype_are_those_of_stats_and_diff(tmp_path: Path) -> None:
-    for name, seed in (("a.pt", 1), ("b.pt", 2)):
-        every = {str(dtype): any_bits(dtype, seed, (40, 30)) for dtype in EVERY}
-        more = {"turned": any_bits(torch.float32, seed, (40, 30)).t(), "one": any_bits(torch.float32, seed, ())}
-        torch.save({**every, **more, "none": torch.zeros(0, 3)}, tmp_path / name)
-    data = data_of(written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt"))
-    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    rows = {path: row for row, path in enumerate(data["path"])}
-    assert {item["path"] for item in report["values"]} == rows.keys() - {"none"}
-    for item in report["values"]:
-        assert [data["diff"][name][rows[item["path"]]] for name in FIGURES] == [item.get(name) for name in FIGURES]
-    for side, name in (("stats", "a.pt"), ("other", "b.pt")):
-        for number, row in enumerate(ckptool.stats(tmp_path / name)["tensors"]):
-            assert [str(data[side][of][number]) for of in NUMBERS] == [str(row.get(of)) for of in NUMBERS]
-            assert data[side]["counts"][number] == (row["histogram"] and row["histogram"]["counts"])
 
 
 def test_the_rows_that_are_there_without_a_program_show_the_changes(tmp_path: Path) -> None:

@@ -218,12 +218,6 @@ def test_a_member_that_is_cut_is_unknown(method: int, tmp_path: Path) -> None:
     assert scanned(tmp_path / "b.zip", bytes(data[:2500]))[0] == "unknown"
 
 
-@pytest.mark.parametrize("before", [b"", b"words\n"])
-def test_a_call_before_the_limit_of_compressed_data_is_named(before: bytes, tmp_path: Path) -> None:
-    parts = [gzip.compress(part) for part in (before, EVIL, bytes(300 << 20))]
-    assert scanned(tmp_path / "a.gz", b"".join(parts[bool(not before) :]))[0] in ("unsafe", "unknown")
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
 def test_gzip_in_gzip_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
@@ -353,16 +347,6 @@ def test_an_index_that_does_not_open_hides_no_file(tmp_path: Path) -> None:
         assert is_named(path)
     rows = say("scan", tmp_path, "--format", "rows").out.splitlines()
     assert len(rows) == 1 and '"verdict": "unsafe"' in rows[0] and "posix.system" in rows[0]
-
-
-def test_folders_that_do_not_open_within_each_other(tmp_path: Path) -> None:
-    folder = tmp_path
-    for _ in range(60):
-        folder = folder / "x"
-        folder.mkdir()
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "/x"}}')
-    (folder / "training_args.bin").write_bytes(pickle.dumps(Recorded()))
-    assert is_named(tmp_path)
 
 
 # -- the Python that runs ckptool ------------------------------------------------------------------------------------

@@ -283,14 +283,6 @@ def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Paylo
             assert (verdict, payload.named in reasons) == (payload.verdict, True), (way, pack, reasons)
 
 
-@pytest.mark.parametrize("name", ["hydra", "jsonpickle object", "lightning", "custom_pipeline", "kernel"])
-def test_a_key_of_the_metadata_itself_is_judged(name: str, tmp_path: Path) -> None:
-    value = PAYLOADS[name].value
-    inner = value if PAYLOADS[name].named in value else next(iter(value.values()))
-    texts = {key: text for key, text in inner.items() if isinstance(text, str)}
-    assert _scanned(save({"w": torch.ones(2)}, texts), tmp_path)[0] == PAYLOADS[name].verdict
-
-
 def test_toml_is_never_weights_only(tmp_path: Path) -> None:
     tomllib = pytest.importorskip("tomllib")
     texts = (
@@ -500,11 +492,6 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
     assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
     for held in (HARMLESS[name], text):
         assert _scanned(archive({"w": torch.ones(2), "config": held}), tmp_path, "x.pth") == ("weights-only", "")
-
-
-def test_text_for_people_is_text(tmp_path: Path) -> None:
-    readme = "---\nlicense: mit\ntags:\n- x\n---\n# Use\n```yaml\ntrust_remote_code: true\n_target_: x.Y\n```\n"
-    assert _scanned(readme.encode(), tmp_path, "README.md") == (None, "")
 
 
 @pytest.mark.parametrize("line", ["import os; os.system('true')", "import\tos"])
