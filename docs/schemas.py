@@ -16,9 +16,9 @@ from typing_extensions import NotRequired
 
 from ckptool.base.records import is_typed_dict
 from ckptool.cli.edit_report import EditReport, RenameReport, SanitizeReport
+from ckptool.cli.edits import PrivateReports
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
-from ckptool.cli.redact import PrivateReports
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
 from ckptool.edits.matching.report import MatchReport

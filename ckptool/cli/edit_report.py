@@ -150,14 +150,14 @@ def conversion_lines(report: EditReport) -> list[str]:
     return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
 
 
-def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
-    """Return the changes as lines for people. ``of_keys``: the command edits keys; see ``Job``."""
+def change_lines(report: EditReport) -> list[str]:
+    """Return the changes as lines for people."""
     changes = [change for change in report["changes"] if change["edit"] != "update-config"]
     lines = [line for change in changes[: shown(_SHOWN)] for line in _lines_of(Change(**change))]
     if len(changes) > shown(_SHOWN):
         lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
-        lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
+        lines.append("  there is nothing to edit in it")
     if not report["changed"]:
         same = report["bytes"] == report["output_bytes"]
         written = "the output is the input, byte for byte" if same else "the output has the same content"
@@ -190,7 +190,7 @@ def rename_lines(report: RenameReport) -> list[str]:
     renamed = report["renamed"]
     names = [clean(f"    {pair['old']} -> {pair['new']}") for pair in renamed[: shown(_RENAMED)]]
     more = len(renamed) - shown(_RENAMED)
-    return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
+    return [*change_lines(report), *names, *([f"    and {more:,} more"] if more > 0 else [])]
 
 
 def sanitize_lines(report: SanitizeReport) -> list[str]:

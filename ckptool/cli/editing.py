@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import click
 
@@ -30,37 +30,36 @@ from ..formats.planning import blaming_damage, companions
 from ..saving import check_new, save, save_in_place
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .options import Workers, Writing
-from .progress import copying_bar
-from .render import clean, say, say_error, say_problems, tell_step
+from .render import clean, say, say_problems, tell_step
 from .runner import Answer, FileCommand, Totals, failed, reported, run_each
-from .terminal import watched
+from .terminal import copying_bar, watched
 
-#: The checkpoints of the last input. The list holds itself, so they are never freed, which would take time at the end.
+#: The checkpoints of the last input: freeing them takes time, and the program ends without that.
 _KEPT: Final[list[object]] = []
 
 
-class WithFields(NamedTuple):
-    """A checkpoint, and the fields that a command adds to its report."""
+#: A checkpoint, and the fields that a command adds to its report.
+WithFields: TypeAlias = tuple[Checkpoint, Mapping[str, Any]]
 
-    checkpoint: Checkpoint
-    fields: Mapping[str, Any]
+
+def _opened(path: str) -> WithFields:
+    return open_checkpoint(path), {}
 
 
 class EditRequest(NamedTuple):
     """How a command edits each input: plain data that other processes can take.
 
-    ``opener`` opens a path and ``edit`` edits the checkpoint; both may also return fields to add to the report.
-    ``lines`` turns the report into lines for people, and ``code`` into an exit code. ``inputs`` are other files that
-    the command reads and must not overwrite. ``of_keys`` is true if the command edits keys; it then leaves state dicts
-    of low confidence alone. ``keyed`` is true if --key chooses which part it edits. ``only`` holds the patterns that
-    choose keys; each should match a key. ``step`` returns the next command for a report, or "". Each function is a
-    module's own, or a ``partial`` of one with plain data.
+    ``edit`` edits a checkpoint that ``opener`` opened. ``lines`` turns the report into lines for people, and ``code``
+    into an exit code. ``inputs`` are other files that the command reads and must not overwrite. ``of_keys`` is true if
+    the command edits keys; it then leaves state dicts of low confidence alone. ``keyed`` is true if --key chooses which
+    part it edits. ``only`` holds the patterns that choose keys; each should match a key. ``step`` returns the next
+    command for a report, or "". Each function is a module's own, or a ``partial`` of one with plain data.
     """
 
     command: str
-    edit: Callable[[Checkpoint], Checkpoint | WithFields]
-    opener: Callable[[str], Checkpoint | WithFields] = open_checkpoint
-    lines: Callable[[Any], list[str]] | None = None
+    edit: Callable[[Checkpoint], WithFields]
+    opener: Callable[[str], WithFields] = _opened
+    lines: Callable[[Any], list[str]] = change_lines
     code: Callable[[Any], int] | None = None
     inputs: tuple[str, ...] = ()
     of_keys: bool = False
@@ -82,93 +81,43 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 
         paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(request, paths, how)
-    places = dict(zip(paths, targets))
     style = "quiet" if how.quiet else how.style
     here = len(paths) == 1 or how.working.alone or how.in_place or how.dry_run
-    if here:
-        work = partial(_edited, request, places, how, style)
-    else:
-        existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
-        work = partial(_elsewhere, request, places, existing, how._replace(working=Workers()), style)
-    command = FileCommand(request.command, style, work, partial(_failed, request.command, style))
+    workers, how = (Workers(), how) if here else (how.working, how._replace(working=Workers()))
+    work = partial(_edited if here else _elsewhere, request, dict(zip(paths, targets)), how, style)
     try:
-        return run_each(command, paths, Workers() if here else how.working, finish=partial(_end, how, len(paths)))
+        return run_each(
+            FileCommand(request.command, style, work), paths, workers, finish=partial(_end, how.quiet, len(paths))
+        )
     except BaseException:
         if not here:
             _remove_unfinished(targets)
         raise
 
 
-def _end(how: Writing, inputs: int, totals: Totals) -> int:
+def _end(quiet: bool, inputs: int, totals: Totals) -> int:
     """Say how many of several inputs failed, if any did. Return the exit code."""
     totals.errors.close()
     done = sum(count for code, count in totals.codes.items() if code < 2)
-    if inputs > 1 and not how.quiet and any(code > 1 for code in totals.codes):
+    if done < inputs > 1 and not quiet:
         say(f"{done:,} of {inputs:,} done, {inputs - done:,} not")
     return totals.code()
 
 
 def _edited(request: EditRequest, places: Mapping[str, str | None], how: Writing, style: str, path: str) -> Answer:
-    return _answer(request, style, _edit_one(request, path, how, places[path]))
-
-
-def _answer(request: EditRequest, style: str, report: EditReport) -> Answer:
-    lines = request.lines or partial(change_lines, of_keys=request.of_keys)
+    report = _edit_one(request, path, how, places[path])
     code = request.code(report) if request.code else 0
-    return reported(report, style, lambda report: [edit_head(report), *lines(report)], code)
+    return reported(report, style, lambda report: [edit_head(report), *request.lines(report)], code)
 
 
-def _failed(command: str, style: str, path: str, error: CkptoolError) -> Answer:
-    """Print an error, and return the answer."""
-    say_error(error)
-    return failed(command, style, path, error)._replace(errors=())
-
-
-def _elsewhere(
-    request: EditRequest,
-    places: Mapping[str, str | None],
-    existing: frozenset[str],
-    how: Writing,
-    style: str,
-    path: str,
-) -> Answer:
-    """Edit an input in a worker process. ``existing`` holds the outputs that existed before the command began."""
-    target = places[path]
-    fresh = target is None or how.force or target in existing or not os.path.lexists(target)
-    edit = _edit_one if fresh else _edit_again
+def _elsewhere(request: EditRequest, places: Mapping[str, str | None], how: Writing, style: str, path: str) -> Answer:
+    """Edit an input in a worker process, whose lines for stderr become remarks."""
     with redirect_stderr(StringIO()) as said:
         try:
-            answer = _answer(request, style, edit(request, path, how, target))
+            answer = _edited(request, places, how, style, path)
         except CkptoolError as error:
-            answer = _failed(request.command, style, path, error)
+            answer = failed(request.command, style, path, error)
     return answer._replace(remarks=tuple(said.getvalue().splitlines()))
-
-
-def _edit_again(request: EditRequest, path: str, how: Writing, target: str | None) -> EditReport:
-    """Edit an input whose output appeared after the command began. Succeed if the new output has the same bytes.
-
-    A worker that dies just after it put its output in place leaves such an output.
-    """
-    from ..files.write.output import scratch_output
-
-    assert target is not None
-    with scratch_output(target) as again:
-        report = _edit_one(request, path, how, again)
-        if not _are_same(again, target):
-            raise RefusedError("the output exists", path=target, next="replace it with --force")
-    return {**report, "output": target}
-
-
-def _are_same(one: str, other: str) -> bool:
-    """Return whether two files, or two folders of files, have the same bytes."""
-    from filecmp import cmp
-
-    if not os.path.isdir(one):
-        return cmp(one, other, shallow=False)
-    names = os.listdir(one)
-    return {*names} == {*os.listdir(other)} and all(
-        cmp(os.path.join(one, name), os.path.join(other, name), shallow=False) for name in names
-    )
 
 
 def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
@@ -202,13 +151,9 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
     return [None] * len(paths)
 
 
-def _with_fields(result: Checkpoint | WithFields) -> WithFields:
-    return result if isinstance(result, WithFields) else WithFields(result, {})
-
-
 def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None) -> EditReport:
     _KEPT.clear()
-    checkpoint, opened_fields = _with_fields(request.opener(path))
+    checkpoint, opened_fields = request.opener(path)
     with checkpoint:
         place = target or ""
         in_folder = not how.dry_run or is_remote(place) or os.path.isdir(os.path.dirname(place) or os.curdir)
@@ -223,7 +168,7 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None)
             if problem.code == RANK_SETS:
                 say(f"note: {checkpoint.path}: {problem.message}")
         with blaming_damage(checkpoint):
-            edited, fields = _with_fields(request.edit(checkpoint))
+            edited, fields = request.edit(checkpoint)
             if how.in_place:
                 refuse_key(checkpoint, None if request.keyed else how.key)
             else:
@@ -235,7 +180,7 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None)
         if how.update_config:
             edited = ckptool.update_config(edited)
         _say_unmatched(request.only, checkpoint, edited)
-        _KEPT.extend((_KEPT, checkpoint, edited))
+        _KEPT.extend((checkpoint, edited))
         low = [item.path for item in checkpoint.state_dicts if request.of_keys and item.confidence == "low"]
         checkpoint.forget_survey()  # the output needs this memory
         outcome = _in_place(request, edited, how) if how.in_place else _to_file(edited, target, how)

@@ -1,33 +1,41 @@
-"""The commands of the table of edits, and ``edit``, which applies several edits in one pass, in the order given."""
+"""The commands that edit: those of the table of edits, ``edit`` for several edits in one pass, convert and redact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from inspect import cleandoc
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import click
 
 from ..base.errors import TargetError
 from ..base.globs import MATCH_ALL, Globs
+from ..base.records import TypedDict
+from ..base.steps import Step
+from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
+from ..edits.outputs import output_format
 from ..edits.pipeline import Call, applied, calls
-from ..edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter
+from ..edits.table import CONFIG, EDITS, MODIFIERS, STEPS, Edit, Parameter
 from ..files.archives import exists
-from .edit_report import rename_lines, sanitize_lines
+from ..formats.opening import open_checkpoint
+from ..formats.outputs import named_format
+from .edit_report import change_lines, rename_lines, sanitize_lines
 from .editing import EditRequest, WithFields, edit_all
 from .help import GroupedCommand, headings
 from .options import (
     KEY,
     Command,
     InputPath,
+    Workers,
     Writing,
     choosing,
     completed,
     exclude_option,
     in_place_option,
     include_option,
+    model_option,
     one_path,
     other_key_option,
     paths,
@@ -36,6 +44,8 @@ from .options import (
     writing_in_place,
     writing_steps,
 )
+from .render import clean, say_model, step_lines
+from .runner import Answer, FileCommand, reported, run_each
 
 #: An option without its dashes, and its value.
 Typed: TypeAlias = "tuple[str, Any]"
@@ -212,7 +222,8 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
         edits = [Call(kind.name, arguments)]
     # The patterns of merge choose keys of the other checkpoint.
     own = MATCH_ALL if kind.name == "merge" else only
-    return edit_all(_request(kind.name, edits, kind.of_keys, "key" in kind.scope, own), inputs, how)
+    request = _request(kind.name, edits, of_keys=kind.of_keys, keyed="key" in kind.scope, only=own)
+    return edit_all(request, inputs, how)
 
 
 def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
@@ -230,23 +241,21 @@ def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
             raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
 
 
-def _request(name: str, edits: Sequence[Call], of_keys: bool, keyed: bool, only: Globs) -> EditRequest:
-    fields, lines = _REPORTS.get(name, (None, None))
-    files = tuple(path for call in edits for path in call.files)
-    return EditRequest(
-        name,
-        partial(_edited, edits=edits, fields=fields),
-        lines=lines,
-        inputs=files,
-        of_keys=of_keys,
-        keyed=keyed,
-        only=only,
-    )
+def _request(
+    name: str, edits: Sequence[Call], *, of_keys: bool = False, keyed: bool = False, only: Globs = MATCH_ALL
+) -> EditRequest:
+    fields, lines = _REPORTS.get(name, (_no_fields, change_lines))
+    edit, inputs = partial(_edited, edits=edits, fields=fields), tuple(path for call in edits for path in call.files)
+    return EditRequest(name, edit, lines=lines, inputs=inputs, of_keys=of_keys, keyed=keyed, only=only)
 
 
-def _edited(checkpoint: Checkpoint, edits: Sequence[Call], fields: Fields | None) -> WithFields:
+def _edited(checkpoint: Checkpoint, edits: Sequence[Call], fields: Fields) -> WithFields:
     edited = applied(checkpoint, edits)
-    return WithFields(edited, fields(checkpoint, edited) if fields else {})
+    return edited, fields(checkpoint, edited)
+
+
+def _no_fields(_before: Checkpoint, _after: Checkpoint) -> dict[str, Any]:
+    return {}
 
 
 def _renamed(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
@@ -307,8 +316,142 @@ def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any)
     keys = [value for name, value in steps if name == "key"]
     key = str(keys[-1]) if keys and keys[-1] != "*" else None
     only = Globs([str(value) for name, value in steps if name == "include"])
-    request = _request("edit", calls(steps), False, last != "key", only)
-    return edit_all(request, paths, how._replace(key=key))
+    return edit_all(_request("edit", calls(steps), keyed=last != "key", only=only), paths, how._replace(key=key))
 
 
 edit.headings = headings("edit")
+
+
+@click.command(cls=GroupedCommand)
+@paths
+@click.option(
+    "--deepspeed-16bit",
+    flag_value="module",
+    type=click.Choice(("module",)),
+    help="Take the 16-bit weights of a DeepSpeed folder.",
+)
+@step_option("unflatten", multiple=False)
+@model_option
+@step_option("use-ema", multiple=False)
+@step_option("to-names", multiple=False)
+@step_option("recipe", multiple=False)
+@click.option("--config", metavar=CONFIG.metavar, type=InputPath(), help="Numbers of the model, as config.json.")
+@writing
+def convert(
+    paths: tuple[str, ...],
+    deepspeed_16bit: str | None,
+    unflatten: str | None,
+    model: str | None,
+    use_ema: bool,
+    to_names: str | None,
+    recipe: str | None,
+    config: str | None,
+    how: Writing,
+) -> int:
+    """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
+
+    Nothing is written if tensors would be lost. DeepSpeed folders are converted with the fp32 masters of the optimizer
+    unless --deepspeed-16bit is given. Every other command that writes takes --to-format, too.
+    """
+    if unflatten is not None and model is not None:
+        raise click.UsageError("--unflatten and --model exclude each other.")
+    if model is not None:
+        say_model(model)
+    if not how.conversion.format:
+        if how.output is None:
+            raise click.UsageError("Name the format: with --to-format, or by the suffix of -o.")
+        # Shards hold weights alone, so they are safetensors; any other output needs a suffix that names its format.
+        named = named_format(how.output) is not None or not how.conversion.shard_size
+        target = output_format(how.output) if named else "safetensors"
+        how = how._replace(conversion=how.conversion._replace(format=target))
+    how = how._replace(conversion=how.conversion._replace(deepspeed_16bit=bool(deepspeed_16bit), alone=True))
+    edits = []
+    if unflatten is not None or model is not None:
+        edits.append(Call("unflatten", {"other": unflatten, "model": model}))
+    if use_ema:
+        edits.append(Call("use-ema", {"key": how.key}))
+    if to_names is not None:
+        allowed = {"allow_loss": how.conversion.allow_loss}
+        edits.append(Call("to-names", {"family": to_names, "key": how.key, "config": config, **allowed}))
+    if recipe is not None:
+        edits.append(Call("recipe", {"recipe": recipe, "key": how.key, "config": config}))
+    if config is not None and recipe is None and to_names is None:
+        raise click.UsageError("--config goes with --to-names or --recipe.")
+    return edit_all(_request("convert", edits), paths, how)
+
+
+class PrivateReport(TypedDict):
+    """A private item: ``new`` is the text that would replace it, or None if the whole entry would be removed."""
+
+    kind: Literal["paths", "users", "sources", "args"]
+    path: str
+    what: str
+    new: str | None
+
+
+class PrivateReports(TypedDict):
+    """``ckptool.redact/1`` when redact only lists private items; ``left`` says where something may stay."""
+
+    schema: Literal["ckptool.redact/1"]
+    path: str
+    found: list[PrivateReport]
+    left: list[str]
+
+
+@click.command(cls=Ordered)
+@paths
+@step_option("redact")
+@choosing
+@writing
+def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Writing, typed: object) -> int:
+    """Find what a published file should not reveal, and remove what --redact names.
+
+    Without --redact it only lists. --include and --exclude select by path. Read the list: no program can recognise
+    everything that is private.
+    """
+    from ..edits.redact import KINDS, parse_kinds
+
+    if not redact:
+        if how.output is not None or how.out_dir is not None:
+            raise click.UsageError(f"Say what to remove: --redact all, or some of {', '.join(KINDS)}.")
+        style = "quiet" if how.quiet else how.style
+        return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())
+    named = {kind for words in redact for kind in parse_kinds(words)}
+    kinds = [kind for kind in KINDS if kind in named]
+    return edit_all(_request("redact", [Call("redact", {"kinds": kinds, **only.patterns})]), paths, how)
+
+
+take_bare(redact, EDITS["redact"].parameters[0])
+
+
+def _list(path: str, *, only: Globs, style: str) -> Answer:
+    """List the private items in an input."""
+    from ..edits.redact import private_and_left
+
+    with open_checkpoint(path) as checkpoint:
+        items, left = private_and_left(checkpoint, only=only)
+    found: list[PrivateReport] = [
+        {"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items
+    ]
+    report: PrivateReports = {"schema": "ckptool.redact/1", "path": path, "found": found, "left": left}
+    return reported(report, style, _list_lines)
+
+
+def _list_lines(report: PrivateReports) -> list[str]:
+    """Return the private items for people, and the command that removes them all."""
+    from ..edits.redact import KINDS
+    from ..reports.edit_steps import edit_step
+
+    path, items, left = report["path"], report["found"], [f"  left: {clean(text)}" for text in report["left"]]
+    kinds = [kind for kind in KINDS if any(item["kind"] == kind for item in items)]
+    if not kinds:
+        return [f"{clean(path)}: nothing private is recognised{' that redact changes' if left else ''}", *left]
+    step = step_lines(edit_step("redact", path, word="redacted", steps=[Step("redact", ",".join(kinds))]).line)
+    head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
+    return [head, *(f"  {clean(_line(item))}" for item in items), *left, *step]
+
+
+def _line(item: PrivateReport) -> str:
+    new = "the entry is removed" if item["new"] is None else repr(item["new"])
+    where = f"{item['path']}: " if item["path"] else ""
+    return f"{item['kind']}  {where}{item['what']} -> {new}"

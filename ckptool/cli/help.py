@@ -1,4 +1,4 @@
-"""Help texts: the options of a command under headings, rarely used ones only with ``--help-all``."""
+"""Help: the options of a command under headings, rare ones only with ``--help-all``; and what a typing error means."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Final, TypeAlias
 import click
 
 from ..base.lazy import table
+from ..base.steps import command
+from ..base.text import join_limited
 
 #: Headings with the options that stand under them. Any other option stands under "Options", after the command's own
 #: headings and before the shared ones.
@@ -142,3 +144,65 @@ def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
 
 #: An option of every command.
 HELP_ALL: Final = eager("--help-all", callback=_show_all, help="Show this message with every option, and exit.")
+
+
+# -- typing errors: what a mistyped command or option may mean, and which command has it
+
+#: The most commands to name that have an option.
+_NAMED: Final = 4
+
+
+def explained(group: click.Group, words: Sequence[str], error: click.UsageError) -> click.UsageError:
+    """Return an error that also says what was meant, or the same error if that is unknown. ``words`` were typed."""
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        meant = _option(group, error.option_name, error.ctx.command)
+    elif error.ctx is not None and error.ctx.command is group:
+        meant = _command(group, [word for word in words if word[:1] != "-" and word != "help"])
+    else:
+        meant = ""
+    return click.UsageError(f"{error.message} {meant}", error.ctx) if meant else error
+
+
+def _synonyms() -> dict[str, Any]:
+    """Return the words of other tools for commands and options; of several options, the first that fits is meant."""
+    return table("cli/synonyms")
+
+
+def _close(typed: str, names: Sequence[str]) -> list[str]:
+    from difflib import get_close_matches  # only errors need it
+
+    return get_close_matches(typed, names, 1)
+
+
+def _command(group: click.Group, words: Sequence[str]) -> str:
+    """Say which command the first word means, or that it is a file; return "" if nothing is similar."""
+    from ..files.archives import exists  # only errors need it
+
+    names = group.list_commands(click.Context(group))
+    if not words or words[0] in names:
+        return ""
+    typed = words[0].lower().replace("_", "-")
+    near = [name for name, others in _synonyms()["commands"].items() if typed in others.split() and name in names]
+    if near := near or _close(typed, [*names, "help", "version"]):
+        return f"Did you mean {near[0]!r}?"
+    return f"Did you mean: {command('inspect', *words)}" if exists(words[0]) else ""
+
+
+def _option(group: click.Group, typed: str, own: click.Command) -> str:
+    """Say which option of a command is meant, or else which other commands have the option; return "" for none."""
+    have = _options(own)
+    spelled = typed.lower().replace("_", "-") if typed[:2] == "--" else typed
+    known = [meant for others, meant in _synonyms()["options"].items() if spelled in others.split()]
+    near = [name for name in (spelled, *" ".join(known).split()) if name in have]
+    near = near or _close(spelled, [name for name in have if name[:2] == "--"])
+    meant = f"Did you mean {near[0]!r}?" if near else ""
+    ctx = click.Context(group)
+    every = ((name, group.get_command(ctx, name)) for name in group.list_commands(ctx))
+    others = [name for name, each in every if each is not None and typed in _options(each)]
+    return f"It is an option of {join_limited(others, most=_NAMED)}. {meant}".rstrip() if others else meant
+
+
+def _options(command: click.Command) -> list[str]:
+    """Return every name of every option of a command."""
+    options = (param for param in command.params if isinstance(param, click.Option))
+    return ["-h", "--help", *(name for param in options for name in (*param.opts, *param.secondary_opts))]

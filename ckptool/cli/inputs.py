@@ -13,8 +13,7 @@ from ..base.errors import UnreadableError
 from ..base.records import NamedTuple
 from ..base.steps import concealed
 from .options import EVERY, Command, engine_options, list_options
-from .progress import BarUpdate, progress_bar
-from .terminal import watched
+from .terminal import BarUpdate, progress_bar, watched
 
 File = TypeVar("File")
 

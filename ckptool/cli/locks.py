@@ -30,10 +30,9 @@ from .options import (
     no_values_option,
     quiet_option,
 )
-from .progress import progress_bar, work_size
 from .render import clean, emit, problem_lines, say
 from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, Totals, failed, report_text, run
-from .terminal import watched
+from .terminal import progress_bar, watched, work_size
 
 if TYPE_CHECKING:
     from ..files.write.output import Written

@@ -18,7 +18,7 @@ from ..base.errors import CkptoolError
 from ..base.limits import ANNOUNCED
 from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
-from .help import HELP_ALL, Helpful, eager
+from .help import HELP_ALL, Helpful, eager, explained
 from .render import StdoutError, emit, flush, say, say_error, tell
 
 
@@ -34,8 +34,8 @@ GROUPS: Final = {
         "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
         "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
         "stats": ("stats", "stats", "Show min, max, mean, norm, NaN and Inf of every tensor."),
-        "report": ("report", "report", "Write a page of HTML: findings, bytes, every tensor."),
-        "get": ("get", "get", "Print one entry or tensor, or save it as .npy."),
+        "report": ("compare", "report", "Write a page of HTML: findings, bytes, every tensor."),
+        "get": ("show", "get", "Print one entry or tensor, or save it as .npy."),
         "explain": ("explain", "explain", "Explain an error message, and name the command that helps."),
     },
     "Check": {
@@ -52,11 +52,11 @@ GROUPS: Final = {
     },
     "Combine and convert": {
         **_edits("merge", "average", "merge-lora"),
-        "convert": ("convert", "convert", "Write the same checkpoint in another format."),
+        "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
     "Repair and publish": {
         **_edits("sanitize"),
-        "redact": ("redact", "redact", "Find and remove what a published file should not reveal."),
+        "redact": ("edits", "redact", "Find and remove what a published file should not reveal."),
         "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
         "undo": ("versions", "undo", "Undo the last edit in place, or list all of them."),
     },
@@ -285,8 +285,6 @@ def _run(words: Sequence[str]) -> int:
         return error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError):
-            from .corrections import explained  # only errors pay for this import
-
             error = explained(cli, words, error)
         for word in (word for word in words if "://" in word):
             error.message = error.message.replace(word, _without_secrets(word))  # type: ignore[misc]

@@ -167,7 +167,7 @@ def _fitted(checkpoint: Checkpoint, asked: Question) -> WithFields:
         advice, line = result.report["advice"], result.report["next"]
         step = NextStep((f"{advice}: ", Line(line))) if line else advice
         raise RefusedError(what, path=checkpoint.path, next=step)
-    return WithFields(apply_fix(checkpoint, result.steps, target, key=result.key), result.report)
+    return apply_fix(checkpoint, result.steps, target, key=result.key), result.report
 
 
 def _code(report: AppliedReport) -> int:

@@ -59,11 +59,11 @@ def _salvaged(path: str) -> WithFields:
     lost: list[LostReport] = [{"path": item.path, "reason": item.reason} for item in result.lost]
     refused = list(result.refused)
     fields = {"saved": result.saved, "lost": lost, "verified": result.verified, "refused": refused}
-    return WithFields(result.checkpoint, {**fields, "states": result.states})
+    return result.checkpoint, {**fields, "states": result.states}
 
 
-def _unedited(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint
+def _unedited(checkpoint: Checkpoint) -> WithFields:
+    return checkpoint, {}
 
 
 def _step(report: SalvageReport) -> str:

@@ -29,10 +29,9 @@ from .options import (
     sort_option,
     unmatched_lines,
 )
-from .progress import progress_bar
 from .render import ARROW, clean, problem_lines, table
 from .runner import JSON, Answer, Columns, FileCommand, report_text, run
-from .terminal import draws, watched
+from .terminal import draws, progress_bar, watched
 
 #: The characters of a chart from few to many, then its left and right edges.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")

@@ -50,10 +50,9 @@ from .options import (
     strict_option,
 )
 from .policies import PolicySet, policy_set
-from .progress import progress_bar, work_size
 from .render import clean, emit
 from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
-from .terminal import on_terminal, watched
+from .terminal import on_terminal, progress_bar, watched, work_size
 from .validation_formats import github_lines, is_notable, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")

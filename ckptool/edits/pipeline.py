@@ -33,7 +33,7 @@ class Call(NamedTuple):
     def files(self) -> list[str]:
         """The files that the edit reads besides the checkpoint."""
         given = [value for name, value in self.arguments.items() if name in _FILES]
-        return [path for value in given for path in ([value] if isinstance(value, str) else value)]
+        return [path for value in given for path in ([value] if isinstance(value, str) else value or ())]
 
 
 #: The parameters that name files; ``@FILE`` of ``rename`` becomes its parameter ``table``.

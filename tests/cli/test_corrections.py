@@ -14,7 +14,7 @@ import torch
 from command_line import say
 from conftest import FIXTURES
 
-from ckptool.cli import corrections
+from ckptool.cli import help
 from ckptool.cli.main import COMMANDS, cli
 
 #: What was typed, and the end of the message.
@@ -178,7 +178,7 @@ def test_an_unknown_key_of_a_policy_is_corrected(folder: Path) -> None:
 
 
 def test_the_words_for_commands_and_options_lead_to_one_of_them() -> None:
-    synonyms = json.loads(Path(corrections.__file__).with_name("synonyms.json").read_text())
+    synonyms = json.loads(Path(help.__file__).with_name("synonyms.json").read_text())
     others = [word for words in synonyms["commands"].values() for word in words.split()]
     assert len(others) == len(set(others))
     assert not {*others} & {*COMMANDS}

@@ -16,11 +16,11 @@ import pytest
 from command_line import say
 from conftest import FIXTURES
 
-from ckptool.cli import convert, editing, edits, match, redact, salvage
+from ckptool.cli import editing, edits, match, salvage
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import Writing
 
-MODULES = (convert, edits, match, redact, salvage)
+MODULES = (edits, match, salvage)
 FILES = (
     "args_namespace.pth",
     "bare_module.pth",

@@ -350,7 +350,7 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize(("style", "text"), [("torch", ""), ("dcp", ""), ("torch", "precious")])
-def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
+def test_an_output_of_a_process_that_died_is_not_replaced(
     style: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -362,17 +362,16 @@ def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert Path("killed").exists()
-    assert done.returncode == (4 if text else 0), done.stderr
+    assert done.returncode == 4, done.stderr
     reports = json.loads(done.stdout)
     alone = {path.relative_to("alone"): path.read_bytes() for path in Path("alone").rglob("*") if path.is_file()}
     there = {path.relative_to("out"): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert sorted("the output exists" in str(report.get("error")) for report in reports) == [False, True]
     if text:
-        assert sorted("the output exists" in str(report.get("error")) for report in reports) == [False, True]
         assert b"precious" in there.values() and {*there.values()} - {b"precious"} <= {*alone.values()}
         assert sorted(there) == sorted(alone)
     else:
         assert there == alone
-        assert sorted(report["output"] for report in reports) == sorted(str(path) for path in Path("out").iterdir())
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from conftest import FIXTURES, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.cli import progress, terminal
+from ckptool.cli import terminal
 from ckptool.cli.main import COMMANDS, run
 
 SCREENS = ROOT / "tests" / "cli" / "screens"
@@ -81,7 +81,7 @@ def shown(call: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
         patch.setenv("COLUMNS", str(width))
         patch.setattr(sys, "stdout", screen)
         patch.setattr(sys, "stderr", screen)
-        patch.setattr(progress, "watched", lambda: False)
+        patch.setattr(terminal, "watched", lambda: False)
         run(call.split())
     return screen.getvalue()
 

@@ -80,7 +80,7 @@ def test_tabulate_is_imported_for_markdown_only() -> None:
 KEYS_IMPORTS = {
     "base": "dtypes engines errors findings globs lazy limits map_location records steps suffixes text",
     "checkpoint": "backends checkpoint container objects paths selection survey tensors unsupported",
-    "cli": "help inputs main options progress render runner show terminal",
+    "cli": "help inputs main options render runner show terminal",
     "files": "archives sources tars threads zips zips.reader zips.versions",
     "formats": "checkpoint_search opening torch torch.zip_reader zip_kinds",
     "pickles": "batches decode fast_decode machine nodes opcodes uncommon_opcodes",

@@ -20,7 +20,7 @@ from command_line import Said, say
 from conftest import CHECKPOINTS, FIXTURES, ROOT, WHOLE, sample
 from remote.server import FAULTS, KEY, MIB, SECRET, Server
 
-from ckptool.cli import progress
+from ckptool.cli import terminal
 from ckptool.formats import folder_format
 from ckptool.remote import folder, source
 
@@ -425,9 +425,9 @@ def test_readers_ask_ahead(
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress bars are wanted, and appear at once."""
     monkeypatch.setattr("click._termui_impl.isatty", lambda _stream: True)
-    monkeypatch.setattr(progress, "watched", lambda: True)
-    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
-    monkeypatch.setattr(progress, "_REDRAWN", 0.0)
+    monkeypatch.setattr(terminal, "watched", lambda: True)
+    monkeypatch.setattr(terminal, "_PATIENCE", -1.0)
+    monkeypatch.setattr(terminal, "_REDRAWN", 0.0)
     for command in ("validate", "locks", "stats"):
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
 

@@ -477,18 +477,3 @@ def write_folder(
             with suppress(OSError):  # nothing was written to it
                 os.close(fd)
     return Written(path, files.size)
-
-
-@contextmanager
-def scratch_output(path: str) -> Iterator[str]:
-    """Yield a path with the same name in a temporary folder next to an output; the file written there is removed."""
-    folder, name = os.path.split(os.path.realpath(path))
-    remove_leftovers(folder, name)
-    scratch = temporary_name(folder, name)
-    with discarded_on_error(scratch, path):
-        os.mkdir(scratch)
-        try:
-            yield os.path.join(scratch, name)
-        finally:
-            remove_temporary(os.path.join(scratch, name))
-            remove_temporary(scratch)
