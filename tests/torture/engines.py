@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +25,6 @@ __all__ = ["ended", "schedulers", "workers"]
 
 #: Seconds: to start a scheduler and its workers, and until a command must have ended.
 _START, _PATIENCE = 30.0, 90.0
-_FILES: Final = 150
-_EDITED: Final = 40
 _DASK: Final = ("--engine", "dask", "--jobs", "2")
 _POOL: Final = ("--jobs", "2")
 
@@ -37,37 +35,88 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(folder)): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files}
 
 
-class _Reading:
-    """A command that reads many files, as JSON lines; ``expected`` are those of one process, sorted."""
+class _Job:
+    """A command whose work is shared, and what it gives where one process does it: JSON lines, or files in ``outputs``.
 
-    def __init__(self, folder: Path, command: str) -> None:
-        folder.mkdir(parents=True)
-        for number in range(_FILES):
-            name = ("ddp4_training.pth", "lightning.ckpt", "bare.pth")[number % 3]
-            shutil.copyfile(FIXTURES / name, folder / f"{number:03}.pth")
-        self.name = command
-        self.words = [command, str(folder), "--format", "jsonl"]
-        self.alone = answer(self.words)
-        self.expected = sorted(self.alone.out.splitlines())
-        if len(self.expected) < _FILES:
-            raise AssertionError(f"{command} on {_FILES} files says {self.alone.out[:200]!r} {self.alone.err[:200]!r}")
+    It is disturbed at most ``delay`` seconds after its first result.
+    """
+
+    def __init__(self, words: list[str], outputs: Path | None = None, delay: float = 0.05) -> None:
+        self.name, self.words, self.outputs, self.delay = words[0], words, outputs, delay
+        self.alone = answer(words)
+        self.lines = sorted(self.alone.out.splitlines())
+        self.files = tree(outputs) if outputs else {}
+        if self.alone.code > 1 or len(self.files or self.lines) < 20:
+            raise AssertionError(f"{self.name} says {self.alone.out[:200]!r} {self.alone.err[:200]!r}")
+
+    def start(self, scratch: Path, *engine: str) -> _Process:
+        if self.outputs is not None:
+            shutil.rmtree(self.outputs)
+            self.outputs.mkdir()
+        return _Process(scratch, [*self.words, *engine])
+
+    def begun(self, process: _Process) -> bool:
+        return bool(os.listdir(self.outputs)) if self.outputs else process.out.stat().st_size > 0
+
+    def check(self, tally: Tally, done: Answer, *, litter: int = 0) -> bool:
+        """Each result is there once and is the right one; none is missing if the command says that it succeeded.
+
+        Return whether the output is there.
+        """
+        succeeded = done.code == self.alone.code
+        if self.outputs is None:
+            lines = [line for line in done.out.split("\n")[:-1] if line]  # the last line may be cut
+            tally.check(len(lines) == len(set(lines)), f"{len(lines) - len(set(lines))} results are there twice")
+            strange = sorted({*lines} - {*self.lines})
+            tally.check(not strange, f"it prints {strange[:2]}")
+            missing = f"{len(lines):,} of {len(self.lines):,} results"
+            return tally.check(not succeeded or sorted(lines) == self.lines, missing)
+        there = tree(self.outputs)
+        temporary = {name.partition("/")[0] for name in there if name.startswith(".")}
+        whole = {name: value for name, value in there.items() if not name.startswith(".")}
+        # A signal may come when the output has its name, and only the workers are still to be ended.
+        tally.check(whole == self.files or not (succeeded or whole), f"it ends with {done.code}: {sorted(whole)}")
+        tally.check(len(temporary) <= litter, f"left behind: {sorted(temporary)}")
+        return bool(whole)
+
+    def check_again(self, tally: Tally, *more: str) -> None:
+        """The same command again succeeds, and its output is the same as ever."""
+        again = answer([*self.words, *more])
+        tally.check(again.code == self.alone.code, f"the same again ends with {again.code}: {again.err.strip()}")
+        if self.outputs is not None:
+            tally.check(tree(self.outputs) == self.files, "the output of the same again is another one")
 
 
-class _Editing:
+def _readings(options: Options) -> list[_Job]:
+    """Two commands that read many files."""
+    folder = options.scratch / "read"
+    folder.mkdir()
+    for number in range(150):
+        name = ("ddp4_training.pth", "lightning.ckpt", "bare.pth")[number % 3]
+        shutil.copyfile(FIXTURES / name, folder / f"{number:03}.pth")
+    return [_Job([command, str(folder), "--format", "jsonl"]) for command in ("validate", "hash")]
+
+
+def _edit(options: Options) -> _Job:
     """An edit of many files."""
+    inputs, outputs = options.scratch / "edited", options.scratch / "edited-out"
+    inputs.mkdir()
+    for number in range(40):
+        shutil.copyfile(FIXTURES / "ddp4_training.pth", inputs / f"{number:03}.pth")
+    words = ["strip-module", *sorted(map(str, inputs.iterdir())), "--out-dir", str(outputs)]
+    return _Job(words, outputs)
 
-    def __init__(self, folder: Path) -> None:
-        self.outputs = folder / "out"
-        (folder / "in").mkdir(parents=True)
-        for number in range(_EDITED):
-            shutil.copyfile(FIXTURES / "ddp4_training.pth", folder / "in" / f"{number:03}.pth")
-        inputs = sorted(map(str, (folder / "in").iterdir()))
-        self.words = ["strip-module", *inputs, "--out-dir", str(self.outputs)]
-        answer(self.words)
-        self.expected = tree(self.outputs)
 
-    def begun(self) -> bool:
-        return self.outputs.is_dir() and bool(os.listdir(self.outputs))
+def _cast(options: Options) -> _Job:
+    """A cast into a folder of files, each a task that takes a moment."""
+    import torch
+
+    path, outputs = options.scratch / "in.pth", options.scratch / "cast-out"
+    outputs.mkdir()
+    rows = torch.arange(24 << 20, dtype=torch.float32).reshape(24, -1)
+    torch.save({f"layers.{number}": row.clone() for number, row in enumerate(rows)}, path)
+    words = ["cast", str(path), "--to-dtype", "bfloat16", "--max-shard-size", "2.2MB", "-o", str(outputs / "o")]
+    return _Job(words, outputs, delay=0.3)
 
 
 class _Process:
@@ -81,13 +130,12 @@ class _Process:
         self.pid = self.process.pid
         self.seconds = 0.0
 
-    def wait_until(self, begun: Callable[[], bool]) -> bool:
-        """Wait until the work has begun; return whether it still goes on."""
+    def goes_on(self, job: _Job, delay: float) -> bool:
+        """Wait until the work has begun, and a moment longer; return whether it still goes on."""
         until = time.monotonic() + _PATIENCE
-        while self.process.poll() is None and not begun():
-            if time.monotonic() > until:
-                return False
+        while self.process.poll() is None and not job.begun(self) and time.monotonic() < until:
             time.sleep(0.002)
+        time.sleep(delay)
         return self.process.poll() is None
 
     def finish(self, tally: Tally) -> Answer:
@@ -106,9 +154,6 @@ class _Process:
         text = self.err.read_text(errors="replace")
         tally.check("Traceback" not in text and "a bug in" not in text, f"it says {text.strip()[-400:]!r}")
         return Answer(self.process.returncode, self.out.read_text(errors="replace"), text)
-
-    def printed(self) -> bool:
-        return self.out.stat().st_size > 0
 
 
 def _kill(pid: int) -> bool:
@@ -141,10 +186,6 @@ def _workers(pid: int) -> list[int]:
     return found
 
 
-def _readings(options: Options) -> list[_Reading]:
-    return [_Reading(options.scratch / name, name) for name in ("validate", "hash")]
-
-
 def _need_dask() -> None:
     if find_spec("distributed") is None:
         raise Skipped("dask is not installed")
@@ -154,56 +195,18 @@ def workers(tally: Tally, options: Options) -> None:
     """A worker killed while there is work, of the pool of this machine and of a cluster of Dask."""
     _need_dask()
     chance = random.Random(options.seed)
-    late = 0
-    folder, readings = _Folder(options.scratch / "folder"), _readings(options)
-    for engine, amount in ((_POOL, options.amount(8, 2)), (_DASK, options.amount(4, 1))):
-        for _ in range(4 * amount):
-            folder.reset()
-            delay = chance.uniform(0, 0.3)
-            tally.case(f"cast {' '.join(engine)}, a worker killed {delay:.3f} s after the temporary folder")
-            process = _Process(options.scratch, [*folder.words, *engine])
-            late += not _kill_worker(process, folder.begun, delay, chance)
-            done = process.finish(tally)
-            tally.check(done.code == 0, f"it ends with {done.code}: {done.err.strip()}")
-            tally.check(tree(folder.outputs) == folder.expected, f"there is {sorted(os.listdir(folder.outputs))}")
-        for reading in readings:
+    for job in (_cast(options), _edit(options), *_readings(options)):
+        for engine, amount in ((_POOL, options.amount(24, 4)), (_DASK, options.amount(12, 2))):
             for _ in range(amount):
-                delay = chance.uniform(0, 0.05)
-                tally.case(f"{reading.name} {' '.join(engine)}, a worker killed {delay:.3f} s after the first result")
-                process = _Process(options.scratch, [*reading.words, *engine])
-                late += not _kill_worker(process, process.printed, delay, chance)
+                delay = chance.uniform(0, job.delay)
+                tally.case(f"{job.name} {' '.join(engine)}, a worker killed {delay:.3f} s after the first result")
+                process = job.start(options.scratch, *engine)
+                there = _workers(process.pid) if process.goes_on(job, delay) else []
+                if not (there and _kill(chance.choice(there))):
+                    tally.count("workers had nothing to do any more")
                 done = process.finish(tally)
-                tally.check(done.code == reading.alone.code, f"it ends with {done.code}: {done.err.strip()}")
-                _check_results(tally, reading, done.out, whole=True)
-        edit = _Editing(options.scratch / f"edit-{engine[0].strip('-')}")
-        for _ in range(3 * amount):
-            shutil.rmtree(edit.outputs, ignore_errors=True)
-            delay = chance.uniform(0, 0.05)
-            tally.case(f"strip-module --out-dir {' '.join(engine)}, a worker killed {delay:.3f} s after the first file")
-            process = _Process(options.scratch, [*edit.words, *engine])
-            late += not _kill_worker(process, edit.begun, delay, chance)
-            done = process.finish(tally)
-            tally.check(done.code == 0, f"it ends with {done.code}: {done.err.strip()}")
-            tally.check(tree(edit.outputs) == edit.expected, f"there is {sorted(os.listdir(edit.outputs))}")
-    tally.note(f"{late} workers had nothing to do any more")
-
-
-def _kill_worker(process: _Process, begun: Callable[[], bool], delay: float, chance: random.Random) -> bool:
-    if not process.wait_until(begun):
-        return False
-    time.sleep(delay)
-    there = _workers(process.pid)
-    return bool(there) and _kill(chance.choice(there))
-
-
-def _check_results(tally: Tally, reading: _Reading, out: str, *, whole: bool) -> None:
-    """Every result once, and none that is another one; not ``whole``: some are missing."""
-    lines = [line for line in out.split("\n") if line]
-    tally.check(len(lines) == len(set(lines)), f"{len(lines) - len(set(lines))} results are there twice")
-    strange = sorted({*lines} - {*reading.expected})
-    tally.check(not strange, f"it prints {strange[:2]}")
-    if whole:
-        tally.check(sorted(lines) == reading.expected, f"{len(lines):,} of {len(reading.expected):,} results")
+                tally.check(done.code == job.alone.code, f"it ends with {done.code}: {done.err.strip()}")
+                job.check(tally, done)
 
 
 @contextmanager
@@ -242,78 +245,27 @@ def schedulers(tally: Tally, options: Options) -> None:
     """The scheduler of a cluster killed while there is work: an error in time, and the same command again."""
     _need_dask()
     chance = random.Random(options.seed)
-    slowest, late = 0.0, 0
-    folder = _Folder(options.scratch / "folder")
-    for _ in range(options.amount(4, 1)):
-        folder.reset()
-        delay = chance.uniform(0, 0.3)
-        tally.case(f"cast by dask, the scheduler killed {delay:.3f} s after the temporary folder")
-        with _cluster(options.scratch) as (address, pid):
-            process = _Process(options.scratch, [*folder.words, "--engine", f"dask={address}"])
-            late += not _kill_after(process, folder.begun, delay, pid)
-            done = process.finish(tally)
-        slowest = max(slowest, process.seconds)
-        _check_lost(tally, done, address)
-        there, expected = tree(folder.outputs), {} if done.code else folder.expected
-        tally.check(there == expected, f"it ends with {done.code}, there is {sorted(there)}")
-        if done.code:
-            with _cluster(options.scratch) as (address, _pid):
-                again = answer([*folder.words, "--engine", f"dask={address}"])
-            tally.check(not again.code, f"the same again ends with {again.code}: {again.err.strip()}")
-            tally.check(tree(folder.outputs) == folder.expected, "the output of the same again is another one")
-    for reading in _readings(options):
-        for _ in range(options.amount(3, 1)):
-            delay = chance.uniform(0, 0.05)
-            tally.case(f"{reading.name} by dask, the scheduler killed {delay:.3f} s after the first result")
+    slowest = 0.0
+    for job in (_cast(options), *_readings(options)):
+        for _ in range(options.amount(4, 1)):
+            delay = chance.uniform(0, job.delay)
+            tally.case(f"{job.name} by dask, the scheduler killed {delay:.3f} s after the first result")
             with _cluster(options.scratch) as (address, pid):
-                process = _Process(options.scratch, [*reading.words, "--engine", f"dask={address}"])
-                late += not _kill_after(process, process.printed, delay, pid)
+                process = job.start(options.scratch, "--engine", f"dask={address}")
+                going_on = process.goes_on(job, delay)
+                if not (_kill(pid) and going_on):
+                    tally.count("commands had ended before")
                 done = process.finish(tally)
             slowest = max(slowest, process.seconds)
-            whole = done.code == reading.alone.code
-            if not whole:
-                _check_lost(tally, done, address)
-            _check_results(tally, reading, done.out, whole=whole)
-    tally.note(f"the last command ended {slowest:.0f} s after its scheduler; {late} had ended before")
-
-
-def _kill_after(process: _Process, begun: Callable[[], bool], delay: float, pid: int) -> bool:
-    if not process.wait_until(begun):
-        return False
-    time.sleep(delay)
-    going_on = process.process.poll() is None
-    return _kill(pid) and going_on
-
-
-def _check_lost(tally: Tally, done: Answer, address: str) -> None:
-    lost = (f"the scheduler at {address} {end}" for end in ("was lost", "cannot be reached"))
-    told = done.code == 0 or any(text in done.err for text in lost)
-    tally.check(done.code in (0, 3, 5) and told, f"it ends with {done.code}: {done.err.strip()}")
-
-
-class _Folder:
-    """A cast into a folder of files, each a task that takes a moment."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-
-        self.outputs = folder / "out"
-        self.outputs.mkdir(parents=True)
-        rows = torch.arange(24 << 20, dtype=torch.float32).reshape(24, -1)
-        torch.save({f"layers.{number}": row.clone() for number, row in enumerate(rows)}, folder / "in.pth")
-        self.words = ["cast", str(folder / "in.pth"), "--to-dtype", "bfloat16", "--max-shard-size", "2.2MB"]
-        self.words += ["-o", str(self.outputs / "o")]
-        done = answer(self.words)
-        if done.code:
-            raise AssertionError(f"cast ends with {done.code}: {done.err}")
-        self.expected = tree(self.outputs)
-
-    def reset(self) -> None:
-        shutil.rmtree(self.outputs)
-        self.outputs.mkdir()
-
-    def begun(self) -> bool:
-        return bool(os.listdir(self.outputs))
+            job.check(tally, done)
+            if done.code != job.alone.code:
+                lost = ("the connection to the workers was lost", f"the scheduler at {address} cannot be reached")
+                told = done.code in (3, 5) and any(text in done.err for text in lost)
+                tally.check(told, f"it ends with {done.code}: {done.err.strip()}")
+                tally.check(not (job.outputs and os.listdir(job.outputs)), "there is an output")
+                with _cluster(options.scratch) as (address, _):
+                    job.check_again(tally, "--engine", f"dask={address}")
+    tally.notes.append(f"the last command ended {slowest:.0f} s after its scheduler")
 
 
 def ended(tally: Tally, options: Options) -> None:
@@ -321,45 +273,27 @@ def ended(tally: Tally, options: Options) -> None:
     _need_dask()
     chance = random.Random(options.seed)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    readings = _readings(options)
-    folder = _Folder(options.scratch / "folder")
+    readings, cast = _readings(options), _cast(options)
     for turn in range(options.amount(30, 3)):
         number, engine = numbers[turn % 3], (_POOL, _DASK)[turn // 3 % 2]
-        begun = chance.choice((True, True, False))
-        delay = chance.uniform(0, 0.2) if begun else chance.uniform(0.2, 1.5)
-        where = f"{number.name} {delay:.3f} s after {'the work began' if begun else 'the start'}"
-        reading = readings[turn % 2]
-        tally.case(f"{reading.name} {' '.join(engine)}, {where}")
-        done = _end(tally, options, [*reading.words, *engine], None, delay if not begun else 1.0, number)
-        whole = done.out.rpartition("\n")[0]  # the last line may be cut
-        _check_results(tally, reading, whole, whole=done.code == reading.alone.code)
-        folder.reset()
-        tally.case(f"cast {' '.join(engine)}, {where}")
-        done = _end(tally, options, [*folder.words, *engine], folder.begun if begun else None, delay, number)
-        there, left = tree(folder.outputs), 1 if number == signal.SIGKILL else 0
-        temporary = {name.partition("/")[0] for name in there if name.startswith(".o.")}
-        whole = {name: value for name, value in there.items() if not name.startswith(".o.")}
-        # A signal may come when the output has its name, and only the workers are still to be ended.
-        tally.check(whole == folder.expected or (done.code != 0 and not whole), f"there is {sorted(whole)}")
-        tally.check(len(temporary) <= left, f"left behind: {sorted(temporary)}")
-        again = answer([*folder.words, *(["--force"] if whole else [])])
-        tally.check(not again.code, f"the same again ends with {again.code}: {again.err.strip()}")
-        tally.check(tree(folder.outputs) == folder.expected, "the output of the same again is another one")
+        for job in (readings[turn % 2], cast):
+            begun = chance.choice((True, True, False))
+            delay = chance.uniform(0, 0.2) if begun else chance.uniform(0.2, 1.5)
+            where = f"{number.name} {delay:.3f} s after {'the first result' if begun else 'the start'}"
+            tally.case(f"{job.name} {' '.join(engine)}, {where}")
+            process = job.start(options.scratch, *engine)
+            if begun:
+                process.goes_on(job, delay)
+            else:
+                time.sleep(delay)
+            done = _end(tally, process, number)
+            there = job.check(tally, done, litter=1 if number == signal.SIGKILL else 0)
+            if job is cast:
+                job.check_again(tally, *(["--force"] if there else []))
 
 
-def _end(
-    tally: Tally,
-    options: Options,
-    words: Sequence[str],
-    begun: Callable[[], bool] | None,
-    delay: float,
-    number: signal.Signals,
-) -> Answer:
+def _end(tally: Tally, process: _Process, number: signal.Signals) -> Answer:
     """Send a signal to a command; it ends soon, and so do its workers."""
-    process = _Process(options.scratch, words)
-    if begun is not None:
-        process.wait_until(begun)
-    time.sleep(delay)
     there = _descendants(process.pid)
     process.process.send_signal(number)
     done = process.finish(tally)

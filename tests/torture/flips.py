@@ -7,7 +7,6 @@ import os
 import random
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,19 +61,15 @@ def flips(tally: Tally, options: Options) -> None:
 
     for kind in ("zip", "legacy"):
         prepared(kind, tempfile.mkdtemp(dir=options.scratch))
-    counts: Counter[str] = Counter()
     plan = dict(enumerate(cases)).get
     for case, verdict in work(plan, judge, workers=len(os.sched_getaffinity(0))):
         (bit,) = case.steps
         tally.case(f"{case.base}, bit {bit % 8} of byte {bit // 8:,}")
-        counts.update(verdict.words)
+        tally.counts.update(verdict.words)
+        tally.counts["in content that has a checksum, which `validate` finds"] += bit // 8 in covered[case.base]
         for find in verdict.finds:
             tally.check(False, f"{find.kind}: {find.says} | {find.reader}")
         tally.check(not any("the fuzzer failed" in word for word in verdict.words), str(verdict.words))
-    for words, number in counts.most_common():
-        tally.note(f"{number:,} {words}")
-    covered_flips = sum(case.steps[0] // 8 in covered[case.base] for case in cases)
-    tally.note(f"{covered_flips:,} in content that has a checksum, which `validate` finds")
 
 
 def _no_sync(_fd: object) -> None:

@@ -1,13 +1,10 @@
-"""Edits in place that end, or meet an error, at each of their system calls: the file is the old version or the new."""
+"""Edits in place: after a failure, the file is the former version or the new one."""
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +15,11 @@ import torch
 
 from ckptool import history
 
-from .calls import DISK
 from .rows import FIXTURES, Options, Tally
-from .stage import ENVIRONMENT, Answer, answer
-from .straced import Point, inject, need_strace, points
+from .stage import Answer, answer, limited
+from .straced import Point, points
 
-__all__ = ["ended", "errors", "file_size_limit", "kill"]
+__all__ = ["edits", "file_size_limit"]
 
 
 class _Edit(NamedTuple):
@@ -37,10 +33,6 @@ class _Edit(NamedTuple):
     def reclaims(self) -> bool:
         """Whether it makes holes of what it drops, once the new version is on the disk; there is no way back then."""
         return "--reclaim" in self.arguments
-
-    @property
-    def folder(self) -> str:
-        return f"{self.command}-reclaim" if self.reclaims else self.command
 
 
 _EDITS = (
@@ -67,10 +59,14 @@ class _InPlace:
     ``undoing``: what is put to the test is ``undo``, which goes back from the new version to the former one.
     """
 
+    opening, failing, lasting = "O_RDWR", ("ENOSPC", "EDQUOT", "EIO"), ("write", "fsync", "pwrite64")
+
     def __init__(self, folder: Path, item: _Edit, source: Path | None = None, *, undoing: bool = False) -> None:
         folder.mkdir(parents=True)
         self.item, self.undoing = item, undoing
-        self.name = "undo" if undoing else item.folder + (" large" if source else "")
+        kind = f"{' large' if source else ''}{' undone' if undoing else ''} --in-place"
+        self.name = " ".join([item.command, *item.arguments]) + kind
+        self.wanted = "former" if undoing else "new"
         self.source = folder / "in.pth"
         source = source or (None if item.fixture else _training(folder / "made.pth"))
         shutil.copyfile(source or FIXTURES / item.fixture, self.source)
@@ -141,6 +137,40 @@ class _InPlace:
         done = answer(self.editing())
         tally.check(done.code == 0 and self.source.read_bytes() == self.new, f"the next edit ends with {done.code}")
 
+    def check_killed(self, tally: Tally) -> None:
+        state = self.check(tally)
+        if state == "former" and self.source.read_bytes() != self.former:
+            state = "unfinished"
+        tally.count(state)
+        self.check_way_on(tally)
+
+    def check_error(self, tally: Tally, done: Answer, call: str, reason: str, *, lasting: bool) -> None:
+        state, there = self.check(tally), self.source.read_bytes()
+        # With every write failing from the warning on, an edit that cannot be taken back fails itself.
+        to_terminal = call.startswith("write(1,") or (call.startswith("write(2,") and not self.item.reclaims)
+        # The file without a name, or the library, by which it learns whether files here can get holes.
+        if done.code == 4 and ("O_TMPFILE" in call or call.startswith(("read", "openat", "close"))):
+            tally.check(state == "former" and "cannot be given back" in done.err, f"it says {done.err.strip()!r}")
+            return
+        if done.code == 0 or to_terminal:
+            words = f"it ends with {done.code}, torch reads the {state} version: {done.err!r}"
+            tally.check(state == self.wanted, words)
+            return
+        tally.check(done.code in (3, 5), f"it ends with {done.code}: {done.err.strip()!r}")
+        if not (self.undoing or (self.item.reclaims and state == "new")):
+            tally.check(there == self.former, f"it ends with {done.code}, and the file has not its former bytes")
+        if not (lasting and call.startswith("write")):  # a message is a write, too
+            told = any(reason in line and str(self.source) in line for line in done.err.splitlines())
+            tally.check(told and "Traceback" not in done.err, f"path and reason are not told: {done.err.strip()!r}")
+
+    def check_ended(self, tally: Tally, done: Answer, number: int) -> None:
+        code = done.code
+        tally.check(code in (128 + number, -number, 0), f"it ends with {code}: {done.err.strip()!r}")
+        state, there = self.check(tally), self.source.read_bytes()
+        whole = there in (self.former, self.new) or (self.item.reclaims and state == "new")
+        tally.check(whole or code == -number, f"it ends with {code}, and left an edit that is not finished")
+        tally.check(code != 0 or state == self.wanted, f"it ends with 0, torch reads the {state} version")
+
 
 def held(path: Path) -> frozenset[tuple[str, bytes]]:
     """Every record that torch's own reader finds, with its bytes."""
@@ -148,134 +178,42 @@ def held(path: Path) -> frozenset[tuple[str, bytes]]:
     return frozenset((name, reader.get_record(name)) for name in reader.get_all_records())
 
 
-def kill(tally: Tally, options: Options) -> None:
-    """SIGKILL at the entry of every call, the first one after the file is opened to the last one at all."""
-    need_strace()
-    states = dict.fromkeys(("former", "unfinished", "new"), 0)
-    for stage, found in _stages(options):
-        for point in found if not options.quick else found[::6]:
-            stage.reset()
-            hit = inject(stage, options.scratch / "log", point.name, f"signal=KILL:when={point.number}")
-            if not hit.call:
-                continue
-            tally.case(f"{stage.name} --in-place, killed at {point} {hit.call[:120]}")
-            tally.check(hit.answer.code == -9, f"it was not killed, but ended with {hit.answer.code}")
-            state = stage.check(tally)
-            if state == "former" and stage.source.read_bytes() != stage.former:
-                state = "unfinished"
-            states[state] = states.get(state, 0) + 1
-            stage.check_way_on(tally)
-    tally.note(", ".join(f"{number:,} {state}" for state, number in states.items()))
-
-
-def errors(tally: Tally, options: Options) -> None:
-    """ENOSPC, EDQUOT and EIO, once at each call, and from a call on for good."""
-    need_strace()
-    for stage, found in _stages(options):
-        places = [point for point in found if point.name in DISK.split()]
-        writes = {point.name: point for point in reversed(places) if point.name in ("write", "fsync", "pwrite64")}
-        tried = [(point, f"when={point.number}") for point in places]
-        tried += [(point, f"when={point.number}+") for point in writes.values()]
-        for point, when in tried if not options.quick else tried[::5]:
-            for code in ("ENOSPC", "EDQUOT", "EIO"):
-                if code != "EIO" and point.name in ("read", "pread64", "close", "flock"):
-                    continue
-                stage.reset()
-                hit = inject(stage, options.scratch / "log", point.name, f"error={code}:{when}")
-                if hit.call:
-                    tally.case(f"{stage.name} --in-place, {code} at {point.name} {when} {hit.call[:120]}")
-                    reason = "" if point.name == "write" and when.endswith("+") else os.strerror(getattr(errno, code))
-                    _check_error(tally, stage, hit.answer, reason, hit.call)
-
-
-def _check_error(tally: Tally, stage: _InPlace, done: Answer, reason: str, call: str) -> None:
-    state = stage.check(tally)
-    there = stage.source.read_bytes()
-    # With every write failing from the warning on, an edit that cannot be taken back fails itself.
-    to_terminal = call.startswith("write(1,") or (call.startswith("write(2,") and not stage.item.reclaims)
-    # The file without a name, or the library, by which it learns whether files here can get holes.
-    if done.code == 4 and ("O_TMPFILE" in call or call.startswith(("read", "openat", "close"))):
-        tally.check(state == "former" and "cannot be given back" in done.err, f"it says {done.err.strip()!r}")
-        return
-    if done.code == 0 or to_terminal:
-        wanted = "former" if stage.undoing else "new"
-        tally.check(state == wanted, f"it ends with {done.code}, torch reads the {state} version: {done.err!r}")
-        return
-    tally.check(done.code in (3, 5), f"it ends with {done.code}: {done.err.strip()!r}")
-    if not (stage.undoing or (stage.item.reclaims and state == "new")):
-        tally.check(there == stage.former, f"it ends with {done.code}, and the file has not its former bytes")
-    if not reason:  # a message is a write, too
-        return
-    told = any(reason in line and str(stage.source) in line for line in done.err.splitlines())
-    tally.check(told and "Traceback" not in done.err, f"path and reason are not told: {done.err.strip()!r}")
-
-
-def ended(tally: Tally, options: Options) -> None:
-    """SIGINT, SIGTERM and SIGHUP at each call."""
-    need_strace()
-    for stage, found in _stages(options):
-        begin = next((n for n, point in enumerate(found) if "O_RDWR" in point.text), 0)
-        tried = [*found[: max(begin - 4, 0) : 8], *found[max(begin - 4, 0) :]]
-        for point in tried if not options.quick else tried[::6]:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if point.name == "exit_group":
-                    continue
-                stage.reset()
-                what = f"signal={number.name.removeprefix('SIG')}:when={point.number}"
-                code, _, err = inject(stage, options.scratch / "log", point.name, what).answer
-                tally.case(f"{stage.name} --in-place, {number.name} at {point} {point.text[:120]}")
-                tally.check(code in (128 + number, -number, 0), f"it ends with {code}: {err.strip()!r}")
-                tally.check(not err, f"it says {err.strip()[-500:]!r}")
-                state, there = stage.check(tally), stage.source.read_bytes()
-                whole = there in (stage.former, stage.new) or (stage.item.reclaims and state == "new")
-                tally.check(whole or code == -number, f"it ends with {code}, and left an edit that is not finished")
-                wanted = "former" if stage.undoing else "new"
-                tally.check(code != 0 or state == wanted, f"it ends with 0, torch reads the {state} version")
-
-
 def file_size_limit(tally: Tally, options: Options) -> None:
     """``ulimit -f``: the file can grow by a part of what it needs, at every 128 bytes."""
-    for number, item in enumerate(_EDITS):
-        stages = [_InPlace(options.scratch / item.folder, item)]
-        if not number:
-            stages.append(_InPlace(options.scratch / "large", item, _large(options.scratch / "large.pth")))
-        for stage in stages:
-            step = 128 if len(stage.new) < 65_536 else 4096 + 128
-            for limit in range(len(stage.former), len(stage.new) + step, step * options.amount(1, 12)):
-                stage.reset()
-                tally.case(f"{stage.name} --in-place with ulimit -f of {limit:,} of {len(stage.new):,} bytes")
-                done = subprocess.run(
-                    stage.process(),
-                    env=ENVIRONMENT,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    preexec_fn=lambda limit=limit: resource.setrlimit(  # type: ignore[misc]
-                        resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)
-                    ),
-                )
-                state = stage.check(tally)
-                if limit >= len(stage.new):
-                    tally.check(done.returncode == 0 and state == "new", f"it ends with {done.returncode}")
-                    continue
-                tally.check(done.returncode == 5, f"it ends with {done.returncode}: {done.stderr.strip()!r}")
-                tally.check(stage.source.read_bytes() == stage.former, "the file has not its former bytes")
-                tally.check(os.strerror(errno.EFBIG) in done.stderr, f"it says {done.stderr.strip()!r}")
+    for edited in _files(options):
+        if edited.undoing:
+            continue
+        step = 128 if len(edited.new) < 65_536 else 4096 + 128
+        for limit in range(len(edited.former), len(edited.new) + step, step * options.amount(1, 12)):
+            edited.reset()
+            tally.case(f"{edited.name} with ulimit -f of {limit:,} of {len(edited.new):,} bytes")
+            done = limited(edited.process(), limit)
+            state = edited.check(tally)
+            if limit >= len(edited.new):
+                tally.check(done.code == 0 and state == "new", f"it ends with {done.code}")
+                continue
+            tally.check(done.code == 5, f"it ends with {done.code}: {done.err.strip()!r}")
+            tally.check(edited.source.read_bytes() == edited.former, "the file has not its former bytes")
+            tally.check(os.strerror(errno.EFBIG) in done.err, f"it says {done.err.strip()!r}")
 
 
-def _stages(options: Options) -> Iterator[tuple[_InPlace, list[Point]]]:
-    """Each command, once with a file that grows in several steps, and the way back."""
+def edits(options: Options) -> Iterator[tuple[_InPlace, list[Point]]]:
+    """Each command with its calls."""
+    for edited in _files(options):
+        edited.reset()
+        found = points(edited, options.scratch / "log")
+        if "large" in edited.name:  # the many calls that read are those of the small file
+            found = [point for point in found if point.name not in ("pread64", "newfstatat")]
+        yield edited, found
+
+
+def _files(options: Options) -> Iterator[_InPlace]:
+    """A file for each command, one that grows in several steps, and one for the way back."""
     for number, item in enumerate(_EDITS):
-        stages = [_InPlace(options.scratch / item.folder, item)]
+        yield _InPlace(options.scratch / f"{number}-{item.command}", item)
         if not number:
-            stages.append(_InPlace(options.scratch / "large", item, _large(options.scratch / "large.pth")))
-            stages.append(_InPlace(options.scratch / "undo", item, undoing=True))
-        for stage in stages:
-            stage.reset()
-            found = points(stage, options.scratch / "log")
-            if stage.name.endswith("large"):  # the many calls that read are those of the small file
-                found = [point for point in found if point.name not in ("pread64", "newfstatat")]
-            yield stage, found
+            yield _InPlace(options.scratch / "large", item, _large(options.scratch / "large.pth"))
+            yield _InPlace(options.scratch / "undo", item, undoing=True)
 
 
 def _training(path: Path) -> Path:

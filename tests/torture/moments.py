@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckptool.cli.main import COMMANDS
-
 from .rows import FIXTURES, Options, Tally
 from .stage import ENVIRONMENT, SUFFIX, Answer, Stage, State, Writing, writing
 
@@ -37,9 +35,7 @@ def signals(tally: Tally, options: Options) -> None:
     """
     chance = random.Random(options.seed)
     stages = _large_stages(options)
-    left = starting = 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        ended = 0
         for turn in range(options.amount(50, 4)):
             stage, seconds = stages[turn % len(stages)]
             stage.reset(force=bool(turn & 1))
@@ -48,31 +44,21 @@ def signals(tally: Tally, options: Options) -> None:
             words = f"{delay:.3f} s after {'the temporary file' if growing else 'the start'}"
             tally.case(f"{stage.item.name}, {number.name} {words}")
             done = _disturbed(stage, growing, delay, partial(_signal, number))
-            ended += done.code != stage.code
-            # Before Python has begun, a signal simply kills: for a shell that is 128+N as well. And it may come late.
-            codes = (128 + number, -number, stage.code)
+            if done.code != stage.code:
+                tally.count(f"runs were ended by {number.name}")
             # Before ckptool runs, while Python still reads its modules, ^C is answered by Python: with a traceback.
-            early = "Traceback" in done.err and "in main\n" not in done.err
-            starting += early
-            tally.check(done.code in codes or early, f"it ends with {done.code}: {done.err.strip()!r}")
-            tally.check(early or not done.err, f"it says {done.err.strip()[-300:]!r}")
-            there = stage.check_promise(tally, leftovers=1)
-            tally.check(
-                there == "new" or done.code != stage.code, f"it ends with {done.code}, the output holds {there}"
-            )
-            if stage.litter():
-                left += 1
-                stage.check_next_run(tally)
-        why = " (Python ignores it: these had not begun)" if number == signal.SIGPIPE else ""
-        tally.note(f"{number.name} ended {ended} of {options.amount(50, 4)} runs{why}")
-    tally.note(f"{left} runs left their temporary file to the next one; {starting} ended while Python still started")
+            if "Traceback" in done.err and not re.search(r'cli/main\.py", line \d+, in main', done.err):
+                tally.count("runs ended while Python still started")
+                stage.check_killed(tally)
+                continue
+            tally.check(not done.err, f"it says {done.err.strip()[-300:]!r}")
+            stage.check_ended(tally, done, number)
 
 
 def pipes(tally: Tally, options: Options) -> None:
     """Readers that go away before, while and after something is printed; both of ckptool's streams are looked at."""
     chance = random.Random(options.seed)
     reading = [["keys", "--names"], ["keys"], ["inspect"], ["validate"]]
-    reading = [call for call in reading if call[0] in COMMANDS]
     files = [FIXTURES / "ddp4_training.pth", FIXTURES / "lightning.ckpt", FIXTURES / "legacy_cuda.pth"]
     for turn in range(options.amount(50, 6)):
         call, lines = chance.choice(reading), chance.choice((0, 0, 1, 2, 50))
@@ -109,7 +95,6 @@ def changing(tally: Tally, options: Options) -> None:
     chance = random.Random(options.seed)
     stages = _large_stages(options)
     kinds = ("shrinks", "is emptied", "grows", "is touched", "is written to", "is cut and filled up again")
-    noticed = 0
     for turn in range(options.amount(50, 6)):
         stage, seconds = stages[turn % len(stages)]
         kind, force = kinds[turn % len(kinds)], bool(turn & 1)
@@ -124,12 +109,11 @@ def changing(tally: Tally, options: Options) -> None:
         if done.code == stage.code:  # the copy was done before
             tally.check(there == "new", f"it ends with {done.code}, but the output holds {there}")
             continue
-        noticed += 1
+        tally.count("changes came in time to be noticed")
         tally.check(done.code == 5, f"it ends with {done.code}")
         tally.check(there in ("old", "nothing"), f"it ends with {done.code}, but the output holds {there}")
         told = re.search("changed while|shrank while|ends before", done.err) and str(stage.folder.parent) in done.err
         tally.check(bool(told) and "Traceback" not in done.err, f"it says {done.err.strip()!r}")
-    tally.note(f"{noticed} of {options.amount(50, 6)} changes came in time to be noticed")
 
 
 def _signal(number: signal.Signals, process: Process) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from ckptool.cli.main import COMMANDS
-
 from .rows import FIXTURES, Options, Skipped, Tally
-from .stage import ENVIRONMENT, OLD, SUFFIX, Stage, writing
+from .stage import ENVIRONMENT, OLD, SUFFIX, Stage, limited, writing
 
 __all__ = ["file_size_limit", "full_stdout", "small_disk"]
 
-#: Commands that read; those that this version does not have are left out.
-READING = ("inspect", "keys", "validate", "diff")
+#: Commands that read.
+_READING = ("inspect", "keys", "validate", "diff")
 
 
 def file_size_limit(tally: Tally, options: Options) -> None:
@@ -30,24 +26,13 @@ def file_size_limit(tally: Tally, options: Options) -> None:
         for limit in range(0, size + 256, options.amount(256, 2048)):
             stage.reset(force=True)
             tally.case(f"{item.name} with ulimit -f of {limit:,} of {size:,} bytes")
-            done = subprocess.run(
-                stage.process(),
-                env=ENVIRONMENT,
-                capture_output=True,
-                text=True,
-                check=False,
-                preexec_fn=_limited(limit),
-            )
+            done = limited(stage.process(), limit)
             there = stage.check_promise(tally, leftovers=0)
             if limit >= size:
-                tally.check(done.returncode == stage.code and there == "new", f"it ends with {done.returncode}")
+                tally.check(done.code == stage.code and there == "new", f"it ends with {done.code}")
             else:
-                tally.check(done.returncode == 5 and there == "old", f"it ends with {done.returncode}, {there}")
-                stage.check_message(tally, done.stderr, os.strerror(errno.EFBIG), [str(stage.out)])
-
-
-def _limited(limit: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+                tally.check(done.code == 5 and there == "old", f"it ends with {done.code}, {there}")
+                stage.check_message(tally, done.err, os.strerror(errno.EFBIG), [str(stage.out)])
 
 
 def full_stdout(tally: Tally, options: Options) -> None:
@@ -64,9 +49,7 @@ def full_stdout(tally: Tally, options: Options) -> None:
                 tally.check(code == 5, f"it ends with {code}")
                 stage.check_message(tally, err, os.strerror(errno.ENOSPC), ["stdout"])
                 tally.check(stage.check_promise(tally, 0) == "new", f"the output holds {stage.holds()}")
-    for name in READING:
-        if name not in COMMANDS:
-            continue
+    for name in _READING:
         for fixture in ("bare.pth", "ddp4_training.pth", "legacy_cuda.pth"):
             inputs = [str(FIXTURES / fixture)] * (2 if name == "diff" else 1)
             tally.case(f"{name} {fixture} > /dev/full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,8 @@ class Tally:
         self.broken: list[Broken] = []
         #: Things a reader of the table should know: how many of what, and what was left out.
         self.notes: list[str] = []
+        #: How often something happened, by its words; these become notes.
+        self.counts: Counter[str] = Counter()
         self._case = ""
 
     def case(self, words: str) -> None:
@@ -59,9 +62,8 @@ class Tally:
             self.broken.append(Broken(self._case, words))
         return holds
 
-    def note(self, words: str) -> None:
-        if words not in self.notes:
-            self.notes.append(words)
+    def count(self, words: str) -> None:
+        self.counts[words] += 1
 
 
 class Row(NamedTuple):

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,25 +32,22 @@ from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 _WHOLE = "output old or complete, input untouched"
 _EITHER = "torch reads the former version or the new one; no former byte changes, but in holes that `--reclaim` makes"
 _FORMER = "the file has its former bytes; path and reason are named"
+_WHOLE_OR_DONE = f"{_WHOLE}; exit 128+N, or all is done"
+_OUTPUTS, _IN_PLACE = calls.outputs, in_place.edits
 ROWS = (
-    Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", calls.kill),
+    Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", partial(calls.kill, _OUTPUTS)),
     Row(
         "errors",
         "ENOSPC and EIO at every system call",
         f"{_WHOLE}, nothing left; path and reason named",
-        calls.errors,
+        partial(calls.errors, _OUTPUTS),
     ),
     Row("ulimit", "`ulimit -f`, in steps of 256 bytes", "the same", places.file_size_limit),
     Row("disk", "a disk of 4 KiB, 8 KiB, ...", "the same", places.small_disk),
     Row("full", "stdout is `/dev/full`", "exit 5, and the output is complete", places.full_stdout),
     Row("eintr", "EINTR", "byte-identical output", calls.interrupted),
-    Row("ended", "SIGINT, SIGTERM, SIGHUP at every system call", f"{_WHOLE}; exit 128+N, or all is done", calls.ended),
-    Row(
-        "signals",
-        "SIGINT, SIGTERM, SIGHUP, SIGPIPE at random moments",
-        f"{_WHOLE}; exit 128+N, or all is done",
-        moments.signals,
-    ),
+    Row("ended", "SIGINT, SIGTERM, SIGHUP at every system call", _WHOLE_OR_DONE, partial(calls.ended, _OUTPUTS)),
+    Row("signals", "SIGINT, SIGTERM, SIGHUP, SIGPIPE at random moments", _WHOLE_OR_DONE, moments.signals),
     Row(
         "head",
         "the reader of a pipe goes away, as with `| head`",
@@ -61,10 +59,20 @@ ROWS = (
         "in-place-kill",
         "edits in place, killed at every system call",
         f"{_EITHER}; `undo` gives it back",
-        in_place.kill,
+        partial(calls.kill, _IN_PLACE),
     ),
-    Row("in-place-errors", "edits in place, ENOSPC, EDQUOT and EIO at every system call", _FORMER, in_place.errors),
-    Row("in-place-ended", "edits in place, SIGINT, SIGTERM, SIGHUP at every system call", _EITHER, in_place.ended),
+    Row(
+        "in-place-errors",
+        "edits in place, ENOSPC, EDQUOT and EIO at every system call",
+        _FORMER,
+        partial(calls.errors, _IN_PLACE),
+    ),
+    Row(
+        "in-place-ended",
+        "edits in place, SIGINT, SIGTERM, SIGHUP at every system call",
+        _EITHER,
+        partial(calls.ended, _IN_PLACE),
+    ),
     Row("in-place-ulimit", "edits in place, `ulimit -f` in steps of 128 bytes", _FORMER, in_place.file_size_limit),
     Row(
         "engine-workers",
@@ -138,6 +146,7 @@ def _result(row: Row, options: Options) -> Result:
     except Exception as error:
         traceback.print_exc()
         tally.check(False, f"the test itself failed: {type(error).__name__}: {error}")
+    tally.notes += [f"{number:,} {words}" for words, number in tally.counts.most_common()]
     return Result(row, tally, time.monotonic() - begun, skipped)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -13,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptool.cli.main import COMMANDS, run
+from ckptool.cli.main import run
 
 from .rows import FIXTURES, ROOT, Tally
 
-__all__ = ["ENVIRONMENT", "OLD", "SUFFIX", "Answer", "Stage", "State", "Writing", "answer", "state", "writing"]
+__all__ = ["ENVIRONMENT", "OLD", "SUFFIX", "Answer", "Stage", "State", "Writing", "answer", "limited", "writing"]
 
 SUFFIX = ".ckptool-tmp"
 #: What stands at the output's place before a run with --force, and its mode: not one that any default gives.
@@ -48,7 +50,7 @@ class Writing(NamedTuple):
         return self.command if len(same) == 1 else f"{self.command}-{self.options[-1]}"
 
 
-#: A line a command, or more; those that this version of ckptool does not have are left out.
+#: A line a command, or more.
 _WRITING = (
     Writing("strip-module", (), "bare_module.pth"),
     Writing("add-module", (), "legacy_bare.pth"),
@@ -75,10 +77,9 @@ _WRITING = (
 
 
 def writing(*, quickly: bool = False, folders: bool = True) -> list[Writing]:
-    """The commands of this version that write; ``quickly`` only those whose runs take a tenth of a second, without
-    ``folders`` only those that write a file."""
-    there = [item for item in _WRITING if item.command in COMMANDS]
-    return [item for item in there if not (quickly and item.computes) and (folders or not item.folder)]
+    """The commands that write; ``quickly`` only those whose runs take a tenth of a second, without ``folders`` only
+    those that write a file."""
+    return [item for item in _WRITING if not (quickly and item.computes) and (folders or not item.folder)]
 
 
 class State(NamedTuple):
@@ -116,9 +117,18 @@ def answer(arguments: list[str]) -> Answer:
     return Answer(code, out.getvalue(), err.getvalue())
 
 
+def limited(command: list[str], size: int) -> Answer:
+    """A process that can write files of so many bytes only, as under ``ulimit -f``."""
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=limit)
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
 class Stage:
     """A folder with an input and a place for the output. ``expected`` is the right output, ``code`` the exit code
     that comes with it (a command may say with its code that not everything could be saved)."""
+
+    opening, failing, lasting = "O_CREAT", ("ENOSPC", "EIO"), ()
 
     def __init__(self, folder: Path, item: Writing, source: Path | None = None) -> None:
         self.item = item
@@ -141,6 +151,12 @@ class Stage:
         self.before = state(self.source)
         self.force = False
 
+    @property
+    def name(self) -> str:
+        """The command in words: its name, and what else tells this case from others."""
+        size = " large" if len(self.expected) > 1 << 20 else ""
+        return f"{self.item.name}{size}{' --force' if self.force else ''}"
+
     def arguments(self, *more: str) -> list[str]:
         others = [str(FIXTURES / name) for name in self.item.others]
         return [self.item.command, str(self.source), *others, "-o", str(self.out), *self.item.options, *more]
@@ -157,9 +173,9 @@ class Stage:
         )
         return Answer(done.returncode, done.stdout, done.stderr)
 
-    def reset(self, force: bool) -> None:
-        """As before a run: no output, or with ``force`` an old one."""
-        self.force = force
+    def reset(self, force: bool | None = None) -> None:
+        """As before a run: no output, or with ``force`` an old one. None: as the last time."""
+        self.force = force = self.force if force is None else force
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if force and self.item.folder:
@@ -213,3 +229,34 @@ class Stage:
         tally.check(
             not re.search("Traceback|a bug in|Exception ignored", err), f"no message for users: {err.strip()!r}"
         )
+
+    def check_killed(self, tally: Tally) -> None:
+        there = self.check_promise(tally, leftovers=1)
+        if self.litter() or there != "new":
+            self.check_next_run(tally)
+
+    def check_error(self, tally: Tally, done: Answer, call: str, reason: str, *, lasting: bool) -> None:
+        # What cannot be taken away stays: the temporary file of a disk that fails for good, the former folder.
+        unlink = call.startswith("unlink") and (lasting or self.item.folder)
+        there = self.check_promise(tally, leftovers=1 if unlink else 0)
+        code, _, err = done
+        if code == self.code:  # another way was found
+            words = f"it ends with {code}, but the output holds {there}: {err.strip()!r}"
+            tally.check(there == "new" and not err, words)
+        else:
+            tally.check(code in (3, 5), f"it ends with {code}: {err.strip()!r}")
+            others = [str(FIXTURES / name) for name in self.item.others]
+            told = ["stdout"] if call.startswith("write(1,") else [str(self.out), str(self.source), *others]
+            if not (lasting and call.startswith("write")):  # a message is a write, too
+                self.check_message(tally, err, reason, told)
+        if self.litter():
+            self.check_next_run(tally)
+
+    def check_ended(self, tally: Tally, done: Answer, number: int) -> None:
+        # In the very last calls Python has taken its handlers down, and a signal ends it as it ends anything.
+        tally.check(done.code in (128 + number, -number, self.code), f"it ends with {done.code}: {done.err.strip()!r}")
+        there = self.check_promise(tally, leftovers=1)
+        tally.check(there == "new" or done.code != self.code, f"it ends with {done.code}, the output holds {there}")
+        if self.litter():
+            tally.count("runs left their temporary file to the next one")
+            self.check_next_run(tally)
