@@ -66,17 +66,6 @@ def test_large_inputs_are_looked_at_by_a_thread(flip: bool, tmp_path: Path) -> N
     assert (tmp_path / "x.safetensors").exists() != flip
 
 
-def test_what_is_whole_of_it_can_be_converted(tmp_path: Path) -> None:
-    source = damaged(tmp_path / "in.pth", "net.b")
-    found = ckptool.salvage(source)
-    ckptool.save(found.checkpoint, tmp_path / "whole.pth")
-    with ckptool.open(tmp_path / "whole.pth") as checkpoint:
-        ckptool.save(
-            ckptool.convert(checkpoint, "safetensors", key="net", allow_loss=["entries"]), tmp_path / "x.safetensors"
-        )
-    assert list(load_file(tmp_path / "x.safetensors")) == ["net.a"]
-
-
 def test_deflated_records_and_those_without_a_checksum(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(999.0), "b": torch.ones(3)}, tmp_path / "in.pth")
     with zipfile.ZipFile(tmp_path / "in.pth") as plain, zipfile.ZipFile(tmp_path / "x.pth", "w", 8) as packed:

@@ -7,9 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import FIXTURES, REAL, Real, by_name
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.pickles.decode import decode
@@ -29,26 +27,6 @@ def test_each_is_valid_and_can_be_copied(item: Real, tmp_path: Path) -> None:
     assert ckptool.validate(item.path)["valid"]
     with ckptool.open(tmp_path / "copy.pth") as copy:
         assert [entry.path for entry in copy.survey.tensors] == paths
-
-
-@pytest.mark.parametrize("name", ["megatron_core", "lightning_sharded"])
-def test_folders_of_dcp_are_as_torch_reads_them(name: str, tmp_path: Path) -> None:
-    dcp_to_torch_save(HERE / name, tmp_path / "whole.pth")
-    expected = torch.load(tmp_path / "whole.pth", weights_only=False)
-    with ckptool.open(HERE / name) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "ours.pth")
-    found = torch.load(tmp_path / "ours.pth", weights_only=False)
-    assert same(found, expected)
-
-
-def same(left: object, right: object) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right or type(left) is type(right)
 
 
 def codes(path: Path) -> list[str]:

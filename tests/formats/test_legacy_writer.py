@@ -84,16 +84,6 @@ def test_as_torch_writes_it(tmp_path: Path) -> None:
     assert plain_keys(legacy(one, tmp_path / "x.pth").read_bytes()) == plain_keys(buffer.getvalue())
 
 
-def test_twice_the_same_bytes(tmp_path: Path) -> None:
-    path = FIXTURES / "checkpoint.pth.tar"
-    assert legacy(path, tmp_path / "a").read_bytes() == legacy(path, tmp_path / "b").read_bytes()
-
-
-def test_legacy_stays_as_it_is(tmp_path: Path) -> None:
-    path = FIXTURES / "legacy_wrapped.pth"
-    assert legacy(path, tmp_path / "a").read_bytes() == path.read_bytes()
-
-
 def test_what_cannot_be_loaded_is_left_out_when_that_is_allowed(tmp_path: Path) -> None:
     value = {"w": torch.ones(3), "q": torch.ones(3).to(torch.float8_e4m3fn), "u": torch.ones(2, dtype=torch.uint16)}
     torch.save(value, tmp_path / "in.pth")
@@ -116,14 +106,6 @@ def test_big_endian_and_deflated(tmp_path: Path) -> None:
                 new.writestr(info.filename, old.read(info))
         for source in (path, deflated):
             assert not oracle.difference(expected, oracle.load(legacy(source, tmp_path / "out.pth")))
-
-
-def test_edits_and_the_target_go_together(tmp_path: Path) -> None:
-    with ckptool.open(FIXTURES / "checkpoint.pth.tar") as checkpoint:
-        edited = ckptool.convert(ckptool.strip_module(checkpoint, "module."), "legacy")
-        ckptool.save(ckptool.add_module(edited, "net."), tmp_path / "out.pth")
-    assert all(key.startswith("net.") for key in oracle.load(tmp_path / "out.pth")["state_dict"])
-    assert ckptool.inspect(tmp_path / "out.pth")["format"] == "torch-legacy"
 
 
 def test_from_other_formats(tmp_path: Path) -> None:

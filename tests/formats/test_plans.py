@@ -21,8 +21,6 @@ from conftest import FIXTURES
 import ckptool
 from ckptool.base.errors import ChangedError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.files.sources import Plan
-from ckptool.files.write.output import write_file
 from ckptool.formats.planning import plan_of
 
 _WRITE = """
@@ -118,13 +116,3 @@ def test_a_pickled_plan_of_a_changed_input_is_refused(inputs: Path, tmp_path: Pa
     os.utime(path, (1, 1))
     with pytest.raises(ChangedError, match="changed since the plan was made"):
         pickle.loads(data)
-
-
-def test_a_pickled_plan_leaves_the_open_file_alone(inputs: Path, tmp_path: Path) -> None:
-    with ckptool.open(inputs / "in.pth") as checkpoint:
-        plan, _ = plan_of(ckptool.strip_module(checkpoint), "out.pth")
-        again = pickle.loads(pickle.dumps(plan))
-        assert isinstance(plan, Plan) and isinstance(hash(plan), int)
-        del again
-        write_file(plan, str(tmp_path / "out.pth"), ())
-    assert list(torch.load(tmp_path / "out.pth")["model"]) == ["a", "b", "c"]

@@ -25,8 +25,8 @@ from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files import sources
 from ckptool.files.sources import BytesSource, Plan
-from ckptool.files.write import in_place, output, planned
-from ckptool.files.zips.writer import RecordContent, plan_archive
+from ckptool.files.write import in_place, output
+from ckptool.files.zips.writer import RecordContent
 from ckptool.formats import repickled
 from ckptool.formats.dcp import writer as dcp_writer
 from ckptool.formats.hf import writer as hf_writer
@@ -122,14 +122,6 @@ def attempt(job: Job, inputs: Path, folder: Path) -> ReadBackError:
     return caught.value
 
 
-@pytest.mark.sampled(every=3)
-@each
-def test_what_is_whole_passes(job: Job, inputs: Path, tmp_path: Path) -> None:
-    with ckptool.open(inputs / job.source) as checkpoint:
-        ckptool.save(job.make(checkpoint), tmp_path / job.output)
-    assert os.listdir(tmp_path) == [job.output]
-
-
 # -- a disk that fails: no bug, and no output ---------------------------------------------------------------------
 
 
@@ -218,13 +210,6 @@ def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, mon
     with ckptool.open(path) as checkpoint, pytest.raises(OutputError, match="Input/output error"):
         ckptool.save_in_place(ckptool.strip_module(checkpoint))
     assert path.read_bytes() == before
-
-
-def test_a_disk_that_fails_where_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail(monkeypatch, planned, "_is_there")
-    with pytest.raises(OutputError, match="Input/output error"):
-        output.write_file(Plan((b"abc",)), str(tmp_path / "out"), ())
-    assert os.listdir(tmp_path) == []
 
 
 # -- broken encoders: the pickle itself is another one -----------------------------------------------------------
@@ -536,18 +521,3 @@ def test_a_storage_that_is_not_understood_is_not_unused(
         output.write_file(plan, str(tmp_path / "odd.pth"), ())
     code = run([*command.split(), str(tmp_path / "odd.pth"), "-o", str(tmp_path / "out.pth")])
     assert code in (3, 4) and not (tmp_path / "out.pth").exists(), capsys.readouterr().err
-
-
-def test_a_record_whose_bytes_are_not_its_size_cannot_be_planned() -> None:
-    with pytest.raises(ReadBackError):
-        plan_archive([RecordContent("archive/data/0", b"deflated", 0, 4000)])
-    assert plan_archive([RecordContent("archive/data/0", b"deflated", 0, 4000, True)]).size > 8
-
-
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 4}, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        found = checkpoint.survey.tensors
-        twice = safetensors_writer.Chosen([safetensors_writer.Named("a", one.tensor, one.ref) for one in found], {})
-        with pytest.raises(RefusedError, match="two tensors"):
-            safetensors_writer.plan_chosen(checkpoint, twice, {})

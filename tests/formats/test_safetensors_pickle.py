@@ -48,12 +48,6 @@ def test_it_is_not_valid(name: str, tmp_path: Path) -> None:
     assert run(["strip-module", str(path), "-o", str(tmp_path / "out.safetensors")]) == 4
 
 
-def test_in_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(both(b"cos\nsystem\n(S'true'\ntR."))
-    (tmp_path / "config.json").write_text("{}")
-    assert run(["validate", str(tmp_path)]) == 1
-
-
 @pytest.mark.parametrize("end", [b"I1\n.", b"cnot a module\nx\n."])
 def test_what_names_nothing_is_no_second_format(end: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource
-from ckptool.formats.dcp import items as dcp_items
 from ckptool.formats.dcp.metadata import Item, Metadata, ValueMetadata, merge_metadata
 from ckptool.formats.pieces import chunks as dcp_chunks
 from ckptool.formats.pieces.boxes import Box, misfit
@@ -132,26 +131,6 @@ def test_metadata_of_many_ranks_is_merged_in_linear_time() -> None:
     assert grows(call) < 4 * 1.5
 
 
-def test_reading_in_order_looks_at_a_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[object] = []
-    real = dcp_chunks._copy
-    monkeypatch.setattr(dcp_chunks, "_copy", lambda *arguments: (looked.append(arguments), real(*arguments))[1])
-    data = bytes(range(200))
-    chunks = [Chunk(((at,), (1,)), BytesSource(data), at) for at in range(200)]
-    source = ChunkedSource((200,), 1, chunks, "t")
-    assert b"".join(source.read(at, 2) for at in range(0, 200, 2)) == data
-    assert len(looked) == 200
-
-
-def test_an_audit_takes_linear_time(tmp_path: Path) -> None:
-    def call(ranks: int) -> Callable[[], Any]:
-        folder = write_ranks(tmp_path / str(ranks), {"w": torch.zeros(ranks, 2)}, ranks)
-        checkpoint = ckptool.open(folder)
-        return lambda: checkpoint.container.audit(())
-
-    assert grows(call, 20) < 4 * 1.5
-
-
 def test_each_file_is_opened_once_to_look_at_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items are listed tensor by tensor: in that order every one of them is in another file."""
     from ckptool.files import pool
@@ -168,19 +147,6 @@ def test_each_file_is_opened_once_to_look_at_all_of_it(tmp_path: Path, monkeypat
         opened.clear()
         assert len(list(checkpoint.container.pickles()))
         assert len(opened) <= ranks
-
-
-def test_a_small_item_is_read_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_ranks(tmp_path / "saved", {"w": torch.zeros(4, 2)}, 1)
-    with ckptool.open(folder) as checkpoint:
-        container: Any = checkpoint.container
-        (item,) = container.read.items
-        file = container.files[item.file]
-        sizes: list[int] = []
-        real = file.read
-        monkeypatch.setattr(file, "read", lambda at, size: (sizes.append(size), real(at, size))[1])
-        dcp_items.open_item(item, file, dcp_items.KnownItems())
-        assert sizes == [item.length]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())

@@ -42,18 +42,6 @@ def test_it_says_what_it_is_and_how_to_make_one_file_of_it(name: Path, tmp_path:
     assert weights and load_file(tmp_path / "run.safetensors").keys() == weights
 
 
-@pytest.mark.parametrize("name", ["torchtitan/step-2", "dcp_zstd"])
-def test_swapped_files_are_said_to_be(name: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(RANKS / name, tmp_path / "run"))
-    one, two = folder / "__0_0.distcp", folder / "__1_0.distcp"
-    two.rename(folder / "spare")
-    one.rename(two)
-    (folder / "spare").rename(one)
-    said = say("inspect", folder)
-    assert said.code == 0
-    assert "they may have been swapped, and renaming them is enough" in said.out and "incomplete" in said.out
-
-
 @pytest.mark.parametrize(
     ("state", "step"),
     [

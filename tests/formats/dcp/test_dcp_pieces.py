@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import sys
 import types
@@ -131,32 +130,6 @@ def test_a_plan_reads_no_item(target: str, tmp_path: Path, monkeypatch: pytest.M
         assert all(isinstance(source, PiecesSource) for source in sources)
         assert [claim.crc for claim in claims] == [None, None]
         assert isinstance(planned, FolderPlan) == (target == "dcp")
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_pieces_are_plain_data(cut: str, tmp_path: Path) -> None:
-    folder, state = written(tmp_path / "in", cut)
-    with ckptool.open(folder) as checkpoint:
-        source = checkpoint.container.stored("big").span
-    assert source is not None and isinstance(source.source, PiecesSource)
-    again = pickle.loads(pickle.dumps(source.source))
-    fields = ("name", "dtype", "shape", "boxes", "items", "files")
-    rebuilt = PiecesSource(*(getattr(again, field) for field in fields))
-    wanted = state["big"].numpy().tobytes()
-    assert rebuilt.read(0, rebuilt.size) == wanted and rebuilt.read(4321, 99) == wanted[4321:4420]
-
-
-def test_what_was_opened_is_forgotten_and_opened_again(tmp_path: Path) -> None:
-    state = {f"t{number}": torch.randn(6, number + 1) for number in range(3 * items._MOST_OPENED)}
-    folder = write_ranks(tmp_path / "in", state, 2)
-    with ckptool.open(folder) as checkpoint:
-        spans = {name: checkpoint.container.stored(name).span for name in state}
-        for _ in range(2):
-            for name, span in spans.items():
-                assert span is not None
-                assert span.source.read(span.offset, span.size) == state[name].numpy().tobytes()
-        kept = [name for name, span in spans.items() if span and getattr(span.source, "_opened", None)]
-        assert kept == [*state][-items._MOST_OPENED :]
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.base.errors import RefusedError
-from ckptool.edits.keys import by_table
 
 MODELS = {
     "dcp_beside": {"embed.weight", "layers.0.wq.weight", "layers.0.norm_weight"},
@@ -81,22 +80,6 @@ def test_what_is_beside_the_model_is_compared_as_well(name: str, saved: Path, tm
     rest = next(key for key in whole if key not in MODELS[name])
     torch.save({f"module.{key}" if key in MODELS[name] else key: whole[key] for key in whole if key != rest}, out)
     assert not ckptool.diff(saved, out, ignore=["prefix"])["same"]
-
-
-def test_a_name_of_the_rest_is_taken(saved: Path) -> None:
-    taken = next(key for key in load(saved) if key not in MODELS["dcp_beside"] | MODELS["real/megatron_core"])
-    with ckptool.open(saved) as checkpoint, pytest.raises(RefusedError, match="would both be called"):
-        by_table(checkpoint, {next(iter(keys(saved))): taken})
-
-
-def test_what_is_kept_may_be_of_both(saved: Path, name: str, tmp_path: Path) -> None:
-    whole = load(saved)
-    rest = next(key for key in whole if key not in MODELS[name])
-    first = next(key for key in whole if key in MODELS[name])
-    out = tmp_path / "kept.pth"
-    with ckptool.open(saved) as checkpoint:
-        ckptool.save(ckptool.keep(checkpoint, [first, rest]), out)
-    assert oracle.difference(load(out), {key: whole[key] for key in whole if key in (first, rest)}) == ""
 
 
 def test_a_model_below_the_root_comes_first(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 import shutil
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +40,6 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.cli.main import run
 from ckptool.formats.dcp import folder as dcp_folder
-from ckptool.formats.dcp.listing import STAND_INS
 
 FOLDER = FIXTURES / "dcp4"
 
@@ -75,26 +75,47 @@ class App(Stateful):
         raise AssertionError("nobody loads it")
 
 
-def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
+def training() -> dict[str, Any]:
     model, optimizer = get_state_dict(*trained())
-    dcp.save({"model": model, "optimizer": optimizer, "step": 7}, checkpoint_id=tmp_path / "in")
-    found = same_as_torch(tmp_path / "in", tmp_path)
-    assert found["optimizer"]["state"]["0.weight"]["step"].item() == 1.0
+    return {"model": model, "optimizer": optimizer, "step": 7}
+
+
+def plain() -> dict[str, Any]:
+    model, optimizer = trained()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "a.b": torch.arange(3), "c": {"d": 1}}
+
+
+def objects() -> dict[str, Any]:
+    weight = torch.arange(4.0)
+    return {"pair": (weight, weight), "set": {"inner": {1, 2}}, "none": [None, [1, (2, "x")]], "od": OrderedDict()}
+
+
+def several() -> dict[str, Any]:
+    return {f"w{n}": torch.full((n + 1, 2), float(n)) for n in range(9)} | {"epoch": 3}
+
+
+#: What is saved, and the options of ``dcp.save``.
+SAVES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Path], dict[str, Any]]]] = {
+    "a model and its optimizer": (training, lambda path: {}),
+    "a stateful object": (lambda: {"app": App()}, lambda path: {}),
+    "objects": (objects, lambda path: {}),
+    "not flattened": (plain, lambda path: {"planner": DefaultSavePlanner(False, False)}),
+    "files of threads": (several, lambda path: {"storage_writer": dcp.FileSystemWriter(path, thread_count=3)}),
+    "a file for each item": (several, lambda path: {"storage_writer": dcp.FileSystemWriter(path, False)}),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_what_torch_saves(name: str, tmp_path: Path) -> None:
+    make, options = SAVES[name]
+    dcp.save(make(), checkpoint_id=tmp_path / "in", **options(tmp_path / "in"))
+    same_as_torch(tmp_path / "in", tmp_path)
+
+
+def test_the_model_is_the_state_dict(tmp_path: Path) -> None:
+    dcp.save(training(), checkpoint_id=tmp_path / "in")
     with ckptool.open(tmp_path / "in") as checkpoint:
         assert [item.path for item in checkpoint.state_dicts if item.confidence == "high"] == ["model"]
-
-
-def test_a_stateful_object(tmp_path: Path) -> None:
-    dcp.save({"app": App()}, checkpoint_id=tmp_path / "in")
-    assert set(same_as_torch(tmp_path / "in", tmp_path)["app"]) == {"model", "optim"}
-
-
-def test_without_flattening(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "plain": torch.arange(3)}
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(state, checkpoint_id=tmp_path / "in", planner=planner)
-    same_as_torch(tmp_path / "in", tmp_path)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int8, torch.uint16]
@@ -106,14 +127,6 @@ def test_scalars_and_empty_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     one = torch.tensor([1.0, 0.0, 2.0]).to(dtype)
     state = {"scalar": one[0].clone(), "row": one, "empty": one[:0].clone(), "plane": one[:0].reshape(0, 3).clone()}
     dcp.save(state, checkpoint_id=tmp_path / "in")
-    assert oracle.difference(same_as_torch(tmp_path / "in", tmp_path), state) == ""
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_several_files_of_a_rank(single: bool, tmp_path: Path) -> None:
-    state = {f"w{n}": torch.full((n + 1, 2), float(n)) for n in range(9)} | {"epoch": 3}
-    writer = dcp.FileSystemWriter(tmp_path / "in", single_file_per_rank=single, thread_count=3)
-    dcp.save(state, storage_writer=writer)
     assert oracle.difference(same_as_torch(tmp_path / "in", tmp_path), state) == ""
 
 
@@ -256,18 +269,6 @@ def test_temporary_metadata_of_a_rank(tmp_path: Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata.tmp")
     with pytest.raises(MalformedError, match="not finished"):
         ckptool.open(folder)
-
-
-# -- classes of older versions ---------------------------------------------------------------------------------
-# Metadata of torch before 2.3 names classes of another module, that of torch 1.13 yet others: both are what torch
-# writes.
-
-
-def test_classes_of_older_versions_are_expected() -> None:
-    old = "torch.distributed._shard"
-    assert f"{old}.sharded_tensor.metadata.TensorProperties" in STAND_INS
-    assert f"{old}.sharded_tensor.metadata.MEM_FORMAT_ENCODING" in STAND_INS
-    assert f"{old}.checkpoint.metadata.Metadata" in STAND_INS
 
 
 @pytest.mark.parametrize("exponent", [63, 64, 4299, 4300, 20_000])

@@ -20,7 +20,7 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.cli.main import run
 from ckptool.files import zstd
-from ckptool.files.sources import BytesSource, Span
+from ckptool.files.sources import BytesSource
 
 zstandard = pytest.importorskip("zstandard")
 STATE = {
@@ -99,19 +99,3 @@ def test_a_bomb_is_refused() -> None:
     data = packed(bytes(1 << 24))
     with pytest.raises(MalformedError, match="inflates to more than"):
         zstd.ZstdSource(BytesSource(data), 0, len(data), 1 << 20, "bomb")
-
-
-def test_many_are_read_in_any_order() -> None:
-    """More than are kept: one that was dropped is inflated again."""
-    contents = [bytes([number]) * (1000 + number) for number in range(40)]
-    streams = [packed(content) for content in contents]
-    file = BytesSource(b"".join(streams))
-    sources, at = [], 0
-    for stream in streams:
-        sources.append(zstd.ZstdSource(file, at, len(stream), 5000, "item"))
-        at += len(stream)
-    for step in (1, -1):
-        for source, content in list(zip(sources, contents))[::step]:
-            assert (source.size, source.read(7, 2000)) == (len(content), content[7:])
-    again = pickle.loads(pickle.dumps(Span(sources[3], 0, 10)))
-    assert again.source.read(0, 10) == contents[3][:10]

@@ -107,13 +107,6 @@ def test_weights_in_one_file(name: str, tmp_path: Path) -> None:
     assert as_torch(tmp_path / "in", tmp_path / "x.pth").keys() == tensors().keys()
 
 
-def test_legacy_shards_are_read(tmp_path: Path) -> None:
-    folder = written(tmp_path / "in", tensors(), safe=False)
-    for path in folder.glob("*.bin"):
-        torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
-    assert oracle.difference(as_torch(folder, tmp_path / "x.pth"), tensors()) == ""
-
-
 def test_tied_weights_of_a_shard_stay_tied(tmp_path: Path) -> None:
     state = Model().state_dict()
     folder = written(tmp_path / "in", dict(state), safe=False)

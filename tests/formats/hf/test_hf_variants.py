@@ -14,7 +14,6 @@ import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
 from ckptool.formats.checkpoint_search import find_checkpoints
-from ckptool.formats.names.hf import weights_of
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
 
@@ -170,7 +169,3 @@ def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.Captu
     found_there = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
     wanted = {f"module.{name}": tensor for name, tensor in STATE.items()}
     assert oracle.difference({name: found_there[name] for name in wanted}, wanted) == ""
-
-
-def test_nothing_is_weights_by_chance() -> None:
-    assert weights_of({"model.bin", "pytorch_model.safetensors", "model.fp16.txt"}) is None

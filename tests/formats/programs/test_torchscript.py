@@ -22,7 +22,6 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.edits.keys import by_glob as by_pattern
-from ckptool.formats.programs import script_modules
 from ckptool.formats.programs.torchscript import TorchScript
 from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode
@@ -173,16 +172,6 @@ def test_the_state_dict_is_that_of_torch(maker: Maker, mobile: bool, tmp_path: P
 
 @every
 @pytest.mark.parametrize("mobile", [False, True], ids=["script", "mobile"])
-def test_every_pickle_is_written_again_byte_for_byte(maker: Maker, mobile: bool, tmp_path: Path) -> None:
-    with ckptool.open(make(maker, tmp_path / "m.pt", mobile)) as checkpoint:
-        container = checkpoint.container
-        assert isinstance(container, TorchScript)
-        for part in container.parts:
-            assert encode(part.graph) == container.archive.read(part.record, 1 << 20)
-
-
-@every
-@pytest.mark.parametrize("mobile", [False, True], ids=["script", "mobile"])
 def test_tags_there_and_back(maker: Maker, mobile: bool, tmp_path: Path) -> None:
     path, away, back = make(maker, tmp_path / "m.pt", mobile), tmp_path / "away.pt", tmp_path / "back.pt"
     original = path.read_bytes()
@@ -240,27 +229,6 @@ def test_other_edits_of_a_program_are_refused(edit: Callable[[Checkpoint], Check
         ckptool.save(edit(checkpoint), tmp_path / "out.pt")
     assert "a state dict would lack 1 tensor in plain attributes (plain) and 2 storages" in caught.value.next
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_edits_in_one_go_with_the_conversion(tmp_path: Path) -> None:
-    path = make(traced, tmp_path / "m.pt")
-    with ckptool.open(path) as checkpoint:
-        weights = ckptool.convert(checkpoint, "torch", allow_loss=["entries"])
-        ckptool.save(ckptool.add_module(weights), tmp_path / "out.pth")
-    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["module.layer.weight", "module.layer.bias"]
-
-
-@every
-def test_it_is_said_to_be_a_program(maker: Maker, tmp_path: Path) -> None:
-    path = make(maker, tmp_path / "m.pt")
-    for command in ("inspect", "validate"):
-        said = say(command, path)
-        assert said.code == 0 and "which holds code" in said.all
-        assert "ckptool convert" not in said.all  # its state dict lacks tensors
-        assert maker is frozen or f"{LACKS[maker]}: keep the program, which torch.jit.load reads" in said.all
-    assert ckptool.inspect(path)["weights_only"]["loads"] is False
-    with pytest.raises(RuntimeError):
-        torch.load(path, weights_only=True)
 
 
 class Views(nn.Module):
@@ -521,12 +489,6 @@ def test_hostile_code_takes_bounded_memory(kind: str, script: Path, tmp_path: Pa
         tracemalloc.stop()
     assert [row["key"] for row in rows] == ["weight", "bias"]
     assert most < 200_000_000
-
-
-def test_a_class_with_an_unusual_attribute() -> None:
-    text = 'class Net(Module):\n  __parameters__ = ["größe", ]\n  __annotations__ = []\n'
-    ((name, found),) = script_modules._classes(text)
-    assert name == "Net" and found.parameters == {"größe"} and found.buffers is None
 
 
 def test_every_file_of_code_is_read(script: Path, tmp_path: Path) -> None:

@@ -90,19 +90,6 @@ def test_the_weights_as_they_were_trained(name: str, tmp_path: Path) -> None:
     assert "optimizer" in found
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_weights_in_32_bits_are_near_those_as_they_were_trained(name: str, tmp_path: Path) -> None:
-    folder = FIXTURES / "real" / name
-    module = torch.load(next(folder.glob("*/mp_rank_00_model_states.pt")), weights_only=True)["module"]
-    found = joined(folder, tmp_path)["module"]
-    assert all(value.dtype == torch.float32 for value in found.values())
-    assert equal({key: value.to(module[key].dtype) for key, value in found.items()}, dict(module))
-
-
-def test_other_files_have_no_other_weights(tmp_path: Path) -> None:
-    assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--deepspeed-16bit").code == 2
-
-
 def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
     """The partitions in 32 bits are copied to the weights after each step; which dtype that is, the files say."""
     for name, dtype in (("zero3_bf16", "bfloat16"), ("zero3_fp16", "float16")):
@@ -110,14 +97,6 @@ def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
         said = say("convert", step_of(name), "-o", out, "--key", "module", "--deepspeed-16bit")
         assert said.code == 0 and f"cast to {dtype}" in said.out
         assert equal(load_file(out), oracle(name)["module"])
-
-
-def test_a_copy_of_a_part_is_said_to_be_a_part(tmp_path: Path) -> None:
-    part = FIXTURES / "ranks" / "fsdp2_3" / "model.rank0.pth"
-    said = say("convert", str(part), "--allow-loss", "shards", "-o", str(tmp_path / "x.pth"))
-    assert said.code == 0 and "still a part: 5 tensors are shards that rank 0 of 3 saved" in said.out
-    torch.save({"w": torch.ones(3)}, tmp_path / "in.pth")
-    assert "a part" not in say("convert", "--to-format", "torch", tmp_path / "in.pth", "-o", tmp_path / "y.pth").out
 
 
 def test_the_file_that_names_the_latest_step_is_not_replaced(tmp_path: Path) -> None:
@@ -141,44 +120,6 @@ def test_client_state_comes_along(tmp_path: Path) -> None:
     found = joined(FOLDERS["lightning_zero2.ckpt"], tmp_path)
     assert (found["epoch"], found["global_step"], found["hyper_parameters"]) == (0, 3, {"size": 7})
     assert not {"param_shapes", "shared_params", "buffer_names", "dp_world_size"} & found.keys()
-
-
-@pytest.mark.parametrize("stage", ["zero2_whole", "zero3_whole", "bf16_whole"])
-def test_every_command_takes_it(stage: str, tmp_path: Path) -> None:
-    folder, one = FOLDERS[stage], tmp_path / "one.pth"
-    assert say("convert", folder, "-o", one).code == 0
-    for reading in (
-        ("keys", folder, "--all"),
-        ("validate", folder),
-        ("match", folder, one),
-        ("stats", folder),
-        ("get", folder, "module.first.bias"),
-        ("get", folder, "."),
-        ("lock", folder, "-o", tmp_path / "lock.json"),
-        ("validate", folder, "--lock", tmp_path / "lock.json"),
-    ):
-        said = say(*reading)
-        assert said.code == 0, (reading, said.err)
-    assert say("diff", folder, one).out.startswith("all ")
-    edits = {
-        "add-module": (),
-        "rename": ("--rename", "first.*=eins.*"),
-        "drop": ("optimizer",),
-        "cast": ("--to-dtype", "bfloat16"),
-        "remap": ("--to", "cuda"),
-        "extract": ("module",),
-        "slim": (),
-        "edit": ("--repack", "--set", "epoch=3"),
-        "sanitize": (),
-    }
-    for edit, words in edits.items():
-        outputs = []
-        for source in (folder, one):
-            output = tmp_path / f"{edit}-{len(outputs)}.pth"
-            said = say(edit, source, *words, "-o", output)
-            assert said.code == 0, (edit, said.err)
-            outputs.append(torch.load(output, weights_only=True, map_location="cpu"))
-        assert str(outputs[0]) == str(outputs[1])
 
 
 def test_it_becomes_what_people_load(tmp_path: Path) -> None:
@@ -256,13 +197,6 @@ def test_tied_weights_that_only_the_module_shows(tmp_path: Path) -> None:
     torch.save({**state, "shared_params": {}}, path)
     found = joined(folder, tmp_path)["module"]
     assert found["head.weight"].data_ptr() == found["layer0.0.weight"].data_ptr()
-
-
-def test_many_ranks(tmp_path: Path) -> None:
-    model = random_model([[(300,), (7, 11)]])
-    for stage in (2, 3):
-        found = joined(write_zero(tmp_path / str(stage), model, 150, stage), tmp_path)
-        assert equal(found["module"], model.weights)
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------
@@ -369,13 +303,6 @@ def test_the_model_of_another_step_is_a_warning(tmp_path: Path) -> None:
     other = write_zero(tmp_path / "other", SMALL, 2, 2, step=4)
     shutil.copy(other / "mp_rank_00_model_states.pt", folder)
     assert "is of step 4, the optimizer's files of 3" in say("validate", folder).out
-
-
-def test_the_model_of_a_rank_of_another_step(tmp_path: Path) -> None:
-    folder = write_zero(tmp_path / "step", SMALL, 3, 3)
-    other = write_zero(tmp_path / "other", SMALL, 3, 3, step=4)
-    shutil.copy(other / "zero_pp_rank_2_mp_rank_00_model_states.pt", folder)
-    assert "zero_pp_rank_2_mp_rank_00_model_states.pt is of another save than" in refused(folder, tmp_path)
 
 
 def test_partitions_of_another_model(tmp_path: Path) -> None:

@@ -86,17 +86,6 @@ def test_states_of_the_optimizer_are_those_that_torch_gathers(name: str, tmp_pat
     assert optimizer["param_groups"]
 
 
-@every
-def test_the_folder_is_valid_and_converts_to_what_people_load(name: str, tmp_path: Path) -> None:
-    assert ckptool.validate(RANKS / name)["valid"]
-    key = PLACES[name][0] or None
-    weights = oracle(name)["weights"]
-    out = tmp_path / "one.safetensors"
-    ckptool.save(ckptool.convert(RANKS / name, "safetensors", key=key, tied="clone"), out)
-    loaded = load_file(out)
-    assert all(same(loaded[key], value) for key, value in weights.items())
-
-
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     model = whole(RANKS / "fsdp2_tied", tmp_path / "one.pth")
     assert model["first.weight"].data_ptr() == model["third.weight"].data_ptr()
@@ -196,10 +185,6 @@ def test_files_of_some_ranks_of_many_saves_are_no_folder_of_one() -> None:
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
-
-
-def files(*kinds: str) -> list[Any]:
-    return [(name, path.name) for name in kinds for path in sorted((RANKS / name).iterdir()) if path.suffix != ".json"]
 
 
 # -- states that FSDP1 has cut, which say nothing of themselves --------------------------------------------------------

@@ -14,7 +14,7 @@ from helpers.rank_files import save_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptool
@@ -136,43 +136,6 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr() != state["c.weight"].data_ptr()
 
 
-def test_ranks_of_other_pipeline_stages_add_their_tensors(tmp_path: Path) -> None:
-    def make(rank: int) -> object:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
-        stage = rank // 2
-        value = torch.full((4, 2), float(stage))
-        part = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
-        return {"model": {f"layers.{stage}.weight": part, f"stage{stage}": {"x": torch.ones(1)}}}
-
-    state = loaded(save_ranks(tmp_path / "run", 4, make), tmp_path / "one.pth")["model"]
-    assert list(state) == ["layers.0.weight", "stage0", "layers.1.weight", "stage1"]
-    assert state["layers.1.weight"].tolist() == [[1.0, 1.0]] * 4
-
-
-def test_sets_side_by_side_are_entries(tmp_path: Path) -> None:
-    pattern = "{}_world_size_2_rank_{{}}.pt"
-    value = torch.randn(5, 3)
-    parts = {"w.weight": (value, (Shard(0),))}
-    save_ranks(tmp_path / "run", 2, lambda rank: spread(parts, (2,)), pattern.format("model"))
-
-    def optimizer(rank: int) -> object:
-        moments = {"step": torch.tensor(4.0), **spread({"exp_avg": (value, (Shard(0),))}, (2,))}
-        return {"state": {0: moments}, "param_groups": [{"lr": 0.1}]}
-
-    def rest(rank: int) -> object:
-        return {"lr_scheduler": {"last_epoch": 4}, "rng": {"cpu": torch.tensor([rank], dtype=torch.uint8)}}
-
-    save_ranks(tmp_path / "run", 2, optimizer, pattern.format("optim"))
-    save_ranks(tmp_path / "run", 2, rest, pattern.format("extra_state"))
-    (tmp_path / "run" / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
-    state = loaded(tmp_path / "run", tmp_path / "one.pth")
-    assert list(state) == ["extra_state", "model", "optim"]
-    assert torch.equal(state["model"]["w.weight"], value)
-    assert torch.equal(state["optim"]["state"][0]["exp_avg"], value)
-    assert state["optim"]["param_groups"] == [{"lr": 0.1}]
-    assert "extra_state.rng.cpu" in problems(tmp_path / "run")["rank-values"]
-
-
 # -- which folders ----------------------------------------------------------------------------------------------------
 
 
@@ -195,13 +158,6 @@ def test_numbers_without_a_word_are_ranks_where_they_complete_the_mesh(tmp_path:
     assert torch.equal(loaded(tmp_path / "run", tmp_path / "one.pth")["w.weight"], value)
     (tmp_path / "run" / "shard-1.pth").unlink()
     refused(tmp_path / "run", tmp_path / "run", "3 ranks saved it, and rank 1 is not there")
-
-
-def test_epochs_of_one_rank_are_no_mesh(tmp_path: Path) -> None:
-    tensors = {"w.weight": (torch.randn(7, 2), (Shard(0),))}
-    save_ranks(tmp_path / "run", 2, lambda rank: spread(tensors, (2,)), "epoch_{}.pth")
-    shutil.copyfile(tmp_path / "run" / "epoch_0.pth", tmp_path / "run" / "epoch_1.pth")
-    assert folder_format(str(tmp_path / "run")) is None
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -230,31 +186,6 @@ def test_plain_tensors_that_differ_are_named(folder: Path, tmp_path: Path) -> No
     refused(folder, tmp_path, "'mean' cannot be joined")
 
 
-def test_a_sum_over_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    def make(rank: int) -> object:
-        return {"w.weight": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])}
-
-    refused(save_ranks(tmp_path / "run", 2, make), tmp_path, "'[\"w.weight\"]'", "Partial(sum)")
-
-
-def test_world_sizes_in_names_that_differ(tmp_path: Path) -> None:
-    save_ranks(tmp_path / "run", 2, lambda rank: training(2), "model_world_size_2_rank_{}.pt")
-    save_ranks(tmp_path / "run", 3, lambda rank: training(3), "model_world_size_3_rank_{}.pt")
-    with pytest.raises(CkptoolError, match="rank files of 2 and 3 ranks"):
-        ckptool.open(tmp_path / "run")
-
-
-def test_copies_that_are_not_equal_are_found(tmp_path: Path) -> None:
-    def make(rank: int) -> object:
-        value = torch.zeros(4, 2) + (rank == 3)
-        return spread({"w.weight": (value, (Replicate(), Shard(0)))}, (2, 2))
-
-    folder = save_ranks(tmp_path / "run", 4, make)
-    report = ckptool.validate(folder)
-    assert not report["valid"]
-    assert "model_rank3.pt is not the same as in model_rank1.pt" in str(report)
-
-
 def test_what_is_too_large_to_compare_at_once_is_compared_by_validate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,29 +202,3 @@ def test_what_is_too_large_to_compare_at_once_is_compared_by_validate(
     report = str(ckptool.validate(folder))
     assert "'other' in model_rank1.pt is not the same" in report
     assert "'same' in" not in report
-
-
-def test_a_rank_whose_parts_others_have_is_missed_in_a_warning(tmp_path: Path) -> None:
-    folder = save_ranks(
-        tmp_path / "run", 4, lambda rank: spread({"w.weight": (torch.ones(4, 2), (Replicate(), Shard(0)))}, (2, 2))
-    )
-    (folder / "model_rank3.pt").unlink()
-    with ckptool.open(folder) as checkpoint:
-        found = [(item.level, item.message) for item in checkpoint.container.problems]
-    assert [level for level, message in found if "model_rank3.pt" in message] == ["warning"]
-    assert torch.equal(loaded(folder, tmp_path / "out.pth")["w.weight"], torch.ones(4, 2))
-
-
-def test_ranks_of_another_mesh_that_are_missing_are_no_copies(tmp_path: Path) -> None:
-    """The stages of a pipeline have meshes of their own: what is there does not name what the others had."""
-
-    def stage(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
-        return {f"layer{rank // 2}.weight": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)}
-
-    folder = save_ranks(tmp_path / "run", 4, stage, "model_world_size_4_rank_{}.pt")
-    for rank in (2, 3):
-        (folder / f"model_world_size_4_rank_{rank}.pt").unlink()
-    assert "incomplete" in problems(folder)
-    with pytest.raises(CkptoolError, match=r"rank_2.pt and model_world_size_4_rank_3.pt are not there"):
-        loaded(folder, tmp_path / "out.pth")

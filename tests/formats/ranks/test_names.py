@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.formats.names.ranks import numbered_sets, rank_sets
+from ckptool.formats.names.ranks import rank_sets
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,6 @@ def test_sets_of_ranks(pattern: str, label: str, world: int) -> None:
 @pytest.mark.parametrize("name", ["frank_1.pt", "rank.pt", "rankings-2024.csv", "rank_1.json", "rank12345678.pt"])
 def test_names_that_are_no_ranks(name: str) -> None:
     assert not rank_sets([name])
-
-
-def test_numbers_may_be_anywhere_and_some_may_be_missing() -> None:
-    names = [f"weights-{rank}-of-3.pt" for rank in (1, 2, 3)]
-    assert [list(found.files.values()) for found in numbered_sets(names)] == [names]
-    assert [list(found.files.values()) for found in numbered_sets(names[:1] + names[2:])] == [names[:1] + names[2:]]
-    assert not numbered_sets(names[:1])
-    assert len(numbered_sets(names[1:])) == 1
-
-
-def test_the_largest_set_comes_first() -> None:
-    names = [f"step{step}_{part}.pt" for step in range(2) for part in range(3)]
-    assert [len(found.files) for found in numbered_sets(names)] == [3, 3, 2, 2, 2]
 
 
 def test_two_files_of_one_rank_are_a_pair() -> None:

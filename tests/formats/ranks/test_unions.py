@@ -306,21 +306,6 @@ def test_experts_have_their_places_in_the_model(name: str, inner: str, tmp_path:
     assert joined == alone - len(again)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_a_file_of_an_expert_or_of_its_optimizer_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
-    for number, path in enumerate(sorted((FIXTURES / "ranks" / name / "global_step3").iterdir())):
-        folder = copied(f"ranks/{name}", tmp_path / str(number))
-        (folder / path.name).unlink()
-        if path.name == "mp_rank_00_model_states.pt":
-            with pytest.raises(CkptoolError):
-                ckptool.open(folder)
-        else:
-            assert not ckptool.validate(folder)["valid"], path.name
-            assert any(path.name in text for text in problems(folder))
-            with pytest.raises(CkptoolError, match="is not there"):
-                ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "lost.pth")
-
-
 def test_files_of_experts_that_changed_places_are_named(tmp_path: Path) -> None:
     folder = copied("ranks/moe", tmp_path)
     one, other = (folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (1, 2))
