@@ -13,7 +13,6 @@ from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.base.errors import RefusedError
 from ckptool.cli.main import cli
 from ckptool.formats.rank_part import part_of
 
@@ -197,14 +196,6 @@ def test_a_lone_first_part_is_a_whole(name: str, tmp_path: Path) -> None:
     with ckptool.open(tmp_path / name) as checkpoint:
         assert part_of(checkpoint) is None
     assert say("convert", tmp_path / name, "-o", tmp_path / "out.safetensors").code == 0
-
-
-def test_the_library_refuses_too(tmp_path: Path) -> None:
-    path, _ = parts("Meta", tmp_path / "model")
-    with pytest.raises(RefusedError, match="part 1 of 2"):
-        ckptool.convert(path, "safetensors")
-    ckptool.save(ckptool.convert(path, "safetensors", allow_loss="shards"), tmp_path / "half.safetensors")
-    assert load_file(tmp_path / "half.safetensors").keys() == whole().keys()
 
 
 def _adapter(folder: Path) -> str:

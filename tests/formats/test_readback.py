@@ -149,23 +149,6 @@ def test_a_disk_that_fails_is_no_bug(job: Job, inputs: Path, tmp_path: Path, mon
     assert os.listdir(tmp_path) == [] and str(caught.value).endswith("Input/output error")
 
 
-def test_a_staged_folder_that_cannot_be_listed_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, check = os.listdir, saving.check_folder
-
-    def refused(path: Any = ".") -> list[str]:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def checked(*args: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "listdir", refused)
-            check(*args)
-
-    monkeypatch.setattr(saving, "check_folder", checked)
-    with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(OutputError, match="Input/output error"):
-        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=100), tmp_path / "out")
-    assert real(tmp_path) == []
-
-
 @pytest.mark.parametrize("job", [job for job in JOBS if job.folder], ids=lambda job: job.name)
 def test_a_disk_that_fails_at_any_file_of_a_folder(
     job: Job, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -146,24 +146,28 @@ def test_a_copy_of_another_rank(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_places_that_make_no_sense(told: str, folder: Path, tmp_path: Path) -> None:
-    path = folder / "shard-00002-model-00001-of-00002.safetensors"
-    save_file({"up": torch.zeros(2, 5)}, path, {"DCP_SHARDING_INFO": told, "format": "pt"})
+    path = placed(folder, torch.zeros(2, 5), told)
     assert f"{path.name} cannot be read: DCP_SHARDING_INFO" in refused(folder, tmp_path / "x")
     ckptool.validate(path)
 
 
-def test_a_piece_far_away_makes_no_large_tensor(folder: Path, tmp_path: Path) -> None:
-    path = folder / "shard-00002-model-00001-of-00002.safetensors"
-    places = json.dumps({"up": {"saved_offsets": [1 << 61, 0]}})
-    save_file({"up": torch.zeros(2, 5)}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
-    assert "is larger than any tensor can be" in refused(folder, tmp_path / "x")
+@pytest.mark.parametrize(
+    ("value", "row", "words"),
+    [
+        (torch.zeros(2, 5), 1 << 61, "is larger than any tensor can be"),
+        (torch.zeros(3, 5).half(), 3, "in shard-00002-model-00001-of-00002.safetensors than in"),
+    ],
+)
+def test_pieces_that_are_of_no_tensor(value: torch.Tensor, row: int, words: str, folder: Path, tmp_path: Path) -> None:
+    placed(folder, value, json.dumps({"up": {"saved_offsets": [row, 0]}}))
+    assert words in refused(folder, tmp_path / "x")
 
 
-def test_another_dtype_in_one_file(folder: Path, tmp_path: Path) -> None:
+def placed(folder: Path, value: torch.Tensor, places: str) -> Path:
+    """Write the file of rank 2 with a piece of "up", and what it says of its place."""
     path = folder / "shard-00002-model-00001-of-00002.safetensors"
-    places = json.dumps({"up": {"saved_offsets": [3, 0]}})
-    save_file({"up": torch.zeros(3, 5).half()}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
-    assert f"in {path.name} than in" in refused(folder, tmp_path / "x")
+    save_file({"up": value}, path, {"DCP_SHARDING_INFO": places, "format": "pt"})
+    return path
 
 
 #: The only file of the consolidated folder.

@@ -135,14 +135,6 @@ def test_both_formats_in_shards(tmp_path: Path) -> None:
         assert [entry.key for entry in checkpoint.survey.tensors] == list(STATE)
 
 
-def test_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "adapter_model.safetensors", {"base_model.model.x.lora_A.weight": torch.zeros(2, 3)})
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert run(["inspect", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "adapter_config.json (the adapter's configuration)" in told and "hf-safetensors" in told
-
-
 def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     top = tmp_path / "pipeline"
     for part, name in (

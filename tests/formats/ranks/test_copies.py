@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES, WHOLE, examples
+from conftest import WHOLE, examples
 from helpers.rank_files import save_ranks
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckptool
 from ckptool.base.errors import CkptoolError
-from ckptool.base.findings import COPIES
 from ckptool.formats.pieces import copies
 
 VALUES = {"a.weight": torch.randn(7, 6), "b.bias": torch.randn(5)}
@@ -275,13 +274,6 @@ def test_a_mesh_whose_ranks_do_not_ascend(ranks: list[int], warned: bool, tmp_pa
     folder = save_ranks(tmp_path / "run", 3, state)
     assert torch.equal(joined(folder)["a.weight"], VALUES["a.weight"])
     assert ("full_tensor() of torch joins them in the order of the ranks" in say("inspect", folder).out) == warned
-
-
-@pytest.mark.parametrize("name", ["hsdp1", "hsdp2", "fsdp1", "fsdp2_3", "tp_3", "placements", "verl_fsdp2"])
-def test_real_copies_agree(name: str) -> None:
-    with ckptool.open(FIXTURES / "ranks" / name) as checkpoint:
-        checkpoint.container.compare_copies()
-        assert COPIES not in {problem.code for problem in checkpoint.container.problems}
 
 
 def test_other_tensors_are_still_converted(tmp_path: Path) -> None:

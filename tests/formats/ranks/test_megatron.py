@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,6 @@ def test_the_file_of_one_rank_never_passes_for_the_model_whatever_its_name(file:
         assert "the model part of one of" in said.err and "put it back" in said.err, said.err
     assert "the model part of one of" in say("validate", moved).all
     assert "the model part of one of" in say("inspect", moved).all
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_model_that_all_ranks_make_is_no_part(name: str, tmp_path: Path) -> None:
-    joined = tmp_path / "model.pth"
-    assert say("convert", RANKS / name, "-o", joined).code == 0
-    assert "the model part of one of" not in say("validate", joined).all
-    options = ("--key", "model", "--allow-loss", "entries")  # the extra states of its layers
-    assert say("convert", joined, "-o", tmp_path / "x.safetensors", *options).code == 0
 
 
 def problems(path: Path) -> list[str]:
@@ -147,6 +139,13 @@ def test_the_state_of_an_optimizer_is_left_out_and_named(tmp_path: Path) -> None
         assert any("the state of the optimizer is not joined" in item.message for item in checkpoint.container.problems)
 
 
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the object in a file."""
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +176,7 @@ def test_a_missing_stage_leaves_the_layers_of_the_others_their_numbers(folder: P
 )
 def test_a_file_of_another_save_is_named(change: Any, words: str, folder: Path) -> None:
     path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    change(state)
-    torch.save(state, path)
+    changed(path, change)
     assert any(words in text and "mp_rank_01_000" in text for text in problems(folder))
     with pytest.raises(CkptoolError):
         model_of(folder, folder.parent / "one.pth")
@@ -193,22 +190,16 @@ def test_files_that_do_not_say_their_ranks_are_warned_of(folder: Path) -> None:
 
 def test_a_tensor_that_only_one_rank_has_is_named(folder: Path) -> None:
     path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    state["model"]["decoder.layers.0.extra.weight"] = torch.ones(2)
-    torch.save(state, path)
+    changed(path, lambda state: state["model"].update({"decoder.layers.0.extra.weight": torch.ones(2)}))
     assert any("mp_rank_00_000" in text and "extra.weight" in text for text in problems(folder))
 
 
-def test_arguments_with_a_rank_alone_say_nothing(tmp_path: Path) -> None:
-    folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, rank=1, swiglu=True), 1)
-    assert not problems(folder)
-
-
-def test_one_rank_in_all_files_says_nothing(tmp_path: Path) -> None:
-    """As the converter of Megatron-LM writes them, in one process."""
-    own = arguments(2, 2, num_layers=4, rank=0, world_size=4, swiglu=True)
-    folder = save_megatron(tmp_path, whole_model(4), own, 4)
-    assert not problems(folder)
+def test_ranks_in_the_arguments_may_say_nothing(tmp_path: Path) -> None:
+    """The rank without the number of ranks, or one rank in all files, as the converter of Megatron-LM writes them."""
+    alone = arguments(2, 1, num_layers=1, rank=1, swiglu=True)
+    assert not problems(save_megatron(tmp_path / "one", whole_model(1), alone, 1))
+    same_rank = arguments(2, 2, num_layers=4, rank=0, world_size=4, swiglu=True)
+    assert not problems(save_megatron(tmp_path / "two", whole_model(4), same_rank, 4))
 
 
 @pytest.mark.parametrize(("context", "pipeline_first"), [(1, True), (2, True), (2, False)])
@@ -220,9 +211,8 @@ def test_ranks_of_other_orders(context: int, pipeline_first: bool, tmp_path: Pat
     folder = save_megatron(tmp_path, whole_model(4), own, 4)
     for path in folder.glob("*/*.pt"):
         tensor, stage = (int(number) for number in path.parent.name.split("_")[2:])
-        state = torch.load(path, weights_only=False)
-        state["args"].rank = tensor + stage * (2 * context if pipeline_first else world // 2)
-        torch.save(state, path)
+        rank = tensor + stage * (2 * context if pipeline_first else world // 2)
+        changed(path, lambda state, rank=rank: setattr(state["args"], "rank", rank))  # type: ignore[misc]
     with ckptool.open(folder) as checkpoint:
         assert not [item for item in checkpoint.container.problems if item.level != "note"]
 
@@ -245,9 +235,7 @@ def test_layers_of_multi_token_prediction_keep_their_numbers(tmp_path: Path) -> 
     model = whole_model(4)
     folder = save_megatron(tmp_path, model, arguments(1, 2, num_layers=4, swiglu=True), 4)
     path = folder / "mp_rank_00_001" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    state["model"]["mtp.layers.0.eh_proj.weight"] = torch.rand(8, 16)
-    torch.save(state, path)
+    changed(path, lambda state: state["model"].update({"mtp.layers.0.eh_proj.weight": torch.rand(8, 16)}))
     assert not problems(folder)
     assert "mtp.layers.0.eh_proj.weight" in model_of(folder, tmp_path / "one.pth")
 
@@ -255,9 +243,7 @@ def test_layers_of_multi_token_prediction_keep_their_numbers(tmp_path: Path) -> 
 def test_a_pipeline_without_an_end_is_warned_of(tmp_path: Path) -> None:
     folder = save_megatron(tmp_path, whole_model(4), arguments(1, 3, num_layers=4), 3)
     for path in folder.glob("*/*.pt"):
-        state = torch.load(path, weights_only=False)
-        del state["args"]
-        torch.save(state, path)
+        changed(path, lambda state: state.pop("args"))
     shutil.rmtree(folder / "mp_rank_00_002")
     with ckptool.open(folder) as checkpoint:
         assert any("later ones may be missing" in item.message for item in checkpoint.container.problems)
@@ -265,9 +251,7 @@ def test_a_pipeline_without_an_end_is_warned_of(tmp_path: Path) -> None:
 
 def test_copies_that_differ_are_found_by_validate(folder: Path) -> None:
     path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    state["model"]["decoder.final_layernorm.weight"] += 1
-    torch.save(state, path)
+    changed(path, lambda state: state["model"]["decoder.final_layernorm.weight"].add_(1))
     report = ckptool.validate(folder)
     assert not report["valid"]
     assert "decoder.final_layernorm.weight" in str(report)
@@ -276,12 +260,10 @@ def test_copies_that_differ_are_found_by_validate(folder: Path) -> None:
 def test_a_tensor_without_a_rule_is_refused_unless_all_have_it(folder: Path) -> None:
     for rank in range(2):
         path = folder / f"mp_rank_{rank:02d}_000" / "model_optim_rng.pt"
-        state = torch.load(path, weights_only=False)
-        state["model"]["adapter.gate"] = torch.arange(3)
-        state["model"]["adapter.scale"] = torch.full((3,), float(rank))
-        state["model"]["adapter.zeros"] = torch.zeros(3)  # parts of a tensor of zeros are equal as well
-        state["model"]["mixer.norm.weight"] = torch.rand(3)
-        torch.save(state, path)
+        more = {"adapter.gate": torch.arange(3), "adapter.scale": torch.full((3,), float(rank))}
+        # Parts of a tensor of zeros are equal as well.
+        more |= {"adapter.zeros": torch.zeros(3), "mixer.norm.weight": torch.rand(3)}
+        changed(path, lambda state, more=more: state["model"].update(more))  # type: ignore[misc]
     (text,) = [text for text in problems(folder) if "adapter" in text]
     assert all(name in text for name in ("adapter.scale", "adapter.zeros", "mixer.norm.weight"))
     assert "adapter.gate" not in text

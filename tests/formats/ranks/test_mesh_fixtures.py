@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +126,6 @@ def test_flat_parameters_become_those_of_the_model(name: str, lock: bool, like: 
         assert all(same(state[key], value) for key, value in weights.items())
 
 
-def test_the_model_may_be_at_an_address(like: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "outer.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.write(like, "run/like.pth")
-    for target, out in ((like, "a.pth"), (f"{archive}!run/like.pth", "b.pth")):
-        ckptool.save(ckptool.convert(RANKS / "local_2", "torch", unflatten=target), tmp_path / out)
-    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
-
-
 @pytest.mark.parametrize("name", LOCAL)
 def test_flat_parameters_are_refused_without_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(CkptoolError, match="flat vectors of FSDP1") as error:
@@ -256,20 +246,6 @@ def test_what_describes_the_model_goes_with_its_weights(inner: str, tmp_path: Pa
     (folder / inner / "config.json").unlink()
     assert say("convert", folder, "-o", tmp_path / "bare", *how).code == 0
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {"model.safetensors"}
-
-
-@pytest.mark.parametrize("kind", ["folder", "link to nothing"])
-def test_a_configuration_that_is_no_file_is_left(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "actor"
-    shutil.copytree(RANKS / "verl_fsdp2", folder)
-    (folder / "huggingface").mkdir()
-    config = folder / "huggingface" / "config.json"
-    config.mkdir() if kind == "folder" else config.symlink_to("nothing")
-    result = say("convert", folder, "-o", tmp_path / "out", "--max-shard-size", "1GB", "--key", "model")
-    assert result.code == 0, result.all
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert "not copied: fsdp_config.json and huggingface\n" in result.out
-    assert say("convert", folder, "-o", tmp_path / "out.pth").code == 0
 
 
 def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:

@@ -139,15 +139,10 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
 # -- which folders ----------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_of_epochs_are_no_ranks(tmp_path: Path) -> None:
-    for epoch in range(3):
-        torch.save({"w.weight": torch.randn(2)}, tmp_path / f"epoch_{epoch}.pth")
-    assert folder_format(str(tmp_path)) is None
-
-
-def test_plain_tensors_of_ranks_are_no_mesh(tmp_path: Path) -> None:
-    for rank in range(3):
-        torch.save({"w.weight": torch.randn(2)}, tmp_path / f"model_rank{rank}.pth")
+@pytest.mark.parametrize("name", ["epoch_{}.pth", "model_rank{}.pth"])
+def test_plain_tensors_are_no_mesh(name: str, tmp_path: Path) -> None:
+    for number in range(3):
+        torch.save({"w.weight": torch.randn(2)}, tmp_path / name.format(number))
     assert folder_format(str(tmp_path)) is None
 
 

@@ -83,20 +83,6 @@ def test_weights_are_those_of_the_model_before_rounding(
     assert "rounded" in message and not ckptool.validate(one)["valid"]
 
 
-def test_weights_of_another_parameter_in_a_universal_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    shutil.copytree(RANKS / "zero_universal", folder)
-    assert ckptool.validate(folder)["valid"]
-    parameters = folder / "global_step3_universal" / "zero"
-    one, two = parameters / "first.bias" / "fp32.pt", parameters / "third.bias" / "fp32.pt"
-    assert torch.load(one)["param"].shape == torch.load(two)["param"].shape
-    shutil.copyfile(two, one)
-    assert not ckptool.validate(folder)["valid"]
-    with pytest.raises(CkptoolError, match=r"zero/first\.bias/fp32\.pt .* rounded"):
-        ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "x.pth")
-    assert not (tmp_path / "x.pth").exists()
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_configuration_of_another_run(stage: int, tmp_path: Path) -> None:
     folder = write_zero(tmp_path / "step", SMALL, 2, stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,6 @@ def universal(tmp_path: Path) -> Path:
     return tmp_path / "run" / "global_step3_universal"
 
 
-def test_a_weight_of_another_shape_is_named(universal: Path) -> None:
-    shutil.copy(universal / "zero" / "first.bias" / "fp32.pt", universal / "zero" / "second.bias" / "fp32.pt")
-    assert any("'second.bias' is of the shape [5]" in text for text in problems(universal))
-
-
 def broken(folder: Path, words: str, tmp_path: Path) -> None:
     """A file or a parameter is named, and nothing is made of it."""
     assert any(words in text for text in problems(folder)), problems(folder)
@@ -77,36 +73,53 @@ def broken(folder: Path, words: str, tmp_path: Path) -> None:
     assert not ckptool.validate(folder)["valid"]
 
 
-@pytest.mark.parametrize("names", [["exp_avg"], ["exp_avg", "exp_avg_sq"], ["step"], ["exp_avg", "exp_avg_sq", "step"]])
-def test_states_that_others_of_the_group_have_are_missed(names: list[str], universal: Path, tmp_path: Path) -> None:
-    for name in names:
-        (universal / "zero" / "first.weight" / f"{name}.pt").unlink()
-    broken(universal, f"zero/first.weight/{names[0]}.pt is not there, and others of its group have one", tmp_path)
+def _copy(source: str, target: str) -> Callable[[Path], object]:
+    return lambda zero: shutil.copy(zero / source, zero / target)
 
 
-def test_a_state_of_another_shape_is_named(universal: Path, tmp_path: Path) -> None:
-    for name in ("exp_avg", "exp_avg_sq"):
-        path = universal / "zero" / "first.weight" / f"{name}.pt"
-        data = path.read_bytes()
-        shutil.copy(universal / "zero" / "second.weight" / f"{name}.pt", path)
-        broken(universal, f"{name}.pt: 'first.weight' is of the shape [7, 5]", tmp_path)
-        path.write_bytes(data)
-    assert not problems(universal)
+def _lose(*names: str) -> Callable[[Path], object]:
+    return lambda zero: [(zero / "first.weight" / f"{name}.pt").unlink() for name in names]
 
 
-def test_a_parameter_of_another_step_is_named(universal: Path, tmp_path: Path) -> None:
-    path = universal / "zero" / "third.bias" / "step.pt"
+def _of_another_step(zero: Path) -> None:
+    path = zero / "third.bias" / "step.pt"
     torch.save(torch.load(path) + 5, path)
-    broken(universal, "zero/third.bias/step.pt is of step 8, and others of its group of 3", tmp_path)
 
 
-@pytest.mark.parametrize("weights_alone", [False, True])
-def test_a_parameter_that_is_not_of_the_model_is_named(weights_alone: bool, universal: Path, tmp_path: Path) -> None:
-    """That of another save is no part of this one."""
-    stale = Path(shutil.copytree(universal / "zero" / "first.weight", universal / "zero" / "old.weight"))
-    for path in stale.glob("[!f]*.pt") if weights_alone else ():
+def _stale(zero: Path) -> None:
+    """A parameter of another save is no part of this one."""
+    shutil.copytree(zero / "first.weight", zero / "old.weight")
+
+
+def _stale_weights(zero: Path) -> None:
+    _stale(zero)
+    for path in (zero / "old.weight").glob("[!f]*.pt"):
         path.unlink()
-    broken(universal, "zero/old.weight is of no parameter in mp_rank_00_model_states.pt", tmp_path)
+
+
+_LOST = "zero/first.weight/{}.pt is not there, and others of its group have one"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_copy("first.bias/fp32.pt", "second.bias/fp32.pt"), "'second.bias' is of the shape [5]"),
+        (_copy("second.weight/exp_avg.pt", "first.weight/exp_avg.pt"), "exp_avg.pt: 'first.weight' is of the shape"),
+        (_copy("second.weight/exp_avg_sq.pt", "first.weight/exp_avg_sq.pt"), "exp_avg_sq.pt: 'first.weight' is of"),
+        (_lose("exp_avg"), _LOST.format("exp_avg")),
+        (_lose("exp_avg", "exp_avg_sq"), _LOST.format("exp_avg")),
+        (_lose("step"), _LOST.format("step")),
+        (_lose("exp_avg", "exp_avg_sq", "step"), _LOST.format("exp_avg")),
+        (_of_another_step, "zero/third.bias/step.pt is of step 8, and others of its group of 3"),
+        (_stale, "zero/old.weight is of no parameter in mp_rank_00_model_states.pt"),
+        (_stale_weights, "zero/old.weight is of no parameter in mp_rank_00_model_states.pt"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    change: Callable[[Path], object], words: str, universal: Path, tmp_path: Path
+) -> None:
+    change(universal / "zero")
+    broken(universal, words, tmp_path)
 
 
 def test_experts_are_parameters_of_their_own(universal: Path, tmp_path: Path) -> None:
@@ -269,11 +282,6 @@ def test_parameters_that_a_stage_names_are_looked_for(pipeline: Path, tmp_path: 
 EXPERTS = ("moe", "moe_zero2")
 
 
-def copied(name: str, folder: Path) -> Path:
-    """A copy of the folder of the step."""
-    return Path(shutil.copytree(FIXTURES / name / "global_step3", folder / "global_step3"))
-
-
 @pytest.mark.parametrize("inner", ["", "global_step3"])
 def test_a_model_without_zero_is_what_deepspeed_wrote(inner: str, tmp_path: Path) -> None:
     folder = FIXTURES / "real" / "zero0" / inner
@@ -304,15 +312,6 @@ def test_experts_have_their_places_in_the_model(name: str, inner: str, tmp_path:
     with ckptool.open(FIXTURES / "ranks" / name / "global_step3/mp_rank_00_model_states.pt") as checkpoint:
         again = [entry for entry in checkpoint.survey.tensors if entry.path.startswith("optimizer")]
     assert joined == alone - len(again)
-
-
-def test_files_of_experts_that_changed_places_are_named(tmp_path: Path) -> None:
-    folder = copied("ranks/moe", tmp_path)
-    one, other = (folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (1, 2))
-    shutil.copy(one, other)
-    assert any("it was saved as layer_0_expert_1" in message for message in problems(folder))
-    torch.save(torch.load(one), other)
-    assert any("it is another expert's file" in message for message in problems(folder))
 
 
 def test_where_the_partitions_are_missing_the_weights_in_16_bits_can_be_taken(tmp_path: Path) -> None:
