@@ -157,8 +157,7 @@ TheirNamed = typing.TypedDict("TheirNamed", {"with": "str", "at": int}, total=Fa
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(OurPart, TheirPart), (OurOther, TheirOther), (OurWhole, TheirWhole), (OurNamed, TheirNamed)],
+    ("ours", "theirs"), [(OurPart, TheirPart), (OurOther, TheirOther), (OurWhole, TheirWhole), (OurNamed, TheirNamed)]
 )
 def test_it_is_a_typed_dict(ours: Any, theirs: Any) -> None:
     assert records.is_typed_dict(ours) and not records.is_typed_dict(dict)

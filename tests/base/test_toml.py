@@ -29,8 +29,7 @@ def test_long_dotted_keys_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [f'x = "{MANY}"', f"x = '{MANY}'", f'x = """\n{MANY}\n"""', f"x = '''\n{MANY}'''", f'x = "#" # {MANY}'],
+    "text", [f'x = "{MANY}"', f"x = '{MANY}'", f'x = """\n{MANY}\n"""', f"x = '''\n{MANY}'''", f'x = "#" # {MANY}']
 )
 def test_texts_have_any_number_of_dots(text: str) -> None:
     assert list(toml.parsed(text.encode(), "x.toml", "the recipe")) == ["x"]

@@ -156,12 +156,7 @@ REFUSED = {
         }
     },
     "model_ema.* could stand for several": {
-        "state_dict": {
-            "model.a.b": ONES,
-            "model.ab": ONES,
-            "model_ema.ab": ONES,
-            "model_ema.num_updates": ONES,
-        }
+        "state_dict": {"model.a.b": ONES, "model.ab": ONES, "model_ema.ab": ONES, "model_ema.num_updates": ONES}
     },
     "differ in shape": {"model": {"a.weight": ONES}, "ema": {"a.weight": torch.ones(3)}},
     "no model in it has the names": {"model": {"a.weight": ONES}, "ema": {"a.weight": ONES, "b.weight": ONES}},

@@ -181,16 +181,6 @@ def test_a_key_chooses_one_state_dict_in_formats_that_hold_several(target: str, 
     assert said.code == 2 and not (tmp_path / "none.pth").exists()
 
 
-def test_a_key_and_the_other_weights_make_one_output(tmp_path: Path) -> None:
-    folder = FIXTURES / "ranks" / "zero2_whole"
-    said = say("convert", folder, "--key", "module", "--deepspeed-16bit", "-o", tmp_path / "half.pth")
-    assert said.code == 0, said.all
-    wanted = torch.load(folder / "global_step3/mp_rank_00_model_states.pt", weights_only=False)["module"]
-    found = torch.load(tmp_path / "half.pth", weights_only=True)
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 def test_shards_of_torch_keep_what_tensors_are(tmp_path: Path) -> None:
     out = converted(
         {**odd(), "tied": (both := odd())["sparse"], "again": both["sparse"]}, "torch", tmp_path, max_shard_size=1
@@ -260,28 +250,6 @@ def test_a_float8_tensor_and_its_bytes_are_both_kept(tmp_path: Path) -> None:
         out.unlink()
 
 
-def test_dtypes_that_the_legacy_format_lacks_are_left_out_of_folders_too(tmp_path: Path) -> None:
-    out = converted({"a": torch.ones(2, dtype=torch.uint16), "b": torch.ones(2)}, "torch", tmp_path, max_shard_size=1)
-    old = tmp_path / "old.pth"
-    with ckptool.open(out) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss=["dtypes"]), old)
-    assert oracle.difference({"b": torch.ones(2)}, oracle.load(old)) == ""
-
-
-def test_diff_knows_values_that_were_turned_round(tmp_path: Path) -> None:
-    value = {"a.conj": odd()["conj"], "b.neg": odd()["neg"], "c.plain": torch.ones(2)}
-    out = converted(value, "safetensors", tmp_path, allow_loss=["strides"])
-    report = ckptool.diff(tmp_path / "in.pth", out)
-    assert report["values"] == []
-    assert {(item["path"], item["what"]) for item in report["changed"]} == {
-        ('["a.conj"]', "conj"),
-        ('["b.neg"]', "neg"),
-        ('["b.neg"]', "stride"),
-    }
-    torch.save({**value, "a.conj": odd()["conj"].resolve_conj() + 1}, tmp_path / "other.pth")
-    assert [item["path"] for item in ckptool.diff(tmp_path / "other.pth", out)["values"]] == ['["a.conj"]']
-
-
 def test_the_containers_of_the_state_dict_are_no_loss(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(1)}
     assert kinds({"runs": [{"model": state}]}, tmp_path) == {}
@@ -302,15 +270,3 @@ def test_a_header_too_large_to_be_read_is_refused(tmp_path: Path, monkeypatch: p
 
 
 # -- names: none is left out silently, none of another format is taken -----------------------------------------
-
-
-@pytest.mark.parametrize("name", ["folder", "model-1.5", "model.v2"])
-def test_shards_are_safetensors_unless_the_format_is_named(name: str, tmp_path: Path) -> None:
-    out = tmp_path / name
-    for source in (FIXTURES / "bare.pth", FIXTURES / "model.safetensors"):
-        said = say("convert", source, "-o", out, "--max-shard-size", "80", "--force", "--allow-loss", "all")
-        assert said.code == 0, said.all
-        assert {path.suffix for path in out.iterdir()} == {".safetensors", ".json"}
-        for file in out.iterdir():
-            file.unlink()
-        out.rmdir()

@@ -79,12 +79,6 @@ def test_strings_of_attributes_are_changed(script: Path, tmp_path: Path) -> None
     assert {item["device"] for item in report["attributes"]} <= {"cpu", "meta"}
 
 
-def test_an_attribute_is_changed_by_the_name_of_its_device(script: Path, tmp_path: Path) -> None:
-    with ckptool.open(script) as checkpoint:
-        ckptool.save(ckptool.remap(checkpoint, {"meta": "cpu"}, strings=True), tmp_path / "out.pt")
-    assert torch.jit.load(str(tmp_path / "out.pt"), map_location="cpu").meta == "cpu"
-
-
 def test_keys_of_dicts_are_no_strings_that_name_a_device(tmp_path: Path) -> None:
     """The same in files of torch.save, where pickle writes equal strings of one object once."""
     cuda = "cuda"
@@ -153,22 +147,6 @@ def test_devices_that_an_export_names_beside_its_weights_are_reported(
         torch.export.load(str(path))
 
 
-def test_export_knows_no_map_location(exported: Path, tmp_path: Path) -> None:
-    path = rewritten(
-        exported,
-        tmp_path / "c.pt2",
-        lambda n, d: d.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1'),
-    )
-    assert "torch.export.load fails, as it has no map_location" in say("inspect", path).all
-
-
-def test_extra_files_are_listed(exported: Path, tmp_path: Path) -> None:
-    assert ckptool.inspect(exported)["program"]["extra_files"] == ["note.txt"]
-    torch.jit.save(module(), str(tmp_path / "m.pt"), _extra_files={"labels.json": "[]"})
-    assert ckptool.inspect(tmp_path / "m.pt")["program"]["extra_files"] == ["labels.json"]
-    assert "1 extra file (labels.json)" in say("inspect", tmp_path / "m.pt").all
-
-
 def compiled(path: Path) -> Path:
     """As torch._inductor.aoti_compile_and_package writes it: no weights by name, and a library."""
     with zipfile.ZipFile(path, "w") as archive:
@@ -193,11 +171,6 @@ def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     assert said.code == 0 and "the compiled code names cuda 1 time; it stays as it is" in said.all
     said = say("edit", path, "--wrap", "x", "-o", tmp_path / "out2.pt2")
     assert said.code == 4 and "ckptool inspect" in said.all and "ckptool convert" not in said.all
-
-
-def test_an_export_may_run_what_its_pickles_name(exported: Path) -> None:
-    said = say("inspect", exported)
-    assert "which holds code" in said.all and "pickles within it run when it is loaded" in said.all
 
 
 def test_devices_in_sources_of_packages_are_reported(tmp_path: Path) -> None:

@@ -125,21 +125,6 @@ def test_text_encoders_have_a_prefix_or_lack_it(style: str, shorter: str, tmp_pa
     assert_merged(merged(base, adapter, tmp_path), base, own)
 
 
-def test_the_first_loras_of_diffusers_have_no_model_in_their_names(tmp_path: Path) -> None:
-    base = weights(UNET)
-    shapes = {name: shape for name, shape in UNET.items() if "attn" in name}
-    adapter, deltas = lora("processor", "unet", shapes)
-    bare = {name.removeprefix("unet."): value for name, value in adapter.items()}
-    assert_merged(merged(base, bare, tmp_path), base, deltas)
-
-
-def test_a_linear_adapter_fits_a_convolution_of_one_pixel(tmp_path: Path) -> None:
-    shapes = {name: shape for name, shape in UNET.items() if len(shape) == 4 and shape[2] == 1}
-    base = weights(UNET)
-    adapter, deltas = lora("kohya", "unet", shapes, linear=True)
-    assert_merged(merged(base, adapter, tmp_path), base, deltas)
-
-
 # -- scales
 
 
@@ -164,17 +149,6 @@ def test_diffusers_keeps_settings_in_the_header(settings: dict[str, Any], scale:
     text = json.dumps({f"unet.{name}": value for name, value in own.items()} | {"text_encoder.lora_alpha": 9})
     result = merged(base, adapter, tmp_path, lora_adapter_metadata=text)
     assert_merged(result, base, deltas, scale)
-
-
-def test_settings_of_names_without_a_model_have_none_either(tmp_path: Path) -> None:
-    """As ``UNet2DConditionModel.save_lora_adapter`` writes them."""
-    base = weights(UNET)
-    adapter, deltas = lora("PEFT", "unet", UNET)
-    bare = {name.removeprefix("unet."): value for name, value in adapter.items() if name.startswith("unet.down_blocks")}
-    own = {name: delta for name, delta in deltas.items() if name.startswith("down_blocks")}
-    assert bare and own
-    result = merged(base, bare, tmp_path, lora_adapter_metadata=json.dumps({"r": 2, "lora_alpha": 8}))
-    assert_merged(result, base, own, 4.0)
 
 
 def test_kohya_may_scale_rows_to_a_magnitude(tmp_path: Path) -> None:
@@ -276,23 +250,6 @@ def test_a_file_of_the_whole_pipeline_is_a_base(style: str, tmp_path: Path) -> N
     base = sdxl()
     adapter, added = placed(style, base, PLACES)
     assert_merged(merged(base, adapter, tmp_path), base, added)
-
-
-def test_kohya_may_use_the_names_of_the_file(tmp_path: Path) -> None:
-    """kohya trains SDXL with the names of latent-diffusion; a base of diffusers takes them, too."""
-    base = sdxl()
-    shapes = {name: shape for name, shape in ldm_unet().items() if ".to_" in name or "conv" in name}
-    adapter, deltas = lora("kohya", "unet", shapes)
-    added = {f"model.diffusion_model.{name}": delta for name, delta in deltas.items()}
-    result = merged(base, adapter, tmp_path)
-    assert_merged(result, base, added)
-    for state, name in ((base, "one"), (result, "two")):
-        save_file({key: value for key, value in state.items() if "diffusion" in key}, tmp_path / f"{name}.safetensors")
-        edited = ckptool.convert(tmp_path / f"{name}.safetensors", "safetensors", to_names="diffusers:unet")
-        ckptool.save(edited, tmp_path / f"{name}-diffusers.safetensors")
-    again = merged(tmp_path / "one-diffusers.safetensors", adapter, tmp_path)
-    wanted = load_file(tmp_path / "two-diffusers.safetensors")
-    assert again.keys() == wanted.keys() and all(torch.equal(again[key], wanted[key]) for key in wanted)
 
 
 # -- models that the base does not hold

@@ -100,15 +100,6 @@ def test_experts_in_a_tensor_each(model: Any, tmp_path: Path) -> None:
         assert torch.equal(result[name], wanted), name
 
 
-def test_ranks_and_scales_may_have_patterns(tmp_path: Path) -> None:
-    adapter, deltas = trained()
-    base = mixtral()
-    names = {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"experts.down_proj": 6}}
-    result = merged(base, adapter, tmp_path, **names)
-    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    assert torch.equal(result[name], base[name] + deltas["down_proj"][1] * 2)
-
-
 def test_a_square_parameter_has_the_order_of_its_neighbour(tmp_path: Path) -> None:
     first, gate_up = matrices(2 * HIDDEN, HIDDEN, f"{MODULE}.base_layer")
     second, down = matrices(HIDDEN, HIDDEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ckptool import Checkpoint
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.base.globs import Globs
 from ckptool.checkpoint.paths import parse_path
-from ckptool.checkpoint.tensors import Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -161,19 +159,3 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
 
 
 # -- linear time -----------------------------------------------------------------------------------------------
-
-
-class CountedStorages(dict[str, Storage]):
-    passes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        self.passes += 1
-        return super().__iter__()
-
-
-def test_a_merge_passes_over_the_storages_a_fixed_number_of_times() -> None:
-    with ckptool.open(FIXTURES / "bare.pth") as one, ckptool.open(FIXTURES / "plain_dict.pth") as other:
-        one.survey.reader.storages = counted = CountedStorages(one.survey.reader.storages)
-        merged = ckptool.merge(one, other)
-        assert len(merged.added) == 9
-        assert counted.passes <= 3

@@ -297,46 +297,6 @@ def test_a_tied_head_gets_weights_of_its_own(where: str, base: Path, tmp_path: P
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_trained_tokens_of_a_tied_head(own: bool, base: Path, tmp_path: Path) -> None:
-    """PEFT saves the same rows for both; only other rows make the head weights of its own."""
-    rows = torch.randn(2, 8)
-    others = torch.randn(2, 8) if own else rows.clone()
-    names = ("model.embed_tokens", "lm_head")
-    delta_of = "base_model.model.{}.token_adapter.trainable_tokens_delta"
-    tensors = {**factors(LAYER, 150, 8), delta_of.format(names[0]): rows, delta_of.format(names[1]): others}
-    settings = {"trainable_token_indices": {"embed_tokens": [1, 5], "lm_head": [1, 5]}}
-    old = weights_of(tied(base))[EMBEDDING]
-    result = merged(base, write_adapter(tmp_path / "adapter", tensors, **settings), out=tmp_path / "out")
-    for key, new in ((EMBEDDING, rows), (HEAD, others)):
-        wanted = old.clone()
-        wanted[[1, 5]] = new.bfloat16()
-        assert is_same(result[key], wanted) if key in result else not own
-    assert (HEAD in result) is own
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is not own
-
-
-def test_every_bias_of_peft(base: Path, tmp_path: Path) -> None:
-    """With bias="all" PEFT also saves what was there before the training, and some biases under two names."""
-    old = {"score.bias": torch.ones(3), "score.weight": torch.ones(3, 8), "final_bias": torch.ones(1, 9)}
-    save_file(weights_of(base) | old, base / "model.safetensors")
-    new = {"score.bias": torch.randn(3), "score.weight": torch.randn(3, 8), "final_bias": torch.randn(1, 9)}
-    saved = {
-        **new,
-        "score.modules_to_save.bias": new["score.bias"].clone(),
-        "score.original_module.bias": torch.zeros(3),
-    }
-    saved["score.decoder.bias"] = new["score.bias"].clone()  # tied to the other one, and not in the base
-    tensors = {**factors(LAYER, 150, 8), **{f"base_model.model.{name}": item for name, item in saved.items()}}
-    adapter = write_adapter(tmp_path / "adapter", tensors, bias="all", modules_to_save=["score"])
-    result = merged(base, adapter, out=tmp_path / "out")
-    assert {name: result[name].tolist() for name in new} == {name: item.tolist() for name, item in new.items()}
-    tensors["base_model.model.score.modules_to_save.bias"] += 1
-    adapter = write_adapter(tmp_path / "other", tensors, bias="all", modules_to_save=["score"])
-    with pytest.raises(RefusedError, match="mean the same tensor"):
-        merged(base, adapter, out=tmp_path / "again")
-
-
 TWO = [f"model.layers.{number}.mlp.up_proj" for number in (0, 1)]
 
 
@@ -533,19 +493,6 @@ def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
     save_file(tensors, base / "model.safetensors")
     with pytest.raises(RefusedError, match="of the base holds NaN or infinity"):
         merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
-
-
-@pytest.mark.parametrize("where", ["base", "adapter"])
-def test_tensors_without_values_are_refused(where: str, base: Path, tmp_path: Path) -> None:
-    tensors, weights = dict(GOOD), {f"{LAYER}.weight": torch.ones(150, 8)}
-    chosen = tensors if where == "adapter" else weights
-    chosen[next(iter(chosen))] = next(iter(chosen.values())).to("meta")
-    folder = write_adapter(tmp_path / "adapter", GOOD)
-    (folder / "adapter_model.safetensors").unlink()
-    torch.save(tensors, folder / "adapter_model.bin")
-    torch.save(weights, tmp_path / "in.pth")
-    with pytest.raises(RefusedError, match=r"has no (floating-point|plain) values"):
-        merged(tmp_path / "in.pth", folder, out=tmp_path / "out.pth")
 
 
 def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path: Path) -> None:

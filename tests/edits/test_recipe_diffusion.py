@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.recipes import assert_equal, converted
-from safetensors.torch import save_file
 
-import ckptool
 from ckptool.base.errors import RefusedError
 
 #: A text encoder and an entry of training, as files with the whole model have them.
@@ -74,35 +72,11 @@ def test_a_vae_is_the_one_that_diffusers_loads(prefix: str, blocks: int, more: d
         assert torch.equal(again(image).sample, model(image).sample)
 
 
-def test_an_older_vae_is_the_one_that_diffusers_loads(tmp_path: Path) -> None:
-    model = vae(2)
-    own = model.state_dict()
-    names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-    older = {}
-    for name, value in own.items():
-        parts = name.rpartition(".attentions.0.")
-        kind, _, last = parts[2].rpartition(".")
-        older["".join(parts[:2]) + names.get(kind, kind) + "." * bool(kind) + last] = value
-    assert len(older.keys() - own.keys()) == 16
-    save_file(older, tmp_path / "diffusion_pytorch_model.safetensors")
-    model.save_config(tmp_path)
-    assert_equal(type(model).from_pretrained(tmp_path).state_dict(), own)
-    assert_equal(converted(older, "ldm:vae", tmp_path), converted(own, "ldm:vae", tmp_path))
-
-
 def test_a_vae_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     ldm = converted(vae(3).state_dict(), "ldm:vae", tmp_path)
     del ldm["first_stage_model.decoder.up.1.block.1.conv1.weight"]
     with pytest.raises(RefusedError, match=r"conv1.weight' is missing"):
         converted(ldm, "diffusers:vae", tmp_path)
-
-
-def test_the_report_says_what_is_left_out(tmp_path: Path) -> None:
-    whole = converted(vae(2).state_dict(), "ldm:vae", tmp_path) | OTHERS
-    save_file(whole, tmp_path / "whole.safetensors")
-    made = ckptool.convert(tmp_path / "whole.safetensors", "safetensors", to_names="diffusers:vae")
-    notes = [note for change in made.changes for note in change.notes]
-    assert f"left out: 2 tensors of other parts of the file, such as '{min(OTHERS)}'" in notes
 
 
 def unet(kind: str) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import CORPUS
 from helpers.recipes import assert_equal, converted
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool.base.errors import RefusedError
@@ -143,13 +141,7 @@ def spied(model: Any, fused: Any, attention: Any) -> tuple[torch.Tensor, Heads]:
 #: The configuration and its class, the module with the fused layer in the model, and the name of that layer.
 FUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "gpt2": ("gpt2", "GPT2", {"n_embd": 8, "n_head": 4}, "transformer.h.1.attn", "c_attn"),
-    "gpt_neox": (
-        "gpt_neox",
-        "GPTNeoX",
-        {"intermediate_size": 6},
-        "gpt_neox.layers.1.attention",
-        "query_key_value",
-    ),
+    "gpt_neox": ("gpt_neox", "GPTNeoX", {"intermediate_size": 6}, "gpt_neox.layers.1.attention", "query_key_value"),
     "bloom": ("bloom", "Bloom", {"n_head": 4, "n_layer": 2}, "transformer.h.1.self_attention", "query_key_value"),
     "falcon-40b": (
         "falcon",
@@ -291,22 +283,6 @@ def test_projections_of_torch_attention(tmp_path: Path) -> None:
     assert_equal(converted(split, "torch:mha", tmp_path / "b"), state)
 
 
-def test_projections_of_timm(tmp_path: Path) -> None:
-    layers = pytest.importorskip("timm.layers")
-    attention = layers.Attention(8, 2, qkv_bias=True).double().eval()
-    state = {f"blocks.0.attn.{name}": value.detach() for name, value in attention.state_dict().items()}
-    split = converted(state, "split:qkv", tmp_path / "a")
-    value = torch.randn(1, 3, 8, dtype=torch.float64)
-
-    def heads(letter: str) -> torch.Tensor:
-        weight, bias = (split[f"blocks.0.attn.{letter}_proj.{kind}"] for kind in ("weight", "bias"))
-        return torch.nn.functional.linear(value, weight, bias).view(1, 3, 2, 4).transpose(1, 2)
-
-    mixed = torch.nn.functional.scaled_dot_product_attention(*map(heads, "qkv")).transpose(1, 2).reshape(1, 3, 8)
-    assert torch.allclose(attention.proj(mixed), attention(value))
-    assert_equal(converted(split, "timm:qkv", tmp_path / "b"), state)
-
-
 class Meta:
     """Meta's model: rotary embeddings as complex numbers, of neighbours in a head (llama/model.py)."""
 
@@ -369,32 +345,3 @@ def test_logits_are_those_of_metas_model(
     made = Meta(meta, 4, groups).logits(tokens)
     assert torch.allclose(made, logits(model)[0], atol=1e-4)
     assert_equal(converted(meta, f"hf:{name.lower()}", tmp_path / "b", {"n_heads": 4, "n_kv_heads": groups}), files)
-
-
-CASES = CORPUS.parent / "recipes"
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt2-conv1d", "mha-inproj", "mixtral-unstack", "neox-qkv", "phi3-fuse", "phi3-split"]
-)
-@pytest.mark.parametrize("back", [False, True])
-def test_rules_of_the_corpus(name: str, back: bool, tmp_path: Path) -> None:
-    if not (CASES / name).is_dir():
-        pytest.skip("no corpus")
-    case = json.loads((CASES / name / "case.json").read_text())
-    (path,) = (CASES / name / "in").iterdir()
-    given = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
-    wanted = load_file(CASES / name / "expected.safetensors")
-    if back and name == "phi3-fuse":
-        pytest.skip("the same as phi3-split, without its numbers")
-    if back:
-        given, wanted = wanted, dict(given)
-    rules = "".join(f"[[rule]]\na = {json.dumps(a)}\nb = {json.dumps(b)}\n" for a, b in case["rules"])
-    numbers = "".join(f"{symbol} = [{json.dumps(symbol)}]\n" for symbol in case["numbers"])
-    (tmp_path / "own.toml").write_text(f'a = "one"\nb = "other"\n[numbers]\n{numbers}{rules}')
-    save_file(given, tmp_path / "in.safetensors")
-    made = ckptool.convert(
-        tmp_path / "in.safetensors", "safetensors", recipe=str(tmp_path / "own.toml"), config=case["numbers"]
-    )
-    ckptool.save(made, tmp_path / "out.safetensors")
-    assert_equal(load_file(tmp_path / "out.safetensors"), wanted)

@@ -12,8 +12,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, Fixture, corpus_files, needs_corpus
-from output_checks import checked, edited, every, named_for, saved
+from conftest import FIXTURES, Fixture
+from output_checks import edited, every, saved
 
 import ckptool
 from ckptool.base.errors import TargetError
@@ -131,22 +131,6 @@ def test_every_file_afterwards_has_nothing_to_redact(item: Fixture, out: Path) -
         assert find_private(checkpoint) == []
     if not found:
         assert oracle.difference(oracle.load(item.path), after) == ""
-
-
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_real_checkpoints(path: Path, out: Path) -> None:
-    try:
-        oracle.load(path)
-        checkpoint = ckptool.open(path)
-    except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
-        pytest.skip("torch does not load it")
-    out = named_for(path, out)
-    with checkpoint:
-        ckptool.save(ckptool.redact(checkpoint), out)
-    checked(out, path)
-    with ckptool.open(out) as checkpoint:
-        assert find_private(checkpoint) == []
 
 
 def test_an_unknown_kind() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import Fixture, corpus_files, needs_corpus
+from conftest import Fixture
 from naive_edits import without_metadata
 from output_checks import at, edited, every, saved
 from torch import nn
@@ -128,20 +128,6 @@ def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:
             function(checkpoint, head, **only.patterns)
         return
     same(item.path, out, lambda c: function(c, head, **only.patterns), rename)
-
-
-@pytest.mark.sampled(every=5)
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_real_checkpoints(path: Path, out: Path) -> None:
-    try:
-        oracle.load(path)
-        there = names(path)
-    except Exception:  # whatever torch or ckptool says of a file that is no checkpoint
-        pytest.skip("torch does not load it")
-    if not there:
-        pytest.skip("there is no state dict in it")
-    same(path, out, lambda c: ckptool.rename(c, glob=("*", "x.*")), lambda name: "x." + name)
 
 
 # -- what a user may get wrong ------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import json
 import shlex
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from crafted_files import Code, archive, entries, legacy, name, put, report_of, 
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.files.sources import BytesSource
-from ckptool.files.zips.recovery import RecoveredRecord
-from ckptool.formats import rescue
-from ckptool.formats.rescue import rescue_zip
 
 SIZE = 24
 
@@ -250,16 +245,6 @@ def test_what_was_shared_stays_shared(tmp_path: Path) -> None:
     assert found["t"].stride() == (1, 20)
 
 
-def test_metadata_of_a_state_dict_is_kept(tmp_path: Path) -> None:
-    path, out = tmp_path / "meta.pth", tmp_path / "out.pth"
-    module = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(200, 20))
-    saved(path, module.state_dict(), 0.5)
-    assert run(["salvage", "-q", str(path), "-o", str(out)]) == 1
-    found = torch.load(out, weights_only=True)
-    assert list(found) == ["0.weight", "0.bias"]
-    assert found._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
-
-
 def test_a_whole_file_is_copied(tmp_path: Path) -> None:
     path, out = tmp_path / "whole.pth", tmp_path / "out.pth"
     path.write_bytes(ZIP)
@@ -274,35 +259,6 @@ def test_nothing_whole_writes_nothing(tmp_path: Path) -> None:
 
 
 # -- linear time -----------------------------------------------------------------------------------------------
-
-
-class Counted(list[RecoveredRecord]):
-    passes = 0
-
-    def __iter__(self) -> Iterator[RecoveredRecord]:
-        self.passes += 1
-        return super().__iter__()
-
-
-def test_salvage_passes_over_the_records_a_fixed_number_of_times() -> None:
-    file = io.BytesIO()
-    torch.save({f"w{number}": torch.ones(3) for number in range(50)}, file)
-    cut = file.getvalue()[: len(file.getvalue()) // 2]
-    scans = []
-
-    class Watched(rescue._ZipScan):
-        def __init__(self, source: BytesSource) -> None:
-            super().__init__(source)
-            self.records = Counted(self.records)
-            scans.append(self.records)
-
-    keep, rescue._ZipScan = rescue._ZipScan, Watched  # type: ignore[misc]
-    try:
-        rescued = rescue_zip(BytesSource(cut))
-    finally:
-        rescue._ZipScan = keep  # type: ignore[misc]
-    assert 0 < len(rescued.lost) < 50
-    assert [records.passes for records in scans] and max(records.passes for records in scans) <= 4
 
 
 def test_a_folder_in_the_archive_whose_name_is_too_long_is_renamed(tmp_path: Path) -> None:

@@ -111,19 +111,19 @@ def test_weights_only_agrees_with_torch(path: Path) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("edit", ["strip", "add", "cpu", "cuda:0"])
+@pytest.mark.parametrize("edit", ["strip", "add", "repack", "cpu", "cuda:0"])
 def test_edits_equal_the_naive_ones(path: Path, edit: str, out: Path) -> None:
     with ckptool.open(path) as checkpoint:
         paths = [parse_path(item.path) for item in checkpoint.state_dicts if item.confidence == "high"]
         if edit in ("strip", "add"):
             result = ckptool.strip_module(checkpoint) if edit == "strip" else ckptool.add_module(checkpoint)
         else:
-            result = ckptool.remap(checkpoint, edit)
+            result = ckptool.repack(checkpoint) if edit == "repack" else ckptool.remap(checkpoint, edit)
         ckptool.save(result, out)
     expected = oracle.load(path)
     if edit in ("strip", "add"):
         expected = oracle.rename(expected, paths, strip if edit == "strip" else "module.".__add__)
-    else:
+    elif edit != "repack":
         assert oracle.tags(out) == [tag if tag in ("cpu", "meta") else edit for tag in oracle.tags(path)]
     assert oracle.difference(without_metadata(expected), without_metadata(oracle.load(out))) == ""
 

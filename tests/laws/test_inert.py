@@ -63,6 +63,8 @@ WATCHED = """
             ["add-module", *writing],
             ["remap", "--to", "cpu", "--include-cpu", "--strings", *writing],
             ["remap", "--visible", "1", *writing],
+            ["sanitize", *writing],
+            ["sanitize", "--as-state-dict", "--drop-unknown", *writing],
         ):
             sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
             code = run([*call, path])

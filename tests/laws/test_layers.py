@@ -325,10 +325,7 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/files/write/space.py", "ctypes"),
         ("ckptool/formats/dcp/listing.py", "pickle"),  # its unpickler, with a stand-in for every name
         ("ckptool/files/zstd.py", "tempfile"),  # what is too large for memory, in a file without a name
-        (
-            "ckptool/files/engine.py",
-            "multiprocessing",
-        ),  # more processes of this program, for --jobs
+        ("ckptool/files/engine.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/files/write/workers.py", "pickle"),  # plans on their way to them
         ("ckptool/files/cluster.py", "multiprocessing"),  # the same for --engine dask
         ("ckptool/files/cluster.py", "tempfile"),  # what its workers write

@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import command
@@ -139,19 +139,6 @@ def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixt
         assert "does not match its checksum" in capsys.readouterr().err and not (tmp_path / "out.npy").exists()
         return
     compare(item.path, tmp_path, capsys)
-
-
-@pytest.mark.sampled(every=6)
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_every_real_checkpoint(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        oracle.load(path)
-        ckptool.keys(path)
-    except Exception:
-        pytest.skip("torch or ckptool does not read it")
-    compare(path, tmp_path, capsys)
-    assert told(capsys, str(path), ".")
 
 
 @every

@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, examples
 from hypothesis import given, settings
 from process_probe import command
 from random_tensors import any_tensor
@@ -130,14 +130,6 @@ def compare(path: Path) -> None:
         else:
             assert found.device.type == "meta" or "bits" in row["dtype"] or "float4" in row["dtype"]
     assert compared or not tensors(loaded)
-
-
-@pytest.mark.sampled(every=6)
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_every_real_checkpoint(path: Path) -> None:
-    oracle.skip_unless_read(path)
-    compare(path)
 
 
 # -- values that are hard ---------------------------------------------------------------------------------------------

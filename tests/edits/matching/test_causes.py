@@ -163,26 +163,6 @@ def test_another_image_size(name: str, saved: tuple[int, ...], wanted: tuple[int
         assert "another image size or sequence length: build the model" in message
 
 
-def test_a_mask_that_the_model_computes_is_left_out(tmp_path: Path) -> None:
-    """Only the image size differs: the printed command leaves the mask of Swin out, and loses no weight."""
-
-    def swin(windows: int) -> State:
-        return {
-            "layers.0.blocks.1.attn.relative_position_bias_table": torch.randn(169, 2),
-            "layers.0.blocks.1.attn_mask": torch.zeros(windows, 49, 49),
-            "layers.0.blocks.1.attn.qkv.weight": torch.randn(24, 8),
-            "layers.0.blocks.1.attn.proj.weight": torch.randn(8, 8),
-        }
-
-    have = swin(64)
-    report = matched(have, swin(256), tmp_path)
-    assert "the model computes attn_mask itself" in report["causes"][0]["message"]
-    out = tmp_path / "out.pth"
-    assert typed(report["next"], out) == 0
-    assert have.keys() - torch.load(out).keys() == {"layers.0.blocks.1.attn_mask"}
-    assert ckptool.match(out, tmp_path / "b.pth", lenient=True)["fits"]
-
-
 # -- fused, split, and transposed
 
 #: Names for the whole, and for its parts.
@@ -323,15 +303,6 @@ def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
 # -- several reasons at once
 
 
-def test_no_part_is_dropped_while_another_reason_remains(tmp_path: Path) -> None:
-    """Without the classifier strict=False would load the rest and hide that attention keeps its initial values."""
-    fused, split = layers(*FUSIONS["timm"], 1, 0)
-    have, want = ({"head.weight": torch.randn(rows, 8), **state} for rows, state in ((5, fused), (9, split)))
-    report = matched(have, want, tmp_path)
-    assert {one["kind"] for one in report["causes"]} == {"classes", "fused"}
-    assert not report["next"] and report["fix"] is None
-
-
 # -- adapters
 
 
@@ -360,18 +331,6 @@ def adapter(base: State, targets: tuple[str, ...], style: str, rank: int = 2) ->
 def llama(width: int = 16, layers: int = 2) -> State:
     config = LlamaConfig(vocab_size=40, **SMALL | {"hidden_size": width, "num_hidden_layers": layers})
     return dict(LlamaForCausalLM(config).state_dict())
-
-
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), ("embed_tokens", "gate_proj", "up_proj")])
-@pytest.mark.parametrize("style", ["peft", "live", "torchtune"])
-def test_an_adapter_and_its_base(style: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    base = llama()
-    have = adapter(base, targets, style)
-    kind, message = cause(matched(have, base, tmp_path))
-    assert kind == "adapter"
-    assert "LoRA of rank 2 on" in message and all(target in message for target in targets)
-    assert "merge-lora makes one model of both" in message
-    assert cause(through_error(have, base, tmp_path))[0] == "adapter"
 
 
 def test_an_adapter_of_kohya_and_its_base(tmp_path: Path) -> None:

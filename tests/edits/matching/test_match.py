@@ -18,7 +18,7 @@ from torch import nn
 from trained_models import TRAINED, Backbone, Block, Flat, Net, filled, fsdp, state
 
 import ckptool
-from ckptool.base.errors import MalformedError, RefusedError, TargetError
+from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
 from ckptool.edits.matching.match import match_checkpoint
@@ -109,26 +109,6 @@ def test_another_number_of_classes_is_named(form: str, tmp_path: Path) -> None:
     loaded = at(torch.load(tmp_path / "last.pth"), report["target_state_dict"])
     assert model.load_state_dict(loaded, strict=False).missing_keys == ["head.weight", "head.bias"]
     assert torch.equal(model.backbone.stem.weight, filled(Net()).backbone.stem.weight)
-
-
-ARCHITECTURES: dict[str, Any] = {
-    "convolutions": lambda: nn.Sequential(*(nn.Conv2d(3 + n, 4 + n, 3) for n in range(6))),
-    "norms": lambda: nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(6))),
-    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),
-    "recurrent": lambda: nn.LSTM(8, 16, 3),
-    "linear": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
-    "embedding": lambda: nn.ModuleDict({"token": nn.Embedding(10, 8), "out": nn.Linear(8, 10)}),
-    "net": Net,
-}
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("have", "want"), list(itertools.permutations(ARCHITECTURES, 2)))
-def test_two_models_do_not_fit(have: str, want: str, tmp_path: Path) -> None:
-    report = matched(ARCHITECTURES[have](), ARCHITECTURES[want](), tmp_path)
-    assert not report["fits"]
-    assert report["fix"] is None or not report["fix"]["complete"]
-    assert report["advice"] or report["causes"]
 
 
 def test_what_the_target_does_not_have_is_dropped_by_name(tmp_path: Path) -> None:
@@ -279,30 +259,6 @@ def test_a_lock_file_is_a_target(tmp_path: Path) -> None:
     assert ckptool.match(source, lock)["missing"] == ["_extra_state"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "{}",
-        '{"schema": "ckptool.inspect/1"}',
-        '{"schema": "ckptool.lock/1"}',
-        '{"schema": "ckptool.lock/1", "state_dicts": []}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": 3}}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": 3}}}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"shape": [1]}}}}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": "float32", "shape": [-1]}}}}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": "float32", "shape": [true]}}}}',
-        '{"schema": "ckptool.lock/1", "state_dicts": {"x": {"a": {"dtype": 3, "shape": [1]}}}}',
-        '{"a": ' * 100_000,
-    ],
-)
-def test_what_is_no_lock_file_says_so(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(MalformedError):
-        ckptool.match(FIXTURES / "bare.pth", path)
-
-
 # -- models that are named ------------------------------------------------------------------------------------------
 
 
@@ -341,12 +297,6 @@ def test_a_model_by_name(what: str, code: Path, capsys: pytest.CaptureFixture[st
     assert sys.path == before
 
 
-def test_a_model_takes_no_memory(code: Path) -> None:
-    torch.save(nn.Linear(2, 2).state_dict(), "a.pth")
-    report = ckptool.match("a.pth", model=f"{code}:huge")
-    assert report["size_mismatches"][0]["wanted"] == "1048576x1048576"
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -367,16 +317,6 @@ def test_a_model_that_cannot_be_made(spec: str, words: str, code: Path, capsys: 
     told = capsys.readouterr()
     assert words in told.err and told.out == ""
     assert sys.path == before
-
-
-def test_names_from_a_model_are_taken_by_match_itself(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"a.b.weight": torch.ones(4, 3), "c.bias": torch.ones(4)}, "a.pth")
-    call = ["match", "a.pth", "--model", f"{code}:build"]
-    assert run([*call, "--format", "json"]) == 1
-    fix = json.loads(capsys.readouterr().out)["fix"]
-    assert fix["complete"]
-    assert run([*call, "--apply", "-o", "out.pth"]) == 0
-    nn.Linear(3, 4).load_state_dict(torch.load("out.pth"), strict=True)
 
 
 # -- the command line ---------------------------------------------------------------------------------------------

@@ -149,16 +149,6 @@ def test_names_and_shapes_alone_pair_no_other_names(family: str, have: str, want
         assert pairs and all(names_agree(own, name) for own, name in pairs)
 
 
-def test_names_by_order_are_a_choice_that_says_what_was_not_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, layouts = FAMILIES["llama"]
-    source, target = saved(layouts["torchtune"](made()), tmp_path / "a.pth"), saved(made(), tmp_path / "b.pth")
-    call = ["rename", str(source), "--rename-like", str(target), "--by-order", "-o", str(tmp_path / "out.pth")]
-    assert run(call) == 0
-    assert "the order of rows was not checked: 6 names by order and shape alone" in capsys.readouterr().out
-
-
 #: The result of arithmetic, which looks like another training.
 ARITHMETIC = ("task-arith",)
 RECIPES = CORPUS.parent / "recipes"

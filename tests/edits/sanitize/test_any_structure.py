@@ -87,11 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 @settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    st.recursive(LEAVES, containers, max_leaves=12),
-    st.sampled_from([2, 3, 4, 5]),
-    st.booleans(),
-)
+@given(st.recursive(LEAVES, containers, max_leaves=12), st.sampled_from([2, 3, 4, 5]), st.booleans())
 def test_any_structure(value: Any, protocol: int, legacy: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = saved(Path(folder) / "in.pth", {"value": value, "w": torch.ones(2)}, protocol, legacy)

@@ -70,14 +70,6 @@ def test_everything_else_that_has_a_plain_form(name: str, protocol: int, tmp_pat
     agrees(saved(tmp_path / "in.pth", {"v": OTHERS[name], "w": torch.ones(2)}, protocol), out)
 
 
-def test_the_unit_of_a_date_is_said(tmp_path: Path, out: Path) -> None:
-    value = {"a": np.datetime64(3, "25s"), "b": np.array([1], "m8[ns]"), "c": np.array([1.5])}
-    result = sanitized(saved(tmp_path / "in.pth", value), out)
-    assert result.what("a") == "numpy scalar -> int, a datetime64[25s]"
-    assert result.what("b").endswith("tensor, int64 1, a timedelta64[ns]")
-    assert result.what("c").endswith("tensor, float64 1")
-
-
 def test_dtypes_and_generators(tmp_path: Path, out: Path) -> None:
     value = {
         "dtype": [np.dtype("f4"), np.dtype(">i8"), np.dtype("U5"), np.dtype(bool)],

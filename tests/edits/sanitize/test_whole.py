@@ -1,29 +1,23 @@
-"""Whole files: what is loadable stays as it is, protocols and containers, nothing runs, what is hostile ends soon."""
+"""Whole files: what is loadable stays as it is, protocols and containers, what is hostile ends soon."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import pickle
-import subprocess
-import sys
-import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import foreign_objects as foreign
-import oracle
 import pytest
 import torch
 from calibration import loops
-from conftest import CHECKPOINTS, FIXTURES, LOADABLE, ROOT, WHOLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, WHOLE, Fixture, by_name, corpus_files, needs_corpus
 from naive_sanitize import agrees, sanitized, saved
 
 import ckptool
 from ckptool import sanitize
-from ckptool.base.errors import CkptoolError, MalformedError
+from ckptool.base.errors import CkptoolError
 from ckptool.pickles import opcodes as op
 
 Namespace = argparse.Namespace
@@ -82,36 +76,6 @@ def test_a_nested_tensor_is_refused_or_left_out(out: Path) -> None:
     assert [*torch.load(out, weights_only=True)] == ["w"]
 
 
-def test_what_is_not_an_object_stays_as_it_is(tmp_path: Path, out: Path) -> None:
-    weight = torch.arange(12.0).reshape(3, 4)
-    tied = torch.nn.Parameter(torch.ones(2))
-    state = torch.nn.BatchNorm1d(2).state_dict()
-    value: dict[Any, Any] = {
-        "z": weight,
-        "a": [weight[1:], weight.t(), weight[:, ::2]],
-        "tied": {"x": tied, "y": tied},
-        "state": state,
-        (1, "a"): {weight: 1, 2: torch.ones(2, requires_grad=True)},
-        "ordered": collections.OrderedDict(b=1, a=2),
-        "counter": collections.Counter("aab"),
-        "sparse": torch.eye(2).to_sparse(),
-        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8),
-        "conj": torch.ones(2, dtype=torch.complex64).conj(),
-        "float8": torch.ones(2).to(torch.float8_e4m3fn),
-        "misc": [torch.device("cpu"), torch.float16, torch.Size((1, 2)), 1 << 70, float("nan"), "é", None, True],
-        "args": Namespace(a=1),
-    }
-    value["self"] = [value["a"]]
-    loaded = sanitized(saved(tmp_path / "in.pth", value), out, meta=False, loops=True).loaded
-    value["args"] = {"a": 1}
-    # A tensor as a key is compared by what it is: both must be the one under "z".
-    (key,) = (key for key in loaded[1, "a"] if isinstance(key, torch.Tensor))
-    assert key is loaded["z"]
-    for each in (value, loaded):
-        each[1, "a"] = {k: v for k, v in each[1, "a"].items() if not isinstance(k, torch.Tensor)}
-    assert not (found := oracle.difference(value, loaded)), found
-
-
 # -- protocols and containers -----------------------------------------------------------------------------------
 
 
@@ -142,79 +106,6 @@ def test_strings_of_python_2(tmp_path: Path, out: Path) -> None:
     assert (result.loaded["text"], result.loaded["raw"]) == ("ab", "éÿ")
     assert result.loaded["d"] == {"k": {"a": 1}}
     assert result.what("d.k") == "argparse.Namespace -> dict, 1 entry"
-
-
-def test_old_names_of_what_torch_lists(tmp_path: Path, out: Path) -> None:
-    value = {"p": torch.nn.Parameter(torch.ones(2))}
-    value["p"].tag = 1
-    path = saved(tmp_path / "in.pth", value)
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            old, new = b"ctorch.nn.parameter\nParameter\n", b"ctorch.nn\nParameter\n"
-            archive.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
-    assert not loads(path) or b"torch.nn\nParameter" not in path.read_bytes()
-    loaded = sanitized(path, out).loaded
-    assert torch.equal(loaded["p"], torch.ones(2)) and loaded["p"].requires_grad
-
-
-@pytest.mark.parametrize("name", ["zip_missing_storage.pth", "zip_short_storage.pth", "truncated_legacy.pth"])
-def test_a_damaged_file_is_not_called_loadable(name: str) -> None:
-    with ckptool.open(FIXTURES / name) as checkpoint, pytest.raises(MalformedError):
-        sanitize(checkpoint)
-
-
-# -- nothing runs -----------------------------------------------------------------------------------------------
-
-WATCHED = """
-    import importlib, pkgutil, sys
-    import ckptool
-    from ckptool import sanitize
-    from ckptool.base.errors import CkptoolError
-
-    warm, out, *paths = sys.argv[1:]
-
-    def work(path):
-        for options in ({}, {"drop_unknown": True}, {"as_state_dict": True, "drop_unknown": True}):
-            try:
-                with ckptool.open(path) as checkpoint:
-                    ckptool.save(sanitize(checkpoint, **options), out, force=True)
-            except CkptoolError:
-                continue
-
-    # Modules of ckptool itself are imported when a file may be one of theirs.
-    for module in pkgutil.walk_packages(ckptool.__path__, "ckptool."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    work(warm)
-    seen = []
-    sys.addaudithook(lambda event, arguments: seen.append((event, str(arguments)[:80])))
-    for path in paths:
-        work(path)
-    bad = ("import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "subprocess", "pickle", "socket")
-    seen = [entry for entry in seen if entry[0].startswith(bad)]
-    assert not seen, seen[:5]
-    assert not {"torch", "numpy", "argparse_of_the_file", "easydict", "research_lab"} & set(sys.modules)
-"""
-
-
-def test_nothing_is_imported_or_executed(tmp_path: Path) -> None:
-    """In a process of its own, where no class of the files can be imported, not even torch is."""
-    objects = {
-        "a": foreign.EasyDict(x=foreign.Config(1, torch.ones(2))),
-        "b": [foreign.Mode.EVAL, foreign.make, foreign.Made(), foreign.DictConfig({"a": [1]})],
-        "c": torch.ones(2).as_subclass(foreign.Boxes),
-        "d": __import__("numpy").arange(4),
-        "e": Path("x"),
-        "f": foreign.Stateful(1),
-    }
-    path = saved(tmp_path / "in.pth", objects)
-    again = saved(tmp_path / "in5.pth", objects, 5)
-    fixtures = [str(item.path) for item in CHECKPOINTS]
-    command = [sys.executable, "-c", textwrap.dedent(WATCHED), str(path), str(tmp_path / "out.pth"), str(again)]
-    done = subprocess.run([*command, *fixtures], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # -- hostile ----------------------------------------------------------------------------------------------------
@@ -253,64 +144,35 @@ class Raw:
 F8 = Raw(calls("numpy", "dtype", "f8", 0, 1, state=(3, "<", None, None, None, -1, -1, 0)))
 HUGE = 10**5000
 VALUES: tuple[Any, ...] = (
-    0,
-    -1,
-    1 << 62,
-    HUGE,
-    "x",
-    "\ud800",
-    b"",
-    b"\xff" * 10,
-    None,
-    (),
-    [],
-    {},
-    1e308,
-    float("nan"),
+    *(0, -1, 1 << 62, HUGE, 1e308, float("nan"), "x", "\ud800", b"", b"\xff" * 10),
+    *(None, (), [], {}),
 )
-NAMES = (
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy", "dtype"),
-    ("numpy.random._pickle", "__generator_ctor"),
-    ("numpy.random._pickle", "__randomstate_ctor"),
-    ("datetime", "datetime"),
-    ("datetime", "date"),
-    ("datetime", "time"),
-    ("datetime", "timedelta"),
-    ("datetime", "timezone"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PureWindowsPath"),
-    ("builtins", "range"),
-    ("builtins", "slice"),
-    ("builtins", "frozenset"),
-    ("builtins", "set"),
-    ("builtins", "dict"),
-    ("builtins", "bytes"),
-    ("builtins", "getattr"),
-    ("collections", "defaultdict"),
-    ("collections", "deque"),
-    ("collections", "OrderedDict"),
-    ("decimal", "Decimal"),
-    ("fractions", "Fraction"),
-    ("uuid", "UUID"),
-    ("re", "_compile"),
-    ("functools", "partial"),
-    ("torch._C", "Generator"),
-    ("torch", "Generator"),
-    ("omegaconf.dictconfig", "DictConfig"),
-    ("easydict", "EasyDict"),
-    ("copyreg", "_reconstructor"),
-    ("copyreg", "__newobj__"),
-    ("copyreg", "__newobj_ex__"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._tensor", "_rebuild_from_type_v2"),
-    ("torch.nn", "Parameter"),
-    ("torch.autograd.variable", "Variable"),
-    ("torch.storage", "UntypedStorage"),
-    ("zoneinfo", "ZoneInfo"),
-)
+NAMES = {
+    "numpy": "dtype",
+    "numpy.core.multiarray": "scalar _reconstruct",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random._pickle": "__generator_ctor __randomstate_ctor",
+    "datetime": "datetime date time timedelta timezone",
+    "pathlib": "PosixPath PureWindowsPath",
+    "builtins": "range slice frozenset set dict bytes getattr",
+    "collections": "defaultdict deque OrderedDict",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "uuid": "UUID",
+    "re": "_compile",
+    "functools": "partial",
+    "omegaconf.dictconfig": "DictConfig",
+    "easydict": "EasyDict",
+    "copyreg": "_reconstructor __newobj__ __newobj_ex__",
+    "torch": "Generator",
+    "torch._C": "Generator",
+    "torch._utils": "_rebuild_tensor_v2",
+    "torch._tensor": "_rebuild_from_type_v2",
+    "torch.nn": "Parameter",
+    "torch.autograd.variable": "Variable",
+    "torch.storage": "UntypedStorage",
+    "zoneinfo": "ZoneInfo",
+}
 
 
 def hostile(path: Path, data: bytes, out: Path) -> None:
@@ -327,7 +189,7 @@ def hostile(path: Path, data: bytes, out: Path) -> None:
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("module,name", NAMES)
+@pytest.mark.parametrize("module,name", [(module, name) for module in NAMES for name in NAMES[module].split()])
 def test_wrong_arguments(module: str, name: str, tmp_path: Path, out: Path) -> None:
     """Every rule with every value at every place, and as a state: in one list, where each is a call of its own."""
     tries = [()] + [(value,) * count for value in VALUES for count in (1, 2, 3, 4, 5)]
