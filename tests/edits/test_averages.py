@@ -145,19 +145,16 @@ def test_a_file_that_is_the_average(tmp_path: Path) -> None:
 
 
 ONES = torch.ones(2)
-REFUSED = {
+
+
+def lit_ema(*names: str) -> dict[str, Any]:
+    return {"state_dict": dict.fromkeys([*names, "model_ema.num_updates"], ONES)}
+
+
+REFUSED: dict[str, Any] = {
     "holds no averaged weights": {"model": {"a.weight": ONES}},
-    "could stand for several names": {
-        "state_dict": {
-            "model.a.b1.w": ONES,
-            "model.ab.1.w": ONES,
-            "model_ema.ab1w": ONES,
-            "model_ema.num_updates": ONES,
-        }
-    },
-    "model_ema.* could stand for several": {
-        "state_dict": {"model.a.b": ONES, "model.ab": ONES, "model_ema.ab": ONES, "model_ema.num_updates": ONES}
-    },
+    "could stand for several names": lit_ema("model.a.b1.w", "model.ab.1.w", "model_ema.ab1w"),
+    "model_ema.* could stand for several": lit_ema("model.a.b", "model.ab", "model_ema.ab"),
     "differ in shape": {"model": {"a.weight": ONES}, "ema": {"a.weight": torch.ones(3)}},
     "no model in it has the names": {"model": {"a.weight": ONES}, "ema": {"a.weight": ONES, "b.weight": ONES}},
     "there are several": {"model": {"a.weight": ONES}, "ema": {"a.weight": ONES}, "swa": {"a.weight": ONES}},

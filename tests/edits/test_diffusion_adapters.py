@@ -269,13 +269,9 @@ def _without(ending: str) -> Callable[[State], State]:
 LINEAR = "lora_unet_time_embedding_linear_1"
 REFUSALS: dict[str, tuple[Callable[[State], State], str]] = {
     "LoCon with a middle": (_with(f"{LINEAR}.lora_mid.weight", 2, 2, 3, 3), "LoCon with lora_mid"),
-    "LoHa": (_with(f"{LINEAR}.hada_w1_a", 8, 2), "of the kind LoHa, which is not supported"),
-    "full differences": (_with(f"{LINEAR}.diff", 8, 4), "full differences"),
     "an unknown tensor": (_with(f"{LINEAR}.more.weight", 2), "is not known, and would not be used"),
     "A without B": (_without("linear_1.lora_up.weight"), "no partner lora_B"),
-    "B without A": (_without("linear_1.lora_down.weight"), "no partner lora_A"),
     "an alpha alone": (_with("lora_unet_x.alpha"), "no matrices beside it"),
-    "an alpha of two numbers": (_with(f"{LINEAR}.alpha", 2), "is not a finite number"),
     "an alpha that is not a number": (
         lambda adapter: with_alphas(adapter, torch.tensor(float("nan"))),
         "is not a finite number",
