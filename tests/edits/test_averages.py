@@ -114,16 +114,6 @@ def test_the_average_of_a_wrapped_model_beside_the_model(tmp_path: Path) -> None
     same(found["model"], expected(own))
 
 
-def test_averages_of_parameters_alone_keep_the_buffers(tmp_path: Path) -> None:
-    own = network()
-    ema = {f"ema_model.{name}": value.detach() for name, value in averaged(own).named_parameters()}
-    state = {"model_state_dict": own.state_dict(), "ema_model_state_dict": {**ema, "initted": torch.tensor(True)}}
-    same(used(state, tmp_path)["model_state_dict"], expected(own))
-    change = ckptool.edit(tmp_path / "in.pth", [("use-ema", True)]).changes[0]
-    assert "6 tensors taken from ema_model_state_dict" in change.what
-    assert "1.running_mean" in change.words
-
-
 def test_a_callback_of_lightning(tmp_path: Path) -> None:
     own = network()
     weights = {f"net.{name}": value for name, value in own.state_dict().items()}

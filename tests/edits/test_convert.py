@@ -105,19 +105,6 @@ def test_an_edit_into_another_format_is_the_edit_and_then_the_conversion(
                 assert one.read_bytes() == two.read_bytes()
 
 
-def test_a_library_call_saves_in_the_format_of_the_name(tmp_path: Path) -> None:
-    with ckptool.open(FIXTURES / "bare_module.pth") as checkpoint:
-        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "a.safetensors")
-        moved = ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:0", include_cpu=True))
-        assert "device tags dropped: cuda:0" in ckptool.convert(moved, "safetensors").changes[-1].notes
-        with pytest.raises(RefusedError, match="devices"):
-            ckptool.convert(moved, "safetensors", strict=True)
-    wanted = torch.load(FIXTURES / "bare_module.pth", weights_only=True)
-    assert {f"module.{name}": value.tolist() for name, value in load_file(tmp_path / "a.safetensors").items()} == {
-        name: value.tolist() for name, value in wanted.items()
-    }
-
-
 @pytest.mark.parametrize("naming", ["--key", "--extract"])
 def test_a_state_dict_that_is_named_leaves_the_rest_out(naming: str, tmp_path: Path) -> None:
     out, source = tmp_path / "a.safetensors", FIXTURES / "wrapped.pth"

@@ -58,14 +58,6 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_strings_of_attributes_are_named_and_left(script: Path, tmp_path: Path) -> None:
-    said = say("remap", script, "--to", "cpu", "-o", tmp_path / "out.pt")
-    assert said.code == 0
-    assert "where: the string 'cuda:1' stays" in said.all and "names[1]: the string 'cuda:1' stays" in said.all
-    assert "the code names cuda:2 1 time" in said.all
-    assert "with --strings the strings, too" in say("inspect", script).all
-
-
 def test_strings_of_attributes_are_changed(script: Path, tmp_path: Path) -> None:
     said = say("remap", script, "--to", "cpu", "--strings", "-o", tmp_path / "out.pt")
     assert said.code == 0 and "where: the string 'cuda:1' now reads 'cpu'" in said.all

@@ -258,14 +258,3 @@ def test_the_pickle_of_a_plan_writes_what_the_edit_writes(step: Step) -> None:
         assert isinstance(plan, Plan)
         write_file(pickle.loads(pickle.dumps(plan)), str(parts), ())
         assert parts.read_bytes() == out.read_bytes()
-
-
-def test_an_average_keeps_the_optimizer_of_the_first_checkpoint(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
-    for path in paths:
-        torch.save(trained({"w": torch.randn(4, 4)}), path)
-    one, two = map(oracle.load, paths)
-    found = written(ckptool.average(paths), tmp_path / "out.pth")
-    assert oracle.difference(one["optimizer"], found["optimizer"]) == ""
-    mean = (one["state_dict"]["w"].double() + two["state_dict"]["w"].double()) / 2
-    assert torch.equal(found["state_dict"]["w"], mean.float())

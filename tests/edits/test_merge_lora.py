@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
-from ckptool.files.sources import Computed
 
 #: Adapters made by PEFT, with its own results; see their README.
 KINDS = Path(os.environ.get("CKPTOOL_ADAPTERS", ROOT.parent / "shared" / "adapters"))
@@ -229,13 +228,6 @@ def test_a_pickled_adapter_is_read_without_running_it(base: Path, tmp_path: Path
     assert_same(merged(base, folder / "adapter_model.bin", out=tmp_path / "again"), expected)
 
 
-def test_a_raw_state_dict_of_peft_has_the_name_of_the_adapter(base: Path, tmp_path: Path) -> None:
-    tensors = factors(LAYER, 150, 8)
-    expected = merged(base, write_adapter(tmp_path / "one", tensors), out=tmp_path / "expected")
-    raw = {key.replace(".weight", ".default.weight"): item for key, item in tensors.items()}
-    assert_same(merged(base, write_adapter(tmp_path / "two", raw), out=tmp_path / "out"), expected)
-
-
 def test_shards_and_single_files_are_bases_too(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
     expected = merged(base, adapter, out=tmp_path / "expected")
@@ -356,21 +348,6 @@ def test_alpha_of_the_header_or_the_command(
 
 
 # -- blocks, processes, damage
-
-
-def test_blocks_of_rows_have_the_values_of_the_whole(tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    save_file({"a.weight": torch.randn(700, 2500), "b.weight": torch.randn(5)}, tmp_path / "in.safetensors")
-    tensors = factors("a", 700, 2500, rank=8)
-    adapter = write_adapter(tmp_path / "adapter", tensors, r=8)
-    expected = load_file(tmp_path / "in.safetensors")["a.weight"] + delta(tensors, "a") * (3 / 8)
-    with ckptool.open(tmp_path / "in.safetensors") as checkpoint:
-        edited = ckptool.merge_lora(checkpoint, adapter)
-        ((piece, _, *_),) = edited.added.values()
-        assert isinstance(piece, Computed)
-        data = b"".join(piece.chunks())
-    values = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(700, 2500)
-    assert is_same(values, expected)
 
 
 @pytest.mark.parametrize("damaged", ["base", "adapter"])

@@ -111,13 +111,6 @@ def test_wrappers_in_the_middle(tmp_path: Path) -> None:
     assert list(found) == list(state)
 
 
-def test_metadata_without_an_entry_for_the_root(tmp_path: Path) -> None:
-    state = parallel(nn.Linear(1, 1))
-    del state._metadata[""]
-    found = edited(state, "strip_module", tmp_path)
-    assert metadata(found) == [("", {"version": 1})]
-
-
 @pytest.mark.parametrize("edit", ["strip_module", "add_module", "strip_wrappers"])
 def test_without_a_key_to_rename_the_metadata_stays(edit: str, tmp_path: Path) -> None:
     """A part without parameters that is called ``module`` is no wrapper; torch's function takes it for one."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import FIXTURES
 from helpers.recipes import assert_equal, converted
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_recipe_tables import EXPERTS, State, tiny
 
 import ckptool
@@ -131,33 +129,6 @@ def test_a_number_that_is_wrong_never_moves_other_rows(kind: str, target: str, t
         assert layers & refused or kind in EXPERTS, refused
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_a_made_configuration_means_the_same(kind: str, tmp_path: Path) -> None:
-    """Every field that both classes have, set to another value than the default of either."""
-    transformers = pytest.importorskip("transformers")
-    other = {"llama": "phi3", "phi3": "llama"}[kind]
-    state, config = sample(kind)
-    more = {"rms_norm_eps": 3e-4, "max_position_embeddings": 77, "initializer_range": 0.5, "attention_dropout": 0.25}
-    more |= {"hidden_act": "gelu", "use_cache": False, "bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
-    more |= {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 1.0}}
-    for given in (config | more, {name: value for name, value in config.items() if name not in more}):
-        folder = tmp_path / str(len(given))
-        folder.mkdir()
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(given))
-        made = ckptool.convert(folder, "safetensors", to_names=f"hf:{other}", max_shard_size="1GB")
-        ckptool.save(made, folder / "out")
-        before, after = (transformers.AutoConfig.from_pretrained(path) for path in (folder, folder / "out"))
-        assert (before.model_type, after.model_type) == (kind, other)
-        left = {"architectures", "model_type", "transformers_version", "dtype", "_name_or_path"}
-        common = before.to_dict().keys() & after.to_dict().keys() - left
-        assert len(common) > 12
-        for each in (before, after):
-            each.rope_parameters.pop("partial_rotary_factor", None)  # 1, which Llama does not state
-        for field in common:
-            assert getattr(before, field) == getattr(after, field), field
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -261,24 +232,3 @@ def test_every_family_is_in_this_file_or_has_a_test_of_its_own() -> None:
 
 
 # -- the config.json with which transformers loads the model, or what is not known
-
-
-PARTS = FIXTURES / "llama_parts"
-
-
-def from_parts(folder: Path, out: Path) -> ckptool.Checkpoint:
-    made = ckptool.convert(folder, "safetensors", to_names="hf:llama", max_shard_size=1000)
-    ckptool.save(made, out)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("change", "unknown"), [({"use_scaled_rope": True}, "rope_scaling"), ({"norm_eps": None}, "rms")]
-)
-def test_a_field_that_is_not_known_is_named(change: dict[str, object], unknown: str, tmp_path: Path) -> None:
-    shutil.copytree(PARTS, tmp_path / "parts")
-    params = tmp_path / "parts" / "params.json"
-    params.write_text(json.dumps(json.loads(params.read_text()) | change))
-    made = from_parts(tmp_path / "parts", tmp_path / "hf")
-    assert not (tmp_path / "hf" / "config.json").exists()
-    assert any("config.json is not made" in note and unknown in note for each in made.changes for note in each.notes)

@@ -124,16 +124,6 @@ def test_tensors_are_those_of_transformers(family: str, name: str, tensor: int, 
     assert all(torch.equal(model[key], value) for key, value in state.items())
 
 
-def test_in_one_pass_with_a_cast(tmp_path: Path) -> None:
-    steps = [("key", "model"), ("to-names", "hf:llama"), ("to-dtype", "bf16"), ("extract", "model")]
-    ckptool.save(ckptool.edit(RANKS / "megatron_tp2", steps), tmp_path / "one.pth")
-    plain = ckptool.convert(RANKS / "megatron_tp2", "torch", key=None, to_names="hf:llama")
-    ckptool.save(ckptool.extract(plain, "model"), tmp_path / "plain.pth")
-    made, wanted = torch.load(tmp_path / "one.pth"), torch.load(tmp_path / "plain.pth")
-    assert list(made) == list(wanted)
-    assert all(torch.equal(made[key], value.bfloat16()) for key, value in wanted.items())
-
-
 def test_a_vocabulary_of_unknown_size_keeps_its_padding(tmp_path: Path) -> None:
     model = as_megatron(load_hf(tmp_path))
     folder = save_megatron(tmp_path / "run", model, run_of(vocab_size=None), LAYERS)
@@ -198,17 +188,3 @@ def test_arguments_of_another_model_are_refused(values: dict[str, Any], words: s
         torch.save(state, path)
     with pytest.raises(RefusedError, match=words):
         ckptool.convert(folder, "safetensors", key="model", to_names="hf:llama")
-
-
-def test_tensors_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
-    model = as_megatron(load_hf(tmp_path))
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    model[name] = model[name].to_sparse()
-    torch.save({"args": run_of(), "model": model}, tmp_path / "sparse.pt")
-    with pytest.raises(RefusedError, match="it is sparse"):
-        ckptool.convert(tmp_path / "sparse.pt", "safetensors", key="model", to_names="hf:llama")
-    stacked = {"embedding.word_embeddings.weight": torch.ones(16, 8)}
-    stacked["decoder.layers.mlp.linear_fc2.weight"] = torch.ones(1 << 40, 0)
-    torch.save({"args": run_of(), "model": stacked}, tmp_path / "stacked.pt")
-    with pytest.raises(RefusedError, match="nothing here becomes that"):
-        ckptool.convert(tmp_path / "stacked.pt", "safetensors", key="model", to_names="hf:llama")

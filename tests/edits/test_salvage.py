@@ -133,14 +133,6 @@ def entry_of(data: bytes, record: bytes) -> int:
     return data.rindex(b"archive/" + record) - 46
 
 
-def test_a_storage_that_torch_takes_for_a_folder_is_not_saved_so(tmp_path: Path) -> None:
-    flipped = with_flip(SEED, entry_of(SEED, b"data/0") + 38, 4)
-    path, out = tmp_path / "flipped.pth", tmp_path / "out.pth"
-    found = rescued(path, out, flipped)
-    assert say("validate", path).code == 1
-    assert found is None or wrong(found, loaded(SEED)) == []
-
-
 @pytest.mark.sampled
 def test_what_is_valid_after_a_flip_in_the_directory_loads_unchanged(tmp_path: Path) -> None:
     """Bits of an entry of the directory and of the end records: every third, or all in ``make torture``."""
@@ -243,13 +235,6 @@ def test_what_was_shared_stays_shared(tmp_path: Path) -> None:
     assert found["t"].data_ptr() == found["base"].data_ptr()
     assert found["one"] is found["two"]
     assert found["t"].stride() == (1, 20)
-
-
-def test_a_whole_file_is_copied(tmp_path: Path) -> None:
-    path, out = tmp_path / "whole.pth", tmp_path / "out.pth"
-    path.write_bytes(ZIP)
-    assert run(["salvage", "-q", str(path), "-o", str(out)]) == 0
-    assert out.read_bytes() == ZIP
 
 
 def test_nothing_whole_writes_nothing(tmp_path: Path) -> None:

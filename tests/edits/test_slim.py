@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,6 @@ def test_dedupe_changes_no_value(item: Fixture, out: Path) -> None:
     after = edited(item.path, out, lambda c: ckptool.slim(c, dedupe=True))
     same_values(before, after)
     assert held(after) <= held(before)
-
-
-@every
-def test_slim_twice_is_slim_once(item: Fixture, out: Path, tmp_path: Path) -> None:
-    edited(item.path, out, ckptool.slim)
-    with ckptool.open(out) as checkpoint:
-        assert not ckptool.slim(checkpoint).edited
 
 
 # -- dedupe -------------------------------------------------------------------------------------------------
@@ -106,13 +98,6 @@ def test_for_inference(name: str, out: Path) -> None:
         del expected[key]
     found = edited(FIXTURES / name, out, lambda c: ckptool.slim(c, purpose="inference"))
     assert oracle.difference(expected, found) == ""
-
-
-def test_for_inference_keeps_the_average_where_it_is_all_there_is(tmp_path: Path, out: Path) -> None:
-    training = {"ema": {"a.weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}, "epoch": 1}
-    path = saved(copy.deepcopy(training), tmp_path / "in.pth")
-    del training["optimizer"]
-    assert oracle.difference(training, edited(path, out, lambda c: ckptool.slim(c, purpose="inference"))) == ""
 
 
 # -- entries go by their keys ----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.base.limits import LIMITS
-from ckptool.cli.main import run
 from ckptool.reports import companions
 
 EVIL = {
@@ -89,16 +88,6 @@ def test_a_file_that_runs_something_is_found_wherever_it_stands(
     if not all(item["looked_at"] for item in files.values()):
         assert report["coverage"] == "partial"
         assert "unread files" in report["not_checked"]
-
-
-@pytest.mark.parametrize("style", ["table", "json", "jsonl", "sarif", "junit", "github"])
-def test_what_is_not_looked_at_is_named(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of("safetensors", tmp_path / "model")
-    for name in ("modeling_own.py", "tf_model.h5"):
-        (folder / name).write_bytes(b"\x89HDF\r\n\x1a\n" if name.endswith(".h5") else b"import os\n")
-    assert run(["validate", str(folder), "--format", style]) == 0
-    said = capsys.readouterr().out
-    assert "modeling_own.py" in said and "tf_model.h5" in said
 
 
 def test_what_a_trainer_writes_is_valid(tmp_path: Path) -> None:

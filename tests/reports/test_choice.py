@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -151,21 +150,6 @@ def test_metadata_of_modules_counts_with_their_keys(tmp_path: Path) -> None:
     assert entries(exclude=["stem.*", "*a*"]) == []
 
 
-def test_names_are_those_that_are_compared(tmp_path: Path) -> None:
-    """With another key and without prefixes a pattern means the same in both files."""
-    state = OrderedDict({"stem.weight": torch.ones(2), "head.weight": torch.ones(2)})
-    bare = saved(tmp_path / "a.pth", state)
-    more = {f"module.{name}": tensor + (name == "stem.weight") for name, tensor in state.items()}
-    wrapped = saved(tmp_path / "b.pth", {"model": OrderedDict(more)})
-    how = {"key": ".", "other_key": "model", "ignore": ["prefix"]}
-    for include, same in (("head.*", True), ("stem.*", False), ('model["head.weight"]', True), ('["head.*"]', True)):
-        report = ckptool.diff(bare, wrapped, include=include, **how)
-        assert report["same"] == same and report["tensors"]["in_both"] == 1, include
-    assert ckptool.diff(bare, wrapped, exclude="stem.*", **how)["same"]
-    with pytest.raises(TargetError, match=r"did you mean 'head\.\*'"):
-        ckptool.diff(bare, wrapped, include="module.head.*", **how)
-
-
 def test_no_value_is_read_that_is_not_chosen(tmp_path: Path) -> None:
     a = saved(tmp_path / "a.pth", {"x": torch.ones(9), "y": torch.ones(9)})
     b = saved(tmp_path / "b.pth", {"x": torch.zeros(9), "y": torch.ones(9)})
@@ -186,16 +170,6 @@ def test_a_pattern_that_matches_in_neither(tmp_path: Path) -> None:
         ['["head.weight"]'],
         ['["tail.weight"]'],
     ]
-
-
-def test_folders_of_several_files(tmp_path: Path) -> None:
-    folders = []
-    for number in (0, 1):
-        state = {"stem.weight": torch.full((9,), float(number)), "head.weight": torch.ones(9)}
-        path = saved(tmp_path / f"{number}.pth", state)
-        ckptool.save(ckptool.convert(path, "safetensors", max_shard_size=40), tmp_path / str(number))
-        folders.append(tmp_path / str(number))
-    assert ckptool.diff(*folders, include="head.*")["same"] and not ckptool.diff(*folders, exclude="head.*")["same"]
 
 
 # -- validate

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
-from ckptool.base.errors import CkptoolError, MalformedError, TargetError
+from ckptool.base.errors import CkptoolError, MalformedError
 
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 
@@ -132,15 +132,6 @@ def test_nothing_else_counts(variant: Callable[[Path], Path], tmp_path: Path) ->
     other = variant(tmp_path / "b.pth")
     assert content(other) == content(path)
     assert ckptool.hash(other, no_values=True)["structure"] == ckptool.hash(path)["structure"]
-
-
-def test_a_wrapped_state_dict_has_that_of_the_bare_one(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a", STATE)
-    wrapped = saved(tmp_path / "b", {"epoch": 3, "model": {"net": STATE}, "optimizer": {"state": {0: torch.ones(2)}}})
-    assert content(wrapped, "model.net") == content(path) == content(path, ".")
-    assert content(wrapped) != content(path)
-    with pytest.raises(TargetError):
-        ckptool.hash(wrapped, key="model")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError
 from ckptool.formats import FORMATS
 from ckptool.formats.zip_kinds import ZIPS
-from ckptool.reports.inspection import inspection
 
 #: The zip has lost its directory: there is nothing to inspect before salvage.
 NO_DIRECTORY = {"truncated.pth", "zip_leading.pth"}
@@ -131,19 +129,6 @@ def test_findings_have_one_next_command_for_all_that_write() -> None:
     assert " --strip-module --to cpu -o " in findings["together"]["next"]
     (one,) = [item for item in ckptool.inspect(FIXTURES / "bare_module.pth")["findings"] if item["code"] == "prefix"]
     assert one["next"].startswith("ckptool strip-module ")
-
-
-class Mode(enum.Enum):
-    FAST = 1
-    EXACT = "e"
-
-
-def test_which_member_of_an_enumeration_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "in.pth"
-    torch.save({"mode": Mode.FAST, "other": Mode.EXACT, "device": torch.device("cuda", 1)}, path)
-    with ckptool.open(path) as checkpoint:
-        entries = inspection(checkpoint)["entries"]
-    assert [entry["arguments"] for entry in entries] == [[1], ["e"], ["cuda", 1]]
 
 
 @pytest.mark.parametrize("copy", [True, False])

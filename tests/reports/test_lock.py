@@ -163,18 +163,6 @@ def test_what_is_no_lock_is_refused(name: str, tmp_path: Path, capsys: pytest.Ca
     assert "ckptool lock CHECKPOINT -o LOCK" in capsys.readouterr().err
 
 
-def test_a_policy_names_a_lock_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "release"
-    folder.mkdir()
-    ckptool.write_lock(FIXTURES / "bare.pth", folder / "lock.json")
-    (folder / "ckptool.toml").write_text('lock = "lock.json"\n', encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert run(["validate", str(FIXTURES / "bare.pth"), "--policy", "release/ckptool.toml"]) == 0
-    assert run(["validate", str(FIXTURES / "cuda0.pth"), "--policy", "release/ckptool.toml"]) == 1
-    paths = [str(FIXTURES / name) for name in ("bare.pth", "cuda0.pth")]
-    assert run(["validate", *paths, "--policy", "release/ckptool.toml", "--jobs", "2"]) == 1
-
-
 def test_it_is_written_like_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved(tmp_path / "a.pth", BEFORE)
     with pytest.raises(RefusedError):
@@ -188,14 +176,6 @@ def test_it_is_written_like_every_output(tmp_path: Path, capsys: pytest.CaptureF
     assert run(["lock", str(path)]) == run(["lock", str(path), "-o", "-"]) == 0
     assert capsys.readouterr().out == lock.read_text(encoding="ascii") * 2
     assert sorted(place.name for place in tmp_path.iterdir()) == ["a.pth", "lock.json"]
-
-
-def test_hostile_names_stay_ascii(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.pth", {"\x1b[31m\u202e": torch.ones(1), "\ud800": 1, "a\nb": {"w": torch.ones(1)}})
-    lock = tmp_path / "lock.json"
-    ckptool.write_lock(path, lock)
-    text = lock.read_text(encoding="ascii")
-    assert text.replace("\n", "").isprintable() and said(path, lock) == []
 
 
 # -- a folder of releases -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FIXTURES, examples
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,17 +118,6 @@ def test_before_torch_2_14_it_is_a_warning(tmp_path: Path) -> None:
     checks = {check["name"]: check["status"] for check in report["checks"]}
     assert report["valid"] and (checks["indices"], checks["weights-only"]) == ("warning", "pass")
     torch.load(tmp_path / "a.pt", weights_only=True)
-
-
-def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
-    assert checked(FIXTURES / "sparse.pt")["indices"]["status"] == "pass"
-    quick = ckptool.validate(FIXTURES / "sparse.pt", quick=True)
-    assert "indices" in quick["not_checked"]
-    count = 1 << 20
-    torch.save({"adj": coordinate([list(range(count)), [0] * count], (count, 1))}, tmp_path / "large.pt")
-    large = checked(tmp_path / "large.pt")["indices"]
-    assert large["status"] == "not possible" and "1 sparse tensor" in large["message"]
-    assert "indices" not in checked(FIXTURES / "bare.pth")
 
 
 class Rebuilt:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus, sample
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, sample
 from torch import nn
 from trained_models import TRAINED, Backbone, Block, Flat, Net, filled, fsdp, state
 
@@ -323,32 +323,6 @@ def test_a_model_that_cannot_be_made(spec: str, words: str, code: Path, capsys: 
 
 
 # -- real checkpoints -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(every=6)
-@needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
-def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
-    try:
-        checkpoint = ckptool.open(path)
-    except ckptool.CkptoolError:
-        pytest.skip("no checkpoint")
-    with checkpoint:
-        if not checkpoint.state_dicts:
-            pytest.skip("no state dict")
-        assert ckptool.match(path, path)["fits"]
-        if not any(item.confidence == "high" for item in checkpoint.state_dicts):
-            return
-        parallel = tmp_path / "parallel.pth"
-        try:
-            ckptool.save(ckptool.add_module(checkpoint), parallel)
-        except ckptool.CkptoolError:
-            pytest.skip("it cannot be edited")
-    for one, other in ((path, parallel), (parallel, path)):
-        report = fixed(one, other, tmp_path / "out.pth")
-        assert report["fix"]["complete"], report["fix"]
-        assert ckptool.match(tmp_path / "out.pth", other)["fits"]
-        (tmp_path / "out.pth").unlink()
 
 
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)

@@ -101,16 +101,6 @@ def test_a_module_becomes_its_state_dict(name: str, where: str, legacy: bool, tm
     assert any("-> state dict" in what for _, what in result.changes)
 
 
-def test_a_module_at_two_places_and_its_parameter_stay_shared(tmp_path: Path, out: Path) -> None:
-    module = nn.Linear(2, 2)
-    value = {"a": module, "b": [module], "w": module.weight, "whole": nn.Sequential(module)}
-    torch.save(value, tmp_path / "in.pth")
-    loaded = sanitized(tmp_path / "in.pth", out, as_state_dict=True).loaded
-    assert loaded["a"] is loaded["b"][0]
-    assert loaded["w"].requires_grad and not loaded["a"]["weight"].requires_grad
-    assert len({w.data_ptr() for w in (loaded["a"]["weight"], loaded["w"], loaded["whole"]["0.weight"])}) == 1
-
-
 def test_classes_with_their_source_in_legacy_files(out: Path) -> None:
     """Torch before 1.6 wrote ('module', class, file, source) as a persistent id."""
     for name in ("whole_model_legacy.pth", "whole_parallel.pth", "whole_model.pth"):

@@ -296,14 +296,6 @@ def test_files_beside_the_weights_become_plain_too(tmp_path: Path) -> None:
     assert ckptool.validate(out)["warnings"] == 0
 
 
-def test_a_generator_becomes_its_state(tmp_path: Path, out: Path) -> None:
-    generator = torch.Generator().manual_seed(7)
-    loaded = sanitized(saved(tmp_path / "in.pth", {"g": generator}), out).loaded
-    again = torch.Generator()
-    again.set_state(loaded["g"])
-    assert torch.equal(torch.rand(4, generator=again), torch.rand(4, generator=generator))
-
-
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_of_python_3_13_have_their_raw_parts(module: str, tmp_path: Path, out: Path) -> None:
     class PosixPath:
