@@ -160,19 +160,6 @@ def test_a_remote_input_is_opened(name: str, parameter: click.Parameter, folder:
     assert READ_REFUSAL in said.err or NO_VERSIONS in said.err or was_opened(said)
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("start", SECRETS, ids=["user", "query"])
-@pytest.mark.parametrize(("name", "parameter"), INPUTS, ids=INPUT_NAMES)
-def test_secrets_of_an_address_are_not_printed(
-    name: str, parameter: click.Parameter, start: str, folder: Path, offline: None
-) -> None:
-    said = said_with(name, parameter, start, folder)
-    cut = parameter.opts[0] == "--merge-entry" and start == SECRETS[1]  # a query string goes to the end of the word
-    assert ("is not FILE:ENTRY" if cut else READ_REFUSAL) in said.err or NO_VERSIONS in said.err or was_opened(said)
-    assert "/run" in said.err
-    assert "CRET" not in said.all
-
-
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])
 def test_a_remote_output_is_opened_or_refused_by_name(
@@ -214,10 +201,6 @@ def test_every_kind_of_remote_path(name: str, rest: str, offline: None) -> None:
     assert said.code == 3
     assert REMOTE.rstrip("/") in said.all
     assert NO_VERSIONS in said.err if name == "undo" else was_opened(said)
-
-
-def test_every_scheme_is_remote() -> None:
-    assert "addresses with nix:// are not supported" in say("keys", "nix://host/x.pth").err
 
 
 @pytest.mark.parametrize("name", ["validate", "scan"])

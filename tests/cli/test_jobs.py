@@ -28,9 +28,7 @@ from ckptool.cli.main import run
 from ckptool.cli.options import Workers
 from ckptool.cli.runner import Answer, answers
 from ckptool.files import engine
-from ckptool.files.engine import WAITING
 from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
-from ckptool.formats.checkpoint_search import find_checkpoints
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
 
@@ -100,34 +98,6 @@ def test_a_report_is_told_before_the_next_file_is_opened(
 # -- what is looked at ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_told_by_a_line_a_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", "runs"]) == 3
-    head, rule, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings"]
-    assert rule.replace(" ", "").strip("-") == ""
-    paths = [item.path for item in find_checkpoints(["runs"]) if not isinstance(item, UnreadableError)]
-    assert [line.split()[0] for line in lines[: len(paths)]] == paths == sorted(paths)
-    assert lines[len(paths)] == ""
-    assert lines[len(paths) + 1].startswith(f"{len(paths)} files, ")
-
-
-@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
-def test_a_folder_or_glob_without_a_checkpoint(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("none").mkdir()
-    Path("none/readme.txt").write_text("nothing", encoding="utf-8")
-    told = []
-    for words in (["none"], ["none/*.pth"], ["none", "none/*.pth", "--jobs", "2"]):
-        assert run([command, *words]) == 3
-        out, err = capsys.readouterr()
-        told.append(err)
-        assert "UNREADABLE" not in out
-    assert "the folder holds no checkpoint" in told[0] and "no file matches this pattern" in told[1]
-    assert told[2] == told[0] + told[1]
-
-
 def test_a_file_that_goes_meanwhile_is_one_that_is_not_there(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,28 +158,6 @@ def test_answers_come_in_order(jobs: int) -> None:
     assert no_process_is_left()
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_answers_come_while_files_are_still_searched(jobs: int) -> None:
-    taken = [0]
-
-    def endless() -> Iterator[str]:
-        for number in count():
-            taken[0] = number + 1
-            yield f"f{number}"
-
-    told = answers(upper, endless(), Workers(jobs), lost)
-    for number in range(300):
-        assert next(told) == f"F{number}"
-        assert taken[0] <= number + 1 + WAITING * jobs
-    told.close()
-    assert no_process_is_left()
-
-
-def test_nothing_but_errors() -> None:
-    error = UnreadableError("nothing", path="p", next="n")
-    assert list(answers(upper, [error] * 500, Workers(2), lost)) == ["p: nothing -> n"] * 500
-
-
 @pytest.mark.parametrize("every", [2, 5, 100])
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_a_process_that_dies_costs_its_file_alone(every: int, how: str) -> None:
@@ -226,13 +174,6 @@ def test_a_bug_in_a_process_is_one_here() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: raise3"):
         list(answers(upper, ["f1", "f2", "raise3", "f4"], Workers(2), lost))
     assert no_process_is_left()
-
-
-def test_an_error_of_a_process_keeps_its_class_and_fields() -> None:
-    with pytest.raises(errors.NotACheckpointError) as caught:
-        list(answers(upper, ["f1", "refuse2"], Workers(2), lost))
-    error = caught.value
-    assert (error.kind, error.path, error.next, error.what) == ("song", "refuse2", "sing it", "it is a song")
 
 
 def test_processes_that_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:

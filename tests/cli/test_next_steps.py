@@ -239,10 +239,3 @@ def test_the_file_of_a_rank_leads_to_the_folder(
     if out is not None:
         number = len(load_file(target))
         assert f": {number} of {number} keys" in say("match", out, target).out
-
-
-@pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash"])
-def test_no_arrow_leads_nowhere(command: str) -> None:
-    """Nothing can be salvaged from some damaged folders, so no command is printed."""
-    lines = say(command, FIXTURES / "ranks").all.splitlines()
-    assert [line for line in lines if line.rstrip() == "  ->"] == []

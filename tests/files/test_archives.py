@@ -18,7 +18,6 @@ from safetensors.torch import save
 import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
 from ckptool.base.limits import LIMITS
-from ckptool.cli import main
 from ckptool.files.archives import checkpoints_in, file_name, is_address, open_any
 from ckptool.files.sources import BytesSource, MemberSource, SliceSource
 
@@ -127,26 +126,6 @@ def test_stored_members_are_not_copied(tmp_path: Path) -> None:
         source = open_any(f"{path}!run/policy.pth")
         assert isinstance(source, MemberSource) and isinstance(source.inner, SliceSource)
         source.close()
-
-
-def test_every_command_takes_addresses(outer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    address, other = f"{outer}!run/policy.pth", f"{outer}!run/b.pth"
-    folder = tmp_path / "out"
-    runs = [
-        ["keys", address],
-        ["inspect", address, "--load", "--map-location", "cpu"],
-        ["validate", address],
-        ["diff", address, address],
-        ["hash", address],
-        ["inspect", address],
-        ["stats", address],
-        ["convert", other, "-o", str(tmp_path / "x.safetensors"), "--allow-loss", "all"],
-        ["strip-module", address, other, "--out-dir", str(folder)],
-        ["salvage", address, "-o", str(tmp_path / "saved.pth")],
-    ]
-    for run in runs:
-        assert main.run(run) == 0, (run, capsys.readouterr())
-    assert sorted(path.name for path in folder.iterdir()) == ["b.pth", "policy.pth"]
 
 
 def test_load(outer: Path) -> None:

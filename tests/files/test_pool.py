@@ -91,15 +91,6 @@ def test_folders_of_shards_need_few_descriptors(shards: Path, tmp_path: Path) ->
     every_command(shards, tmp_path, ".safetensors" if next(shards.glob("*.safetensors"), None) else ".pth")
 
 
-def test_salvage_of_a_folder_needs_few_descriptors(dcp: Path, tmp_path: Path) -> None:
-    found = run("salvage", str(dcp), "-o", str(tmp_path / "x.pth"))
-    assert (
-        found.returncode in (2, 3, 4)
-        and "Too many open files" not in found.stderr
-        and "it is a folder of several files" in found.stderr
-    )
-
-
 def test_a_limited_number_of_files_is_open(dcp: Path) -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("no /proc")
     with ckptool.open(dcp) as one, ckptool.open(dcp) as two:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from command_line import Said, say
 from conftest import CHECKPOINTS, FIXTURES, ROOT, WHOLE, sample
-from remote.server import FAULTS, KEY, MIB, SECRET, Server
+from remote.server import KEY, MIB, SECRET, Server
 
 from ckptool.cli import terminal
 from ckptool.formats import folder_format
@@ -145,29 +145,6 @@ def test_every_other_command(name: str, server: Server, monkeypatch: pytest.Monk
         assert say(*words, f"s3://bucket/{name}").code in (3, 4)
 
 
-def test_two_files_and_a_member(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FIXTURES)
-    one, two = "bare.pth", "bare_module.pth"
-    for call in ("diff", "match"):
-        local = plain(say(call, one, two))
-        assert plain(say(call, f"s3://bucket/{one}", f"s3://bucket/{two}")) == local
-        assert plain(say(call, one, f"s3://bucket/{two}")) == local
-    for call in ("keys", "validate", "hash", "scan"):
-        assert plain(say(call, "s3://bucket/zipped.pth!run3/model.pth")) == plain(
-            say(call, "zipped.pth!run3/model.pth")
-        )
-
-
-def test_an_edit_of_a_remote_file_is_the_edit_of_a_local_one(server: Server, tmp_path: Path) -> None:
-    one, two = tmp_path / "one.pth", tmp_path / "two.pth"
-    assert say("strip-module", "s3://bucket/bare_module.pth", "-o", one).code == 0
-    assert say("strip-module", FIXTURES / "bare_module.pth", "-o", two).code == 0
-    assert one.read_bytes() == two.read_bytes()
-    assert say("convert", "s3://bucket/dcp4", "--key", "model", "-o", tmp_path / "one.safetensors").code == 0
-    assert say("convert", FIXTURES / "dcp4", "--key", "model", "-o", tmp_path / "two.safetensors").code == 0
-    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
-
-
 def test_an_edit_expands_a_pattern_of_inputs(server: Server, tmp_path: Path) -> None:
     """One file cannot be the output of several, and a pattern is no output: its name is taken as it is."""
     pattern = "s3://bucket/bare*.pth"
@@ -209,12 +186,6 @@ def test_files_around_a_file_on_a_web_server(server: Server) -> None:
     assert say("inspect", f"{server.url}/plain/shards/model-00001-of-00002.safetensors").code == 0
 
 
-def test_what_a_remote_file_cannot(server: Server) -> None:
-    for words in (["strip-module", "--in-place"], ["undo"], ["undo", "--list"]):
-        said = say(*words, "s3://bucket/bare_module.pth")
-        assert said.code in (3, 4) and "remote file" in said.err
-
-
 def test_a_typing_error_in_a_name(server: Server) -> None:
     server.put("typing", "run/step1000.pth", (FIXTURES / "bare.pth").read_bytes())
     for name in ("keys", "validate", "hash"):
@@ -246,18 +217,6 @@ def test_a_name_that_looks_like_a_query_is_not_skipped(server: Server) -> None:
     for call in (["validate"], ["scan"], ["inspect"]):
         said = say(*call, "s3://looks/")
         assert said.code == 3 and "looks like a query" in said.all
-
-
-def test_names_that_are_not_there(server: Server) -> None:
-    for name in ("keys", "validate", "scan", "hash"):
-        said = say(name, "s3://bucket/none.pth")
-        assert said.code == 3
-        assert "s3://bucket/none.pth: no such file" in said.all
-        assert f"{server.url}/plain/none.pth: no such file" in say(name, f"{server.url}/plain/none.pth").all
-    server.put("bucket", "texts/readme.txt", b"hello")
-    said = say("keys", "s3://bucket/texts/")
-    assert said.code == 3
-    assert "the folder holds no checkpoint" in said.err
 
 
 @pytest.fixture
@@ -316,44 +275,6 @@ def large() -> list[bytes]:
         torch.save({"state_dict": {f"module.{at}": torch.full((60_000,), float(start + at)) for at in range(12)}}, file)
         files.append(file.getvalue())
     return files
-
-
-READING = [["keys"], ["inspect"], ["validate"], ["hash"], ["scan"], ["lock"], ["stats"], ["strip-module", "--dry-run"]]
-
-
-BREAKING = [*(fault for fault in FAULTS if fault not in ("stall", "complete")), "replaced"]
-#: By default every fourth pair, so that each command and each fault is in several.
-PAIRS = [
-    (call, fault)
-    for row, call in enumerate(READING)
-    for column, fault in enumerate(BREAKING)
-    if WHOLE or (row + column) % 4 == 0
-]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("call", "fault"), PAIRS, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_a_fault_at_any_request_of_a_command(call: list[str], fault: str, large: list[bytes], server: Server) -> None:
-    """The answer is right, also of the replaced file, or it is an error. It never has a secret."""
-    right = []
-    for data in reversed(large):
-        server.put("bucket", "large.pth", data)
-        server.clear()
-        right.append(say(*call, "s3://bucket/large.pth"))
-    assert {said.code for said in right} <= {0, 1}
-    first = BREAKING.index(fault) // 4  # the pairs of a command have their faults at different requests
-    for number in sample(range(1, server.count() + 1), 4, first):
-        server.restore("bucket", "large.pth", large[0])
-        server.clear()
-        if fault == "replaced":
-            server.replaced = {number: ("bucket", "large.pth", large[1])}
-        else:
-            server.faults = {number: fault}
-        said = say(*call, "s3://bucket/large.pth")
-        if said not in right:
-            assert said.code == 3 or (call == ["scan"] and "unknown: " in said.out), said.all
-            assert fault not in ("500", "503", "reset", "short", "length")
-        assert not any(word in said.all for word in ("SECRET", SECRET, KEY, "Signature", "Generic", "reqwest"))
 
 
 # -- options ------------------------------------------------------------------------------------------------------

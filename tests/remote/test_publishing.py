@@ -323,17 +323,6 @@ def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return ["strip-module", "s3://bucket/small.pth" if request.param == "small" else SHORTER]
 
 
-def test_an_output_that_exists(command: list[str], server: Server) -> None:
-    server.put("bucket", "out/new.pth", b"something else")
-    said = say(*command, "-o", TARGET)
-    assert said.code == 4
-    assert f"{TARGET}: the output exists" in said.err and "--force" in said.err
-    assert server.get("bucket", "out/new.pth") == b"something else"
-    assert [one for one in server.seen if one.method != "GET" and one.method != "HEAD"] == []
-    assert say(*command, "-o", TARGET, "--force").code == 0
-    assert server.get("bucket", "out/new.pth") != b"something else"
-
-
 def telling(server: Server) -> list[int]:
     """The numbers of requests before which something may change: some that read, and all that write."""
     last = max(at for at, one in enumerate(server.seen, 1) if one.method in ("PUT", "POST"))
@@ -387,29 +376,6 @@ def test_an_output_of_the_same_size_is_not_ours(
     assert (said.code, "somebody else wrote to it meanwhile" in said.err) == (5, True), said.all
     assert server.get("bucket", "out/1.safetensors") == other
     assert not server.uploads
-
-
-def test_an_input_that_is_replaced_meanwhile(command: list[str], server: Server) -> None:
-    key = command[1].removeprefix("s3://bucket/")
-    found = server.object("bucket", key)
-    say(*command, "-o", TARGET)
-    numbers = telling(server)
-    made = server.get("bucket", "out/new.pth")
-    try:
-        for number in numbers:
-            server.buckets["bucket"].pop("out/new.pth", None)
-            server.put("bucket", key, found.data, found.etag)
-            server.clear()
-            server.replaced = {number: ("bucket", key, bytes(len(found.data)))}
-            said = say(*command, "-o", TARGET)
-            if said.code == 0:
-                assert server.get("bucket", "out/new.pth") == made
-            else:
-                assert "changed" in said.err or (number == 2 and "it begins with zeros" in said.err), said.err
-                assert "out/new.pth" not in server.buckets["bucket"]
-            assert not server.uploads
-    finally:
-        server.put("bucket", key, found.data, found.etag)
 
 
 def test_what_reads_back_wrong_is_never_visible(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

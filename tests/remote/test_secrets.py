@@ -226,14 +226,3 @@ def test_secrets_of_endpoints_and_proxies(fault: str, server: Server, monkeypatc
             said = say("keys", place)
             assert said.code == 3
             check(said.all)
-
-
-def test_a_session_token_of_another_shape(server: Server) -> None:
-    """What the server says of an expired session is not repeated."""
-    server.expired.add("SECRETTOKEN")
-    try:
-        said = say("keys", "s3://bucket/run/bare.pth")
-    finally:
-        server.expired.clear()
-    assert "the credentials have expired" in said.err
-    check(said.all)

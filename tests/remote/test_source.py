@@ -225,24 +225,6 @@ def test_a_server_that_ignores_conditions_is_compared_with(server: Server, monke
         found.read(MIB, 10)
 
 
-@pytest.mark.parametrize("number", range(1, 7))
-def test_an_object_replaced_before_any_request(number: int, server: Server) -> None:
-    server.put("bucket", "a", DATA)
-    second = DATA[::-1]
-    server.replaced = {number: ("bucket", "a", second)}
-    parts: dict[int, bytes] = {}
-    error = None
-    try:
-        found = open_remote("s3://bucket/a", Settings(server.url))
-        parts |= ((at, found.read(at, 100)) for at in (0, MIB, 2 * MIB, 3 * MIB - 100))
-        found.check_unchanged()
-    except ChangedError as changed:
-        error = changed
-    # The first two requests are under way at once: whichever comes first may still see the first object.
-    assert (error is None) is (number > 5) or number < 3
-    assert any(all(data[at : at + 100] == part for at, part in parts.items()) for data in (DATA, second))
-
-
 def test_weak_etags_are_compared_but_not_demanded(server: Server) -> None:
     server.put("plain", "a", DATA, etag='W/"weak"')
     found = open_remote(f"{server.url}/plain/a", Settings())

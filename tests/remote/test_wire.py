@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,24 +148,6 @@ def test_a_server_that_drips_ends_in_two_minutes(monkeypatch: pytest.MonkeyPatch
         assert caught.value.kind in ("slow", "timeout", "answer", "body", "")
         assert time.perf_counter() - begun < 5
     stop.set()
-
-
-def test_a_certificate_that_signed_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    if subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("no openssl")
-    with odd(lambda one: one.send_range(DATA)) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
-        address = server.url.replace("http:", "https:") + "/a.pth"
-        assert "no secure connection" in say("keys", address).all
-        source._FAILED.clear()
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        said = say("keys", address)
-        assert said.code == 0, said.all
 
 
 @pytest.mark.parametrize(

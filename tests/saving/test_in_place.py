@@ -198,17 +198,6 @@ def test_the_contract_stays_where_it_holds(tmp_path: Path) -> None:
     assert list(by_offsets(path)) == ["a", "b"]
 
 
-def test_dropped_bytes_stay_until_repack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved({"a": torch.full((1000,), 7.0), "b": torch.ones(2)}, tmp_path / "in.pth")
-    bytes_of_a = torch.full((1000,), 7.0).numpy().tobytes()
-    assert run(["drop", str(path), "a", "--in-place"]) == 0
-    assert "4.00 kB of dropped data stay in the file" in capsys.readouterr().out
-    assert bytes_of_a in path.read_bytes()
-    out = tmp_path / "out.pth"
-    assert run(["edit", str(path), "--repack", "-o", str(out)]) == 0
-    assert bytes_of_a not in out.read_bytes()
-
-
 @each_edit
 def test_a_mapped_tensor_keeps_its_values(edit: Edit, tmp_path: Path) -> None:
     import mmap
@@ -225,19 +214,3 @@ def test_a_mapped_tensor_keeps_its_values(edit: Edit, tmp_path: Path) -> None:
         ckptool.undo(path)
         assert bytes(whole) == data and oracle.difference(before, tensors) == ""
         assert oracle.difference(expected, later) == ""  # the tensors of the version that is gone, too
-
-
-def test_fifty_edits_in_a_row(tmp_path: Path) -> None:
-    path = copied(FIXTURES / "ddp4_training.pth", tmp_path)
-    states = [path.read_bytes()]
-    for number in range(50):
-        in_place(path, lambda c, number=number: ckptool.set(c, "epoch", 1000 + number))  # type: ignore[misc]
-        states.append(path.read_bytes())
-    assert oracle.load(path)["epoch"] == 1049
-    assert len(ckptool.history(path)["versions"]) == 51
-    assert ckptool.validate(path)["valid"]
-    for state in states[-2:25:-1]:
-        ckptool.undo(path)
-        assert path.read_bytes() == state
-    ckptool.undo(path, original=True)
-    assert path.read_bytes() == states[0]

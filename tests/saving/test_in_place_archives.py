@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import subprocess
 import zipfile
 import zlib
@@ -320,15 +319,6 @@ def test_a_dangerous_pickle_in_a_former_version_is_named(tmp_path: Path) -> None
     assert not report["valid"]
     told = json.dumps(report)
     assert "former version" in told and "system" in told
-
-
-def test_unzip_finds_what_torch_finds(tmp_path: Path) -> None:
-    if not shutil.which("unzip"):
-        pytest.skip("there is no unzip")
-    path = copied(FIXTURES / "ddp4_training.pth", tmp_path)
-    for _ in range(3):
-        in_place(path, wrapped)
-    assert subprocess.run(["unzip", "-tqq", str(path)], check=False).returncode == 0
 
 
 @pytest.mark.sampled

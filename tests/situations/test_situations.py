@@ -32,10 +32,7 @@ def record(title: str, name: str, outcome: dict[str, Any]) -> None:
     known[title][name][1] = outcome
     groups = []
     for group, rows in known.items():
-        lines = (
-            f"  {json.dumps(each)}: [\n   {json.dumps(one)},\n   {json.dumps(two)}]"
-            for each, (one, two) in rows.items()
-        )
+        lines = (f"  {json.dumps(each)}: [{json.dumps(one)},\n   {json.dumps(two)}]" for each, (one, two) in rows.items())
         groups.append(f" {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n }")
     DATA.write_text("{\n" + ",\n".join(groups) + "\n}\n", encoding="utf-8")
 
