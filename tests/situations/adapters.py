@@ -7,10 +7,8 @@ import os
 
 import torch
 from safetensors.torch import save_file
-from stand_ins import Net
-from torch import nn
 
-from .situation import Situation, error_of, holds, register
+from .situation import Situation, holds, register
 
 SITUATIONS: list[Situation] = []
 situation = register(SITUATIONS)
@@ -93,13 +91,3 @@ def peft_model_into_base() -> str:
     torch.save({f"base_model.model.{LAYER}.base_layer.weight": torch.ones(8, 8), **adapter(name=".default")},
                "peft.pth")  # fmt: skip
     return ""
-
-
-@situation()
-def peft_model_with_message() -> str:
-    torch.save({"fc.base_layer.weight": torch.ones(2, 4), "fc.base_layer.bias": torch.ones(2),
-                "fc.lora_A.default.weight": torch.ones(2, 4), "fc.lora_B.default.weight": torch.ones(2, 2)},
-               "peft.pth")  # fmt: skip
-    model = nn.Module()
-    model.fc = Net().fc
-    return error_of(model.load_state_dict, torch.load("peft.pth"))

@@ -29,12 +29,6 @@ def cuda_without_gpu() -> str:
 
 
 @situation(ends=holds())
-def xla_tags() -> str:
-    save_on("xla:0", state(), "model.pth")
-    return error_of(torch.load, "model.pth")
-
-
-@situation(ends=holds())
 def old_xla_tensors() -> str:
     arrays = {
         key: called("torch._utils._rebuild_xla_tensor", value.numpy(), value.dtype, "xla:0", False)

@@ -23,12 +23,6 @@ def bare_state_dict() -> str:
     return error_of(lambda: torch.load("merged.ckpt")["state_dict"])
 
 
-@situation(ends=holds(entry="state_dict"))
-def another_entry() -> str:
-    torch.save({"weight": state(), "config": [1025, 32], "sr": "40k", "f0": 1, "version": "v2"}, "rvc.pth")
-    return error_of(lambda: torch.load("rvc.pth")["state_dict"])
-
-
 @situation(ends=holds(entry="params_ema"))
 def params_ema() -> str:
     torch.save({"params": state()}, "net_g_5000.pth")
@@ -98,13 +92,6 @@ def _lightning(output: str) -> None:
     Net().load_state_dict(value["state_dict"])
 
 
-@situation()
-def whisper_of_transformers() -> str:
-    layer = "model.decoder.layers.0.encoder_attn.q_proj.weight"
-    torch.save({"model.encoder.conv1.weight": torch.ones(4, 8, 3), layer: torch.ones(4, 4)}, "whisper.pt")
-    return error_of(lambda: torch.load("whisper.pt")["dims"])
-
-
 @situation(ends=holds({"lm_head.weight": torch.ones(8, 4), "model.embed_tokens.weight": torch.ones(8, 4)}))
 def tied_head() -> str:
     torch.save({"model.embed_tokens.weight": torch.ones(8, 4), "model.norm.weight": torch.ones(4)}, "pytorch_model.bin")
@@ -119,15 +106,6 @@ def only_the_optimizer() -> str:
     optimizer.step()
     torch.save(optimizer.state_dict(), "optimizer.pt")
     return error_of(Net().load_state_dict, torch.load("optimizer.pt"))
-
-
-@situation(ends=holds(entry="model"))
-def other_optimizer_groups() -> str:
-    model = trained()
-    torch.save({"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), 0.1).state_dict()},
-               "checkpoint.pth")  # fmt: skip
-    optimizer = torch.optim.SGD(model.fc.parameters(), 0.1)
-    return error_of(optimizer.load_state_dict, torch.load("checkpoint.pth")["optimizer"])
 
 
 def _stepped(cls: type[torch.optim.Optimizer], state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -169,12 +147,6 @@ def path_in_place_of_a_state_dict() -> str:
     torch.save(state(), "model.pth")
     return "Traceback (most recent call last):\n  File \"load.py\", line 3, in <module>\n" \
         "    model.load_state_dict('model.pth')\nAttributeError: 'str' object has no attribute 'copy'"  # fmt: skip
-
-
-@situation(ends=fits(Net))
-def entry_and_prefix() -> str:
-    torch.save({"model": state("module."), "epoch": 3}, "checkpoint.pth")
-    return error_of(lambda: torch.load("checkpoint.pth")["state_dict"])
 
 
 @situation(ends=lambda output: _without_averages(output))

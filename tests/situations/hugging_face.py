@@ -164,13 +164,6 @@ def safetensors_by_torch_load() -> str:
     return error_of(torch.load, "model.pth", weights_only=False)
 
 
-@situation(ends=holds())
-def no_file_with_the_fixed_name() -> str:
-    os.mkdir("model")
-    torch.save({"state_dict": state(), "epoch": 3}, "model/last.ckpt")
-    return "OSError: Error no file named model.safetensors, or pytorch_model.bin, found in directory model."
-
-
 @situation(ends=lambda output: _is_resumable(output))
 def trainer_random_states() -> str:
     llama().save_pretrained("checkpoint-500")
@@ -185,9 +178,3 @@ def _is_resumable(output: str) -> None:
     before = np.random.get_state()
     np.random.set_state(value["numpy"])
     np.random.set_state(before)
-
-
-@situation()
-def newer_tokenizer() -> str:
-    shards("model")
-    return "Exception: data did not match any variant of untagged enum ModelWrapper at line 250373 column 3"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from stand_ins import STATE, Net, place, state, trained
+from stand_ins import STATE, Net, state, trained
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
@@ -36,12 +36,6 @@ def compiled() -> str:
     return not_loading(Net(), "model.pth")
 
 
-@situation(ends=fits(Net))
-def incompatible_keys() -> str:
-    torch.save(state("module."), "model.pth")
-    return str(Net().load_state_dict(torch.load("model.pth"), strict=False))
-
-
 class Counted(Net):
     """The model with the counters that thop leaves in each layer."""
 
@@ -50,12 +44,6 @@ class Counted(Net):
         for module in self.modules():
             module.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
             module.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
-
-
-@situation(ends=fits(Net))
-def thop() -> str:
-    torch.save(Counted().state_dict(), "model.pth")
-    return not_loading(Net(), "model.pth")
 
 
 class Large(nn.Module):
@@ -79,18 +67,6 @@ def thop_many() -> str:
     return not_loading(Large(), "model.pth")
 
 
-@situation(ends=fits(Net, missing=("fc.weight", "fc.bias"), extra=True))
-def moco() -> str:
-    heads = {f"module.encoder_{which}.fc.{layer}.{name}": torch.ones(2) for which in "qk" for layer in (0, 2)
-             for name in ("weight", "bias")}  # fmt: skip
-    encoders = {}
-    for which in "qk":
-        encoders.update({key: value for key, value in state(f"module.encoder_{which}.").items() if ".fc." not in key})
-    torch.save({"epoch": 800, "state_dict": {**encoders, **heads, "module.queue": torch.ones(4, 8)}},
-               "moco_v2_800ep.pth.tar")  # fmt: skip
-    return not_loading(Net(), "moco_v2_800ep.pth.tar", "state_dict")
-
-
 class Vit(nn.Module):
     """The layers of a ViT whose names and shapes matter here."""
 
@@ -100,15 +76,6 @@ class Vit(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, 8))
         self.blocks = nn.ModuleList([nn.Linear(8, 8)])
         self.norm = nn.LayerNorm(8)
-
-
-@situation(ends=fits(Vit, extra=True))
-def dino() -> str:
-    backbone = {f"backbone.{key}": value for key, value in Vit().state_dict().items()}
-    head = {"head.mlp.0.weight": torch.ones(4, 8), "head.last_layer.weight_v": torch.ones(4, 4)}
-    student = {f"module.{key}": value for key, value in {**backbone, **head}.items()}
-    torch.save({"student": student, "teacher": {**backbone, **head}, "epoch": 100}, "dino_checkpoint.pth")
-    return not_loading(Vit(), "dino_checkpoint.pth", "teacher")
 
 
 @situation(ends=fits(lambda: Vit(17)))
@@ -172,25 +139,6 @@ def densenet() -> str:
     return not_loading(Dense(), "densenet121-a639ec97.pth")
 
 
-class Bert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert = nn.Module()
-        for name in ("embeddings", "encoder"):
-            layer = nn.Module()
-            layer.LayerNorm = nn.LayerNorm(4)
-            layer.dense = nn.Linear(4, 4)
-            self.bert.add_module(name, layer)
-
-
-@situation(ends=fits(Bert))
-def gamma_and_beta() -> str:
-    old = OrderedDict((key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"), value)
-                      for key, value in Bert().state_dict().items())  # fmt: skip
-    torch.save(old, "pytorch_model.bin")
-    return in_a_file(not_loading(Bert(), "pytorch_model.bin"))
-
-
 @situation(ends=fits(Net, missing=("bn1.num_batches_tracked",)))
 def no_counters() -> str:
     old = trained().state_dict()
@@ -212,14 +160,6 @@ class Llama(nn.Module):
 def vocabulary() -> str:
     torch.save(Llama(33).state_dict(), "pytorch_model.bin")
     return not_loading(Llama(32), "pytorch_model.bin")
-
-
-@situation(ends=fits(Net))
-def whole_data_parallel_model() -> str:
-    made = trained()
-    made.__class__ = place("__main__.Net", type("Net", (Net,), {}))
-    torch.save(nn.DataParallel(made), "model.pth")
-    return error_of(torch.load, "model.pth", weights_only=False)
 
 
 class Fused(nn.Module):
@@ -301,12 +241,6 @@ def renamed_one_by_one() -> str:
     torch.save(Other(("first", "second", "last")).state_dict(), "model.pth")
     torch.save(Other().state_dict(), "names.pth")  # as the answer asks
     return not_loading(Other(), "model.pth")
-
-
-@situation(ends=fits(lambda: Net(10), missing=("fc.weight", "fc.bias")))
-def other_classes() -> str:
-    torch.save(Net(1000).state_dict(), "resnet.pth")
-    return not_loading(Net(10), "resnet.pth")
 
 
 @situation(ends=fits(Net))

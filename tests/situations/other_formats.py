@@ -66,24 +66,6 @@ def wrong_size() -> str:
     return error_of(torch.load, "model.pth")
 
 
-@situation()
-def keras() -> str:
-    shutil.copy(FIXTURES / "real" / "net.h5", "brain.h5")
-    return error_of(torch.load, "brain.h5", weights_only=False)
-
-
-@situation()
-def onnx() -> str:
-    shutil.copy(FIXTURES / "real" / "net.onnx", "model.onnx")
-    return error_of(torch.load, "model.onnx", weights_only=False)
-
-
-@situation()
-def gguf() -> str:
-    shutil.copy(FIXTURES / "real" / "tiny.gguf", "model.bin")
-    return error_of(torch.load, "model.bin", weights_only=False)
-
-
 @situation(ends=holds())
 def zip_of_a_folder() -> str:
     with zipfile.ZipFile("model.zip", "w") as archive:
@@ -138,36 +120,6 @@ def torchscript() -> str:
     return error_of(torch.load, "model.pt")
 
 
-@situation(ends=holds(WEIGHTS))
-def script_module_as_state_dict() -> str:
-    save_program("model.pt")
-    return "AttributeError: 'RecursiveScriptModule' object has no attribute 'copy'"
-
-
-@situation(ends=holds())
-def nemo() -> str:
-    with tarfile.open("model.nemo", "w") as archive:
-        for name, data in (
-            ("./model_config.yaml", b"sample_rate: 16000\n"),
-            ("./model_weights.ckpt", in_bytes(state())),
-        ):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return ""
-
-
-@situation(ends=lambda output: _is_policy(output))
-def stable_baselines() -> str:
-    shutil.copy(FIXTURES / "real" / "ppo.zip", "ppo.zip")
-    return ""
-
-
-def _is_policy(output: str) -> None:
-    value = torch.load(output, weights_only=True)
-    assert any("policy_net" in key for key in value)
-
-
 @situation(ends=lambda output: _is_legacy(output))
 def old_torch() -> str:
     torch.save(state(), "model.pth")
@@ -177,19 +129,3 @@ def old_torch() -> str:
 def _is_legacy(output: str) -> None:
     assert not zipfile.is_zipfile(output)
     holds()(output)
-
-
-@situation(ends=lambda output: _is_mapped(output))
-def mapped_legacy_file() -> str:
-    torch.save(state(), "model.pth", _use_new_zipfile_serialization=False)
-    return error_of(torch.load, "model.pth", mmap=True)
-
-
-def _is_mapped(output: str) -> None:
-    Net().load_state_dict(torch.load(output, mmap=True))
-
-
-@situation()
-def empty_file() -> str:
-    Path("model.pth").touch()
-    return error_of(torch.load, "model.pth")
