@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.base.addresses import Address, conceal, join, name, parent, parse, reveal, shown, split_member
-from ckptool.base.steps import command, folder_of, is_remote, suggested_output
+from ckptool.base.steps import folder_of, is_remote
 
 #: (address, its parts, the text to show)
 CASES = [
@@ -80,9 +80,3 @@ def test_members() -> None:
     assert split_member("s3://b/x!") == split_member("s3://b/x") == ("", "")
     outer, members = split_member(conceal("https://host/o.zip?id=1!x.pth!y"))
     assert (outer, reveal(outer), members) == ("https://host/o.zip", "https://host/o.zip?id=1", "x.pth!y")
-
-
-def test_next_steps() -> None:
-    step = command("inspect", "https://u:p@other/x.pth?sig=a")
-    assert step.line == str(step) == "ckptool inspect https://other/x.pth"
-    assert suggested_output("s3://b/run/model.pth", "cpu") == "model.cpu.pth"

@@ -54,28 +54,24 @@ def test_the_tensors_are_the_same(source: str, target: str, sources: dict[str, P
 # -- the last step of any edit ---------------------------------------------------------------------------------
 
 #: An edit with every command that writes, each with a fixture that it changes.
-EDITS = (
-    *(
-        "strip-module bare_module.pth",
-        "add-module model.safetensors --add-prefix model.",
-        "remap legacy_cuda.pth --to cpu",
-    ),
-    *("drop gan.pth netD", "edit bare.pth --keep fc.*", "extract gan.pth netG", "edit bare.pth --wrap model"),
-    *("cast bare.pth --to-dtype bfloat16", "slim slice_of_big.pth", "rename bare.pth --rename fc.*=head.*"),
-    *(
-        "edit wrapped.pth --set epoch=7",
-        "drop wrapped.pth epoch",
-        "sanitize args_namespace.pth",
-        "redact lightning.ckpt --redact all",
-    ),
-    *(
-        "merge bare.pth bare.pth",
-        "average bare.pth bare.pth",
-        "edit zip_deflated.pth --repack",
-        "salvage zip_wrong_crc.pth",
-    ),
-    *("edit dcp4 --extract model --to-dtype float16", "edit bare.pth --add-module --to cuda:0"),
-)
+EDITS = """\
+strip-module bare_module.pth
+add-module model.safetensors --add-prefix model.
+remap legacy_cuda.pth --to cpu
+drop gan.pth netD
+extract gan.pth netG
+cast bare.pth --to-dtype bfloat16
+slim slice_of_big.pth
+rename bare.pth --rename fc.*=head.*
+edit wrapped.pth --set epoch=7
+sanitize args_namespace.pth
+redact lightning.ckpt --redact all
+merge bare.pth bare.pth
+average bare.pth bare.pth
+edit zip_deflated.pth --repack
+salvage zip_wrong_crc.pth
+edit dcp4 --extract model --to-dtype float16
+edit bare.pth --add-module --to cuda:0""".splitlines()
 #: Outputs and their formats.
 OUTPUTS = (
     *("a.safetensors --to-format safetensors", "a.dcp --to-format dcp", "a.pth --to-format legacy"),

@@ -258,20 +258,6 @@ def test_a_folder_that_may_not_be_written_to(
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_may_be_written_to_but_not_listed(
-    moving: Path, unprivileged: Callable[[Path], None], tmp_path: Path, expected: bytes
-) -> None:
-    folder = tmp_path / "drop"
-    folder.mkdir()
-    unprivileged(tmp_path)
-    folder.chmod(0o333)
-    try:
-        strip_to(moving, folder / "out.pth")
-    finally:
-        folder.chmod(0o755)
-    assert (folder / "out.pth").read_bytes() == expected
-
-
 def test_an_output_by_a_symbolic_link_is_written_to_where_it_leads(
     source: Path, tmp_path: Path, expected: bytes
 ) -> None:
@@ -457,18 +443,6 @@ def test_signals_that_interrupt_system_calls(
     assert out.read_bytes() == (tmp_path / "calm.pth").read_bytes()
 
 
-def test_from_one_file_system_to_another(source: Path, expected: bytes) -> None:
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == source.stat().st_dev or not os.access(other, os.W_OK):
-        pytest.skip("there is no second file system")
-    out = other / f"ckptool-test-{os.getpid()}.pth"
-    try:
-        strip_to(source, out)
-        assert out.read_bytes() == expected
-    finally:
-        out.unlink(missing_ok=True)
-
-
 def test_a_file_system_without_hard_links(
     source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,22 +472,6 @@ def test_a_folder_that_goes_away_meanwhile(source: Path, tmp_path: Path, small_s
     with pytest.raises(OutputError, match="No such file"):
         strip_to(source, folder / "out.pth", progress=lambda _: shutil.rmtree(folder, ignore_errors=True))
     assert not folder.exists()
-
-
-def test_two_savers_of_one_process_do_not_break_each_other(
-    source: Path, out: Path, expected: bytes, small_steps: None
-) -> None:
-    inner: list[object] = []
-
-    def progress(_: int) -> None:
-        if not inner:
-            inner.append(None)
-            inner[0] = strip_to(source, out)[:2]
-
-    with pytest.raises(RefusedError, match="exists"):
-        strip_to(source, out, progress=progress)
-    assert inner == [(str(out), len(expected))]
-    assert out.read_bytes() == expected
 
 
 # -- what goes wrong in the middle ----------------------------------------------------------------------------
@@ -798,17 +756,6 @@ def test_a_link_that_looks_like_a_leftover_is_not_followed(source: Path, out: Pa
     link.unlink(missing_ok=True)
 
 
-def test_a_leftover_that_had_its_mode_already_is_removed(
-    moving: Path, out: Path, unprivileged: Callable[[Path], None], tmp_path: Path
-) -> None:
-    dead = tmp_path / f".out.pth.123{SUFFIX}"
-    dead.write_bytes(b"whole")
-    dead.chmod(0o444)
-    unprivileged(tmp_path)
-    strip_to(moving, out)
-    assert not dead.exists()
-
-
 # -- signals ------------------------------------------------------------------------------------------------------
 
 #: A command that gets a signal while it copies.
@@ -887,13 +834,6 @@ def test_output_that_cannot_be_written_is_exit_5() -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_a_closed_stdout_is_no_bug_of_ckptool() -> None:
-    command = f"exec {sys.executable} -m ckptool inspect {FIXTURES / 'bare.pth'} >&-"
-    done = subprocess.run(["sh", "-c", command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode in (0, 5)
-    assert "Traceback" not in done.stderr and "bug" not in done.stderr
-
-
 # -- the command line keeps the same promises --------------------------------------------------------------------------
 
 
@@ -910,13 +850,6 @@ def test_several_outputs_stand_or_fall_one_by_one(
     assert names_in(folder) == ["collision.pth", "in.pth"]
     told = capsys.readouterr()
     assert "collision.pth" in told.err and "truncated.pth" in told.err and "in.pth" in told.out
-
-
-def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
-    before = names_in(tmp_path)
-    assert run(["strip-module", str(source), "--out-dir", str(tmp_path / "new"), "--dry-run", "-q"]) == 0
-    assert run(["strip-module", str(source), "-o", str(tmp_path / "new.pth"), "--dry-run", "-q"]) == 0
-    assert names_in(tmp_path) == before
 
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -310,15 +310,6 @@ def test_no_name_reaches_the_terminal_as_it_is(
         assert "x1b" in err
 
 
-def test_json_has_the_names_as_they_are(nasty: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = json.loads(answer(["keys", "--format", "json"], nasty, capsys)[1])
-    assert listed["tensors"][0]["key"] == f"module.{NASTY}.weight"
-    assert listed["path"] == str(nasty)
-    report = json.loads(answer(["inspect", "--format", "json"], nasty, capsys)[1])
-    assert report["entries"][0]["key"] == "state" + NASTY
-    assert {item["location"] for item in report["devices"]} >= {"\x1b[31mcuda:0\n", "cuda:1"}
-
-
 def test_json_is_strict_where_numbers_are_not_finite(nasty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(name: str) -> Any:
         raise AssertionError(f"{name} is no JSON")

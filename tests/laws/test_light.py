@@ -210,17 +210,6 @@ def test_only_the_metadata_of_a_huge_file_is_read(edit: str, huge: Huge, monkeyp
     assert 1000 < read[0] < 1 * MIB
 
 
-def test_a_huge_file_is_inspected_and_listed(huge: Huge) -> None:
-    report = ckptool.inspect(huge.path)
-    assert report["bytes"] == huge.path.stat().st_size
-    assert report["storage_bytes"] == 4 * GIB + 4096 + GIB // 2 + 16 + 20 + 24
-    assert [item["keys"] for item in report["state_dicts"]] == [5]
-    assert {item["level"] for item in report["findings"]} <= {"warning", "note"}
-    listed = ckptool.keys(huge.path)["tensors"]
-    assert [entry["key"] for entry in listed] == huge.keys
-    assert listed[1]["bytes"] == 4 * GIB + 4096
-
-
 def test_a_huge_file_is_stripped_and_torch_loads_the_result(
     huge: Huge, out: Path, holes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import pytest
 from conftest import FIXTURES, ROOT
@@ -124,26 +123,6 @@ def test_salvage(bare: Bare, name: str) -> None:
     assert bare.report(f"saved.{name}")["status"] == "valid"
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("style", ["table", "json", "jsonl", "junit", "sarif", "github"])
-def test_validate_in_every_format(bare: Bare, style: str, jobs: str) -> None:
-    files = [bare.put(name) for name in ("bare.pth", "legacy_wrapped.pth", "zip_wrong_crc.pth", "lfs_pointer.pth")]
-    done = bare.ckptool("validate", *files, "--format", style, "--jobs", jobs)
-    assert done.code == 3
-    assert "git lfs pull" in done.err
-    if style == "json":
-        assert [report["status"] for report in json.loads(done.out)] == ["valid", "valid", "invalid", "unreadable"]
-    elif style == "jsonl":
-        assert [json.loads(line)["path"] for line in done.out.splitlines()] == files
-    elif style == "junit":
-        assert [suite.get("name") for suite in ElementTree.fromstring(done.out)] == files
-    elif style == "sarif":
-        assert {result["ruleId"] for result in json.loads(done.out)["runs"][0]["results"]} == {"checksums", "readable"}
-    else:
-        # GitHub shows an annotation for each problem, and none for a valid file.
-        assert [name in done.out for name in files] == [style == "table"] * 2 + [True] * 2
-
-
 @pytest.mark.parametrize("option", ["finite", "load"])
 @pytest.mark.parametrize("name", ["bare.pth", "ddp4_training.pth", "legacy_bare.pth", "tensor.pt"])
 def test_what_needs_torch_is_not_possible(bare: Bare, name: str, option: str) -> None:
@@ -162,18 +141,6 @@ def test_inspect_load_says_what_it_needs(bare: Bare) -> None:
     done = bare.ckptool("inspect", bare.put("bare.pth"), "--load")
     assert done.code == 1
     assert NEEDS in done.out + done.err
-
-
-def test_diff_finds_what_differs_and_says_that_distances_need_torch(bare: Bare) -> None:
-    files = [bare.put("bare.pth"), bare.put("bare.pth", "other.pth")]
-    with (bare.work / files[1]).open("r+b") as file:
-        file.seek(1428)
-        file.write(b"A")
-    done = bare.ckptool("diff", *files)
-    assert done.code == 1 and "1 of 12" in done.out and NEEDS in done.out
-    report = json.loads(bare.ckptool("diff", *files, "--format", "json").out)
-    assert NEEDS in report["not_measured"] and report["values"][0]["max_abs"] is None
-    assert NEEDS in bare.ckptool("diff", *files, "--rtol", "1").err
 
 
 def test_the_environment_stays_out(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:

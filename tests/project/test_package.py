@@ -93,15 +93,6 @@ def test_the_changelog_has_the_form_that_it_names() -> None:
     assert {line for line in lines if line.startswith("###")} <= kinds
 
 
-def test_the_classifiers() -> None:
-    classifiers = CONFIG["metadata"]["classifiers"].split("\n")
-    versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.\d+$", line)]
-    assert versions == [f"3.{minor}" for minor in range(10, 15)]
-    assert CONFIG["options"]["python_requires"] == f">={versions[0]}"
-    assert "Typing :: Typed" in classifiers and (ROOT / "ckptool" / "py.typed").exists()
-    assert not any(line.startswith("License ::") for line in classifiers)  # license_expression says it
-
-
 # -- archives ------------------------------------------------------------------------------------------------------
 
 

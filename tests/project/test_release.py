@@ -102,10 +102,3 @@ def test_all_say_the_same_of_the_project() -> None:
     assert f"- name: {metadata['author']}\n" in CITATION
     assert f"\nversion: {ckptool.__version__}\n" in CITATION
     assert re.findall(r"^  - (?!name)(.*)$", CITATION, re.M) == metadata["keywords"].split(", ")
-
-
-def test_the_windows_of_support_are_those_of_the_package() -> None:
-    text = (ROOT / "docs" / "versions.md").read_text("utf-8")
-    assert f"| {versions()[0]} to {versions()[-1]} |" in text
-    (oldest,) = re.findall(r"torch>=([\d.]+)", CONFIG["options"]["install_requires"])
-    assert f"| {oldest} and later |" in text

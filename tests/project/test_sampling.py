@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from conftest import CHOSEN, FIXTURES, MANY, WHOLE, chosen, examples, pairwise, part, sample
+from conftest import CHOSEN, FIXTURES, MANY, WHOLE, chosen, pairwise, part
 
 
 @pytest.mark.parametrize("every", [2, 3, 4, 5])
@@ -43,8 +43,3 @@ def test_any_two_values_meet_and_of_two_parameters_every_value_occurs(sizes: tup
         values = {tuple(case[group] for group in groups) for case in cases.values()}
         assert {tuple(case[group] for group in groups) for case in kept} == values
     assert pairwise(dict(random.Random(1).sample([*cases.items()], len(cases)))) == pairwise(cases)
-
-
-def test_examples_and_samples_are_never_none() -> None:
-    assert [examples(number) for number in (5, 60, 1000)] == ([5, 60, 1000] if WHOLE else [5, 20, 200])
-    assert sample(range(3), 10) and sample(range(3), 3, first=5)
