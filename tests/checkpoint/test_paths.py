@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.base.limits import LIMITS
-from ckptool.checkpoint.paths import children, parse_steps, spell_key
+from ckptool.checkpoint.paths import children, parse_steps
 from ckptool.cli.main import run
 
 
@@ -153,14 +153,6 @@ def test_a_text_is_a_path_or_not(text: str) -> None:
         return
     again = "".join(step.step for step in steps)
     assert parse_steps(again.removeprefix(".")) == steps
-
-
-@given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4))
-def test_strings_and_back(keys: list[str]) -> None:
-    path = ""
-    for key in keys:
-        path = spell_key(path, key)
-    assert [step.value for step in parse_steps(path)] == keys
 
 
 # -- what is not a dict -----------------------------------------------------------------------------------------------
@@ -316,13 +308,6 @@ def test_a_tensor_at_a_million_places_is_cut_off_and_said_so(tmp_path: Path) -> 
     report = ckptool.validate(path)
     assert "places" in report["not_checked"] and report["coverage"] == "partial"
     assert ckptool.keys(path, all=True)["in_file"] == 300_001
-
-
-@pytest.mark.parametrize("inner", [{"a": tensor((4,))}, [("a", tensor((4,)))], (("a", tensor((4,))),)])
-def test_what_a_mapping_copied_has_no_second_place(inner: Any, tmp_path: Path) -> None:
-    path = tmp_path / "a.pth"
-    path.write_bytes(plain(call(name("collections", "OrderedDict"), inner), {"0": struct.pack("<4f", 1, 2, 3, 4)}))
-    assert [row["path"] for row in ckptool.keys(path, all=True)["tensors"]] == ["a"]
 
 
 @needs_corpus

@@ -120,12 +120,6 @@ def test_a_part_has_the_values_of_the_whole_at_its_indices(path: Path) -> None:
         assert compared or path.stem.startswith("fsdp1_local")
 
 
-def test_the_flat_parameter_of_a_local_state_dict() -> None:
-    item = listed(SHARDED / "fsdp1_local.rank0.pth")["_flat_param"]
-    assert (item["shape"], item["local_shape"], item["parts"][0]["offsets"]) == ([83], [21], [0])
-    assert item["placements"] == ["Chunk(0)"]
-
-
 def test_what_is_told_of_a_dtensor() -> None:
     item = listed(SHARDED / "fsdp_tp.rank2.pth")["2.weight"]
     assert item["sharding"] == "DTensor"
@@ -143,12 +137,6 @@ def test_what_is_told_of_a_sharded_tensor() -> None:
     assert (item["placements"], item["mesh"]["ranks"], item["rank"]) == (["Enumerable"], 4, 0)
     none = listed(SHARDED / "sharded_tensors.rank2.pth")["blocks.weight"]
     assert (none["parts"], none["local_shape"], none["bytes"]) == ([], None, 0)
-
-
-def test_a_mesh_over_some_of_the_ranks() -> None:
-    item = listed(SHARDED / "tp.rank3.pth")["module.0.weight"]
-    assert item["mesh"] == {"device": "cpu", "names": ["tp"], "shape": [2], "ranks": 2}
-    assert (item["rank"], item["parts"][0]["offsets"]) == (3, [4, 0])
 
 
 @every
@@ -193,14 +181,6 @@ def test_the_indices_are_those_that_torch_computes(
                 flat = type(one)(0, split_factor=one.split_factor) if isinstance(one, _StridedShard) else Shard(0)
                 indices = flat._split_tensor(indices, size, with_padding=False)[0][at]
         assert [at for begin, end in found[dim] for at in range(begin, end)] == indices.tolist()
-
-
-def test_what_does_not_fit_is_not_known() -> None:
-    assert ranges_of((8,), (2, 2), (0,), [Placement("", 0)]) is None
-    assert ranges_of((8,), (2,), (2,), [Placement("", 0)]) is None
-    assert ranges_of((8,), (2,), (0,), [Placement("", 1)]) is None
-    assert ranges_of((8,), (2,), (0,), [Placement("", 0, 1 << 60)]) is None
-    assert ranges_of((8,), (2,) * 1000, (0,) * 1000, [Placement("", 0)] * 1000) is None
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -295,23 +275,6 @@ def test_cast_names_the_dtype_everywhere(tmp_path: Path) -> None:
         assert hash(value._spec) == hash(value._spec.__class__(value._spec.mesh, value.placements, meta))
 
 
-@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
-@pytest.mark.parametrize("group", [2], indirect=True)
-def test_a_cast_reaches_tensors_of_which_nothing_is_here(group: None, tmp_path: Path) -> None:
-    with ckptool.open(SHARDED / "sharded_tensors.rank2.pth") as checkpoint:
-        ckptool.save(ckptool.cast(checkpoint, "bfloat16"), tmp_path / "x.pth")
-    loaded = torch.load(tmp_path / "x.pth", weights_only=False)
-    assert loaded["blocks.weight"].local_shards() == []
-    assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
-
-
-def test_an_edit_of_nothing_gives_the_file(tmp_path: Path) -> None:
-    for path in FILES:
-        with ckptool.open(path) as checkpoint:
-            ckptool.save(checkpoint, tmp_path / path.name)
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-
-
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -359,14 +322,6 @@ def test_plain_tensors_of_the_parts(path: Path, tmp_path: Path) -> None:
     assert "sharding" not in ckptool.inspect(tmp_path / "x.pth")
 
 
-def test_a_parameter_stays_one(tmp_path: Path) -> None:
-    with ckptool.open(SHARDED / "dtensors.rank3.pth") as checkpoint:
-        ckptool.save(ckptool.sanitize(local_parts(checkpoint)), tmp_path / "x.pth")
-    value = torch.load(tmp_path / "x.pth")["parameter"]
-    assert type(value) is torch.nn.Parameter
-    assert torch.equal(value.detach(), t("parameter", 4, 2)[3:])
-
-
 def test_a_name_of_a_part_that_is_taken(tmp_path: Path) -> None:
     with ckptool.open(SHARDED / "sharded_tensors.rank0.pth") as checkpoint:
         taken = ckptool.rename(checkpoint, {"plain": "blocks.weight.part1"})
@@ -390,25 +345,6 @@ def test_converting_parts_is_a_loss_of_its_own(name: str, suffix: str, tmp_path:
         parts = [part["shape"] for part in item.get("parts", [item])]
         expected |= {key: parts[0]} if len(parts) == 1 else {f"{key}.part{n}": part for n, part in enumerate(parts)}
     assert made == expected
-
-
-def test_a_folder_of_torch_shards_keeps_dtensors(tmp_path: Path) -> None:
-    path = SHARDED / "fsdp_tp.rank1.pth"
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=60, allow_loss="shards"), tmp_path / "out")
-    files = sorted((tmp_path / "out").glob("*.bin"))
-    assert len(files) > 1
-    found = {name: value for file in files for name, value in dtensors_of(file).items()}
-    assert found.keys() == dtensors_of(path).keys()
-
-
-def test_a_legacy_file_of_dtensors_loads(tmp_path: Path) -> None:
-    path = SHARDED / "dtensors.rank0.pth"
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss="shards"), tmp_path / "x.pth")
-    for name, value in dtensors_of(tmp_path / "x.pth").items():
-        assert torch.equal(value.to_local(), dtensors_of(path)[name].to_local())
-    assert listed(tmp_path / "x.pth")["line.weight"]["parts"] == listed(path)["line.weight"]["parts"]
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

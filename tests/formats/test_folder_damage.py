@@ -19,7 +19,6 @@ from crafted_files import TENSOR, plain
 from safetensors.torch import load_file, save_file
 
 from ckptool.cli.main import run
-from ckptool.formats.checkpoint_search import Candidate, walk_folder
 
 SHARDS = 3
 
@@ -266,13 +265,6 @@ def test_a_file_too_many(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found.validate == 0 and stray in found.text
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_side_file_is_not_looked_into(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = made(kind, tmp_path / "in")
-    half(folder / "config.json")
-    assert told(folder, tmp_path, capsys)[:3] == (0, 0, 0)
-
-
 #: What may stand in the place of a file.
 STAND_INS = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n",
@@ -302,27 +294,9 @@ def test_a_folder_with_one_good_file_is_not_good(name: str, data: bytes, tmp_pat
     assert say("inspect", tmp_path)[0] == 3
 
 
-def test_every_file_of_a_folder_is_told_of(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3)}, tmp_path / "good.safetensors")
-    (tmp_path / "notes.txt").write_text("some words")
-    (tmp_path / "noise.dat").write_bytes(bytes(range(128, 256)))
-    found = {Path(item.path).name: item for item in walk_folder(str(tmp_path))}
-    assert isinstance(found["good.safetensors"], Candidate)
-    assert "text" in found["notes.txt"].why and "neither its name nor its content" in found["noise.dat"].why  # type: ignore[union-attr]
-
-
 # -- a part of a folder is recognized as one -------------------------------------------------------------------
 # A file of a DCP folder is not damaged, config.json is not the message of a server, and one shard is not a whole
 # checkpoint.
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp"])
-@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
-def test_a_file_of_a_dcp_folder_leads_to_the_folder(command: str, name: str) -> None:
-    said = say(command, FIXTURES / "dcp4" / name)
-    assert said.code == 3
-    assert "a part of a DCP folder" in said.err
-    assert said.err.endswith(f"  -> ckptool inspect {FIXTURES / 'dcp4'}\n")
 
 
 # -- what is whole of a folder with gaps ------------------------------------------------------------------------------

@@ -196,10 +196,3 @@ def test_a_local_folder(tmp_path: Path) -> None:
     memory = MemoryFolder(str(tmp_path), _files(tmp_path))
     assert {place.path: (set(names), set(files)) for place, names, files in memory.walk()} == walked
     assert not list(memory.inner("none").walk(closed)) and len(closed) == 2
-
-
-def test_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x").touch()
-    assert open_folder("").names() == open_folder(".").names() == {"x"}
-    assert open_folder("").name == tmp_path.resolve().name

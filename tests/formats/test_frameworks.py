@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 from conftest import FIXTURES, REAL, Real, by_name
 
 import ckptool
-from ckptool.pickles.decode import decode
-from ckptool.safety.calls import suspicious_calls
 
 HERE = FIXTURES / "real"
 READ = [item for item in REAL if item.kind in ("torch-zip", "dcp", "hf-torch", "hf-safetensors")]
@@ -53,38 +50,3 @@ def test_a_method_of_a_class_is_no_attack() -> None:
     """Python pickles it as ``getattr(Class, 'name')``: it is named among the globals, and is no dangerous call."""
     assert "dangerous-call" not in codes(HERE / "ppo_policy.pt")
     assert "weights-only" in codes(HERE / "ppo_policy.pt")
-
-
-class Outer:
-    class Inner:
-        pass
-
-    @staticmethod
-    def method() -> None:
-        pass
-
-
-def test_what_python_writes_for_members() -> None:
-    for protocol in (0, 1, 2, 3):
-        for value in (Outer.method, [Outer.Inner, Outer.Inner()]):
-            if isinstance(value, list) and protocol < 2:
-                continue  # made by copyreg, from the class itself
-            graph = decode(pickle.dumps(value, protocol)).graph
-            found = suspicious_calls(graph)
-            assert not found or isinstance(value, list), (protocol, found)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"c__builtin__\ngetattr\n(cos\nPath\nVsystem\ntR",  # of a module of the list
-        b"c__builtin__\ngetattr\n(cnet\nmodels\nVsystem\ntR",  # of what may be a module
-        b"c__builtin__\ngetattr\n(cnet\nNet\nV__globals__\ntR",  # of the machinery of Python
-        b"c__builtin__\ngetattr\n(cnet\nNet\nVrun\ntR(VecX\ntR",  # called
-        b"c__builtin__\ngetattr\n(cbuiltins\nObject\nVx\ntR",
-        b"c__builtin__\ngetattr\n(cnet\nNet.models\nVx\ntR",
-        b"c__builtin__\ngetattr\n(cnet\nNet\nVx\nNtR",  # with a default
-    ],
-)
-def test_what_reaches_further_is_one(body: bytes) -> None:
-    assert suspicious_calls(decode(body + b".").graph)

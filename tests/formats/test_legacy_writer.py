@@ -94,20 +94,6 @@ def test_what_cannot_be_loaded_is_left_out_when_that_is_allowed(tmp_path: Path) 
     assert not oracle.difference(found, {"w": value["w"]})
 
 
-def test_big_endian_and_deflated(tmp_path: Path) -> None:
-    import zipfile
-
-    for name in ("big_endian.pth", "checkpoint.pth.tar"):
-        path = FIXTURES / name
-        expected = oracle.load(path)
-        deflated = tmp_path / f"deflated-{name}"
-        with zipfile.ZipFile(path) as old, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as new:
-            for info in old.infolist():
-                new.writestr(info.filename, old.read(info))
-        for source in (path, deflated):
-            assert not oracle.difference(expected, oracle.load(legacy(source, tmp_path / "out.pth")))
-
-
 def test_from_other_formats(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -11,7 +11,7 @@ from conftest import FIXTURES
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.sharding import is_sharded
-from ckptool.formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
+from ckptool.formats.outputs import OUTPUTS, TARGETS, OutputFormat
 
 #: A training checkpoint: a state dict with other entries beside it.
 TRAINING = FIXTURES / "checkpoint.pth.tar"
@@ -97,16 +97,6 @@ def test_a_tensor_of_one_rank_is_plain_where_the_table_says_so(known: OutputForm
     assert any("still a part" in note for note in converted.changes[-1].notes)
     with ckptool.open(out) as checkpoint:
         assert any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
-
-
-def test_a_suffix_selects_one_format() -> None:
-    suffixes = [suffix for known in EVERY for suffix in known.suffixes]
-    assert len(suffixes) == len(set(suffixes))
-    for known in EVERY:
-        assert [named_format(f"folder/Model{suffix.upper()}") for suffix in known.suffixes] == [known] * len(
-            known.suffixes
-        )
-    assert named_format("folder.pth/model") is None
 
 
 def test_a_suffix_of_another_format_is_refused_where_it_misleads(known: OutputFormat, tmp_path: Path) -> None:

@@ -120,27 +120,6 @@ def test_a_neighbour_has_the_holes_of_its_side(side: str, tmp_path: Path) -> Non
         names(recipe, ["x.0"], tmp_path)
 
 
-def test_a_number_follows_from_one_that_a_shape_tells(tmp_path: Path) -> None:
-    recipe = """
-[numbers]
-e = ["width"]
-s = ["=e"]
-[[rule]]
-a = "fused : (s|m), i"
-b = ["one : s, i", "two : m, i"]
-[[rule]]
-a = "norm : e"
-b = "norm : e"
-"""
-    (tmp_path / "recipe.toml").write_text(recipe)
-    fused = torch.arange(21).reshape(7, 3)
-    torch.save({"fused": fused, "norm": torch.ones(2)}, tmp_path / "model.pth")
-    made = ckptool.convert(tmp_path / "model.pth", "torch", recipe=str(tmp_path / "recipe.toml"))
-    ckptool.save(made, tmp_path / "made.pth")
-    two = torch.load(tmp_path / "made.pth")["two"]
-    assert torch.equal(two, fused[2:])
-
-
 @pytest.mark.parametrize("value", ["1 + x", "x - 1", "sum"])
 def test_no_rule_computes_values(value: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedError, match="rule 1: it has a and b"):

@@ -166,15 +166,6 @@ def test_what_stands_before_a_cut_is_saved(cut: int, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_bytes_behind_the_last_tensor_are_left_out(tmp_path: Path) -> None:
-    path, out = tmp_path / "more.safetensors", tmp_path / "out.safetensors"
-    path.write_bytes((FIXTURES / "model.safetensors").read_bytes() + b"more")
-    found = ckptool.salvage(path)
-    ckptool.save(found.checkpoint, out)
-    found.checkpoint.close()
-    assert not found.lost and out.read_bytes() == (FIXTURES / "model.safetensors").read_bytes()
-
-
 # -- out -------------------------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {

@@ -144,23 +144,3 @@ def test_a_string_of_many_values(length: int, tmp_path: Path) -> None:
             assert bool(container.audit(())) == (code == CODE)
         # Values that may be a pickle of more than 64 MiB are not followed.
         assert (ckptool.scan(path)["verdict"] == "weights-only") == (code != CODE and length < 64 << 20)
-
-
-def test_a_string_that_begins_in_the_header_of_a_large_file(tmp_path: Path) -> None:
-    """BF16 is BINBYTES and a length of 574 MB: only the bytes after as many tell, and only scan reads them."""
-    nbytes, size = 600_000_000, ord("X") + 256 * 18
-    data = headed(size, nbytes, dtype="BF16")
-    begin = data.index(b"BF16")
-    assert begin == 5 + 18
-    path = tmp_path / "model.safetensors"
-    for code, verdict in ((b"", "weights-only"), (CODE, "unknown")):
-        with path.open("wb") as file:
-            file.write(data)
-            file.seek(begin + 5 + int.from_bytes(data[begin + 1 : begin + 5], "little"))
-            file.write(code)
-            file.truncate(len(data) + nbytes)
-        assert ckptool.scan(path)["verdict"] == verdict
-        with closing(open_source(path)) as source:
-            counted = Counted(source)
-            assert not read(counted).problems
-            assert counted.most <= size + 8 + (1 << 18)

@@ -61,19 +61,6 @@ def test_to_zip_keeps_tensors_and_sharing(tmp_path: Path) -> None:
     assert ckptool.validate(tmp_path / "new.pth")["valid"]
 
 
-def test_an_edit_makes_a_zip(tmp_path: Path) -> None:
-    path = typical(tmp_path / "old.tar", "cuda:1")
-    with ckptool.open(path) as checkpoint:
-        assert {entry.tensor.location for entry in checkpoint.survey.tensors} == {"cuda:1"}
-        edited = ckptool.add_module(checkpoint, "module.", key="state")
-        ckptool.save(edited, tmp_path / "new.pth")
-        assert edited.changes[-1].what == "tar format -> zip"
-    found = torch.load(tmp_path / "new.pth", map_location="cpu", weights_only=True)
-    assert list(found["state"]) == ["module.w", "module.b"]
-    with ckptool.open(tmp_path / "new.pth") as made:
-        assert {entry.tensor.location for entry in made.survey.tensors} == {"cuda:1"}
-
-
 def test_storages_in_the_object(tmp_path: Path) -> None:
     """A storage, and a view of one, that the object holds without a tensor."""
     data = torch.arange(8, dtype=torch.float32)

@@ -21,7 +21,7 @@ from ckptool.base.limits import LIMITS
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.checkpoint.paths import parse_path
 
-from .asking import guarded
+from .asking import saved
 from .finds import EDIT, Find
 from .reading import comparable, error_text, load, undefined
 from .sandbox import contained
@@ -205,11 +205,7 @@ _TAIL = 32
 
 def _one(edit: Edit, path: str, folder: str, before: Any, refusal: str, valid: bool) -> str:
     out = os.path.join(folder, "out" + edit.suffix)
-    Path(out).unlink(missing_ok=True)
-    try:
-        with guarded(edit.name), ckptool.open(path) as checkpoint:
-            ckptool.save(edit.make(checkpoint), out, force=True)
-    except ckptool.CkptoolError:
+    if not saved(edit.name, path, out, edit.make):
         return ""
     try:
         after = _loaded(out)

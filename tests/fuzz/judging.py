@@ -11,17 +11,16 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ckptool
 
-from .asking import Bad, Said, ask, guarded, tensors_of
-from .cases import Case, Files
+from .asking import Bad, Entry, Said, TooLong, ask, bounded, guarded, listed, saved
+from .cases import KINDS, Case, Files
 from .editing import edited
 from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
-from .limits import TooLong, bounded
 from .ranks import judged_ranks
-from .reading import comparable, difference, error_text, load, undefined
+from .reading import comparable, content, difference, error_text, load, undefined
 from .sandbox import contained
 from .texts import dangerous
 
@@ -31,8 +30,29 @@ __all__ = ["judged", "prepared"]
 _SECONDS, _MEMORY = 20, 4 << 30
 
 
+class Input(NamedTuple):
+    """An input in a folder, what ckptool says of it, and what judges need besides.
+
+    ``tell`` is told before each step what comes next; ``edits`` are tried.
+    """
+
+    path: str
+    folder: str
+    said: Said
+    chance: random.Random
+    tell: Callable[[str], None]
+    edits: int
+
+    @property
+    def valid(self) -> bool:
+        return self.said.valid
+
+    def out(self, suffix: str) -> str:
+        return os.path.join(self.folder, f"out{suffix}")
+
+
 def judged(case: Case, files: Files, folder: str, tell: Callable[[str], None], edits: int = 2) -> Verdict:
-    """The verdict about an input that is put into a folder. ``tell`` is told before each step what comes next."""
+    """The verdict about an input that is put into a folder."""
     chance = random.Random(str(case))
     path = _placed(case, files, folder)
     tell("ckptool")
@@ -41,7 +61,7 @@ def judged(case: Case, files: Files, folder: str, tell: Callable[[str], None], e
         tell(f"reader valid={said.valid} loads={said.loads}")
         if case.kind == "ranks":
             return judged_ranks(case.base, path, folder, said)
-        return _JUDGES[case.kind](path, folder, said, chance, tell, edits)
+        return _JUDGES[case.kind](Input(path, folder, said, chance, tell, edits))
     except Bad as bad:
         return Verdict(finds=(bad.find,))
 
@@ -52,7 +72,7 @@ def _placed(case: Case, files: Files, folder: str) -> str:
     for old in place.iterdir():
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     if "" in files:
-        path = place / f"case{_SUFFIX[case.kind]}"
+        path = place / f"case{KINDS[case.kind].suffix}"
         path.write_bytes(files[""])
         return str(path)
     path = place / "case"
@@ -65,42 +85,35 @@ def _placed(case: Case, files: Files, folder: str) -> str:
 # -- files that torch.load reads -----------------------------------------------------------------------------
 
 
-def _torch(
-    path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int
-) -> Verdict:
+def _torch(found: Input) -> Verdict:
     finds: list[Find] = []
     words: list[str] = []
+    path, said = found.path, found.said
     loaded, refusal = _tried(lambda: load(path))
     if said.valid and said.loads and refusal:
         finds.append(Find(VALID_FAILS, "valid, weights_only takes it", refusal))
     if said.loads is False and not refusal and said.valid:
         finds.append(Find(LOADS, _why_not(said), "torch.load(weights_only=True) takes it"))
-    if said.valid and not refusal and chance.random() < 0.3 and _is_zip(path):
+    if said.valid and not refusal and found.chance.random() < 0.3 and _is_zip(path):
         finds += _mapped(path, loaded)
-    if said.valid and (refusal or chance.random() < 0.05):
-        tell("sandbox valid=True")
-        finds += _unsafe(path, folder, words)
-    tell(f"values valid={said.valid}")
-    opened = False
-    ambiguous = not said.valid
-    try:
-        with guarded("get"), ckptool.open(path) as checkpoint:
-            opened = True
-            entries = tensors_of(checkpoint)
-            ambiguous = ambiguous and _ambiguous(said)
-    except ckptool.CkptoolError:
-        entries = []
-        if said.valid:
-            finds.append(Find(OTHER, "valid, and cannot be opened", ""))
-    if opened and not refusal and not ambiguous:
-        told = difference(loaded, entries)
-        if told and not undefined(path, loaded):
-            finds.append(Find(OTHER, "valid" if said.valid else "not valid", told))
-    if opened:
-        tell(f"edits valid={said.valid}")
-        finds += edited(path, folder, loaded, refusal, said.valid, chance, edits)
+    if said.valid and (refusal or found.chance.random() < 0.05):
+        found.tell("sandbox valid=True")
+        finds += _unsafe(path, found.folder, words)
+    found.tell(f"values valid={said.valid}")
+    entries = listed(path, said, finds)
+    if entries is not None:
+        if not refusal and (said.valid or not _ambiguous(said)):
+            told = difference(loaded, entries)
+            if told and not undefined(path, loaded):
+                finds.append(Find(OTHER, _valid(said), told))
+        found.tell(f"edits valid={said.valid}")
+        finds += edited(path, found.folder, loaded, refusal, said.valid, found.chance, found.edits)
     words.append("loaded by torch" if not refusal else "refused by torch")
-    return Verdict(said.valid, opened, tuple(words), tuple(finds))
+    return Verdict(said.valid, entries is not None, tuple(words), tuple(finds))
+
+
+def _valid(said: Said) -> str:
+    return "valid" if said.valid else "not valid"
 
 
 def _ambiguous(said: Said) -> bool:
@@ -135,9 +148,7 @@ def _mapped(path: str, loaded: Any) -> list[Find]:
     mapped, refusal = _tried(lambda: load(path, mmap=True))
     if refusal:
         return [Find(VALID_FAILS, "valid, weights_only takes it", f"with mmap=True: {refusal}")]
-    if not comparable(loaded):
-        return []
-    if same(loaded, mapped) or undefined(path, loaded):
+    if not comparable(loaded) or same(loaded, mapped) or undefined(path, loaded):
         return []
     return [Find(OTHER, "valid", "with mmap=True torch reads something else")]
 
@@ -161,44 +172,35 @@ def _unsafe(path: str, folder: str, words: list[str]) -> list[Find]:
 # -- the tar of old torch: only weights_only=False reads it ------------------------------------------------------
 
 
-def _tar(path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int) -> Verdict:
+def _tar(found: Input) -> Verdict:
     finds: list[Find] = []
-    words: list[str] = []
-    entries = []
-    opened = False
-    ambiguous = not said.valid and _ambiguous(said)
-    try:
-        with guarded("get"), ckptool.open(path) as checkpoint:
-            opened = True
-            entries = tensors_of(checkpoint)
-    except ckptool.CkptoolError:
-        if said.valid:
-            finds.append(Find(OTHER, "valid, and cannot be opened", ""))
-    if not (opened or said.valid):
+    said = found.said
+    entries = listed(found.path, said, finds)
+    if entries is None and not said.valid:
         return Verdict(False, False, ("not opened",))
-    tell(f"sandbox valid={said.valid}")
+    found.tell(f"sandbox valid={said.valid}")
 
     def read() -> str:
-        loaded = load(path, weights_only=False)
-        return difference(loaded, entries) if opened else ""
+        loaded = load(found.path, weights_only=False)
+        return difference(loaded, entries) if entries is not None else ""
 
-    answer = contained(read, folder)
+    answer = contained(read, found.folder)
     if answer.ran:
+        word = "stopped before it ran"
         if said.valid:
             finds.append(Find(RUNS, "valid", f"torch.load(weights_only=False) runs {answer.ran}"))
-        words.append("stopped before it ran")
     elif answer.error or answer.died:
+        word = "refused by torch"
         if said.valid and not _is_said(said, answer.error):
             finds.append(Find(VALID_FAILS, "valid", answer.error or answer.died))
-        words.append("refused by torch")
     else:
-        words.append("loaded by torch")
-        if answer.value and not ambiguous and not _is_said(said, ""):
-            finds.append(Find(OTHER, "valid" if said.valid else "not valid", answer.value))
-    if opened:
-        tell(f"edits valid={said.valid}")
-        finds += _tar_edits(path, folder, bool(answer.error or answer.died), entries, chance)
-    return Verdict(said.valid, opened, tuple(words), tuple(finds))
+        word = "loaded by torch"
+        if answer.value and (said.valid or not _ambiguous(said)) and not _is_said(said, ""):
+            finds.append(Find(OTHER, _valid(said), answer.value))
+    if entries is not None:
+        found.tell(f"edits valid={said.valid}")
+        finds += _tar_edits(found, bool(answer.error or answer.died), entries)
+    return Verdict(said.valid, entries is not None, (word,), tuple(finds))
 
 
 def _is_said(said: Said, error: str) -> bool:
@@ -208,63 +210,50 @@ def _is_said(said: Said, error: str) -> bool:
     return named or (error.startswith("UnicodeDecodeError") and "UnicodeDecodeError" in _why_not(said))
 
 
-def _tar_edits(path: str, folder: str, refused: bool, entries: list[Any], chance: random.Random) -> list[Find]:
+def _tar_edits(found: Input, refused: bool, entries: list[Entry]) -> list[Find]:
     """Converted to what torch reads today: the same tensors."""
-    out = os.path.join(folder, "out.pth")
-    command = chance.choice(("sanitize", "convert"))
-    try:
-        with guarded(command), ckptool.open(path) as checkpoint:
-            changed = ckptool.sanitize(checkpoint) if command == "sanitize" else ckptool.convert(checkpoint, "torch")
-            ckptool.save(changed, out, force=True)
-    except ckptool.CkptoolError:
+    command = found.chance.choice(("sanitize", "convert"))
+    make = ckptool.sanitize if command == "sanitize" else _to_torch
+    if not saved(command, found.path, found.out(".pth"), make):
         return []
-    after, refusal = _tried(lambda: load(out))
+    after, refusal = _tried(lambda: load(found.out(".pth")))
     if refusal:
-        return (
-            []
-            if refused or command == "convert"
-            else [Find(EDIT, f"{command} ends with 0", f"the output does not load: {refusal}")]
-        )
-    told = difference(after, [entry._replace(storage="") for entry in entries], names=False)
-    return [Find(EDIT, f"{command} ends with 0", told)] if told.startswith("values") else []
+        told = "" if refused or command == "convert" else f"the output does not load: {refusal}"
+    else:
+        told = difference(after, [entry._replace(storage="") for entry in entries], names=False)
+        told = told if told.startswith("values") else ""
+    return [Find(EDIT, f"{command} ends with 0", told)] if told else []
+
+
+def _to_torch(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
+    return ckptool.convert(checkpoint, "torch")
 
 
 # -- safetensors --------------------------------------------------------------------------------------------------
 
 
-def _safetensors(
-    path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int
-) -> Verdict:
+def _safetensors(found: Input) -> Verdict:
     from safetensors.torch import load_file
 
     finds: list[Find] = []
-    loaded, refusal = _tried(lambda: load_file(path))
+    said = found.said
+    loaded, refusal = _tried(lambda: load_file(found.path))
     if said.valid and refusal:
         finds.append(Find(VALID_FAILS, "valid", refusal))
     if not said.valid and not refusal:
         finds.append(Find(LOADS, _why_not(said) or "; ".join(said.failed)[:200], "safetensors takes it"))
-    opened = False
-    entries = []
-    try:
-        with guarded("get"), ckptool.open(path) as checkpoint:
-            opened = True
-            entries = tensors_of(checkpoint)
-    except ckptool.CkptoolError:
-        if said.valid:
-            finds.append(Find(OTHER, "valid, and cannot be opened", ""))
-    if opened and not refusal:
-        told = _by_name(loaded, entries)
+    entries = listed(found.path, said, finds)
+    if entries is not None:
+        told = "" if refusal else _by_name(loaded, entries)
         if told:
-            finds.append(Find(OTHER, "valid" if said.valid else "not valid", told))
-    if opened:
-        tell(f"edits valid={said.valid}")
-        finds += _converted(path, folder, loaded, refusal, chance, edits)
-    return Verdict(
-        said.valid, opened, ("loaded by safetensors" if not refusal else "refused by safetensors",), tuple(finds)
-    )
+            finds.append(Find(OTHER, _valid(said), told))
+        found.tell(f"edits valid={said.valid}")
+        finds += _converted(found, loaded, refusal)
+    word = "loaded by safetensors" if not refusal else "refused by safetensors"
+    return Verdict(said.valid, entries is not None, (word,), tuple(finds))
 
 
-def _by_name(loaded: dict[str, Any], entries: list[Any]) -> str:
+def _by_name(loaded: dict[str, Any], entries: list[Entry]) -> str:
     """A flat mapping: names, and everything about each tensor but its place."""
     if len(entries) >= 64:
         return ""
@@ -275,77 +264,77 @@ def _by_name(loaded: dict[str, Any], entries: list[Any]) -> str:
     return difference(loaded, flat)
 
 
-def _converted(path: str, folder: str, loaded: Any, refusal: str, chance: random.Random, edits: int) -> list[Find]:
-    """Edits of safetensors: into itself, with another prefix, and as a file of torch."""
+#: Edits of safetensors: into itself, with another prefix, and as a file of torch.
+_WAYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "save": (".safetensors", lambda c: c),
+    "strip-module": (".safetensors", lambda c: ckptool.strip_module(c)),
+    "convert torch": (".pth", _to_torch),
+    "repack": (".safetensors", lambda c: ckptool.repack(c)),
+    "rename": (".safetensors", lambda c: ckptool.rename(c, glob=("*", "fuzz.*"))),
+}
+
+
+def _converted(found: Input, loaded: Any, refusal: str) -> list[Find]:
     from safetensors.torch import load_file
-    from torture.compare import same
 
     finds = []
-    ways: list[tuple[str, str, Callable[[Any], Any]]] = [
-        ("save", ".safetensors", lambda c: c),
-        ("strip-module", ".safetensors", lambda c: ckptool.strip_module(c)),
-        ("convert torch", ".pth", lambda c: ckptool.convert(c, "torch")),
-        ("repack", ".safetensors", lambda c: ckptool.repack(c)),
-        ("rename", ".safetensors", lambda c: ckptool.rename(c, glob=("*", "fuzz.*"))),
-    ]
-    for name, suffix, make in chance.sample(ways, min(edits, len(ways))):
-        out = os.path.join(folder, f"out{suffix}")
-        Path(out).unlink(missing_ok=True)
-        try:
-            with guarded(name), ckptool.open(path) as checkpoint:
-                ckptool.save(make(checkpoint), out, force=True)
-        except ckptool.CkptoolError:
+    for name in found.chance.sample(list(_WAYS), min(found.edits, len(_WAYS))):
+        suffix, make = _WAYS[name]
+        out = found.out(suffix)
+        if not saved(name, found.path, out, make):
             continue
-        after, refused = _tried((lambda: load_file(out)) if suffix == ".safetensors" else (lambda: load(out)))  # noqa: B023
-        told = ""
-        if bool(refused) != bool(refusal):
-            how = "loads, the output does not" if refused else "does not load, the output does"
-            told = f"the input {how}: {refused or refusal}"
-        elif not refused:
-            cut = {"strip-module": "module.", "rename": "fuzz."}.get(name, "")
-            old = {key.removeprefix(cut): value for key, value in loaded.items()}
-            new = {key.removeprefix(cut): value for key, value in after.items()}
-            if set(old) != set(new) or not all(same(old[key], new[key].contiguous()) for key in old):
-                told = "the output holds something else"
+        read = load_file if suffix == ".safetensors" else load
+        after, refused = _tried(lambda read=read, out=out: read(out))  # type: ignore[misc]
+        cut = {"strip-module": "module.", "rename": "fuzz."}.get(name, "")
+        told = _unlike(loaded, refusal, after, refused, cut)
         if told:
             finds.append(Find(EDIT, f"{name} ends with 0", told))
     return finds
 
 
+def _unlike(before: Any, refusal: str, after: Any, refused: str, cut: str = "") -> str:
+    """What an output holds otherwise than its input; ``cut`` is a prefix that names may have."""
+    from torture.compare import same
+
+    if bool(refused) != bool(refusal):
+        how = "loads, the output does not" if refused else "does not load, the output does"
+        return f"the input {how}: {refused or refusal}"
+    if refused:
+        return ""
+    old = {key.removeprefix(cut): value for key, value in before.items()}
+    new = {key.removeprefix(cut): value for key, value in after.items()}
+    alike = set(old) == set(new) and all(same(old[key].contiguous(), new[key].contiguous()) for key in old)
+    return "" if alike else "the output holds something else"
+
+
 # -- folders of Hugging Face -----------------------------------------------------------------------------------------
 
 
-def _hf(path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int) -> Verdict:
+def _hf(found: Input) -> Verdict:
     finds: list[Find] = []
+    said = found.said
     # transformers maps the files: of deflated records, which are said to be invalid, it reads something else.
     deflated = any(note["code"] == "deflated" for check in said.report["checks"] for note in check["notes"])
-    loaded, refusal = _tried(lambda: _by_transformers(path, mapped=not deflated))
+    loaded, refusal = _tried(lambda: _by_transformers(found.path, mapped=not deflated))
     # transformers loads .bin with weights_only: what that refuses, validate has said.
     promised = said.valid and said.loads is not False
     if promised and refusal:
         finds.append(Find(VALID_FAILS, "valid, weights_only takes it", refusal))
-    opened = False
-    entries = []
-    try:
-        with guarded("get"), ckptool.open(path) as checkpoint:
-            opened = True
-            entries = tensors_of(checkpoint)
-    except ckptool.CkptoolError:
-        if said.valid:
-            finds.append(Find(OTHER, "valid, and cannot be opened", ""))
-    if opened and not refusal and said.valid:
-        told = _by_name(loaded, entries)
+    entries = listed(found.path, said, finds)
+    if entries is not None:
+        told = "" if refusal or not said.valid else _by_name(loaded, entries)
         if told:
             finds.append(Find(OTHER, "valid", told))
-    if opened:
-        tell(f"edits valid={said.valid}")
-        finds += _folder_edit(path, folder, loaded if not refusal else None, refusal, promised)
-    return Verdict(
-        said.valid, opened, ("loaded by transformers" if not refusal else "refused by transformers",), tuple(finds)
-    )
+        found.tell(f"edits valid={said.valid}")
+        if saved("convert torch", found.path, found.out(".pth"), _to_torch):
+            after, refused = _tried(lambda: load(found.out(".pth")))
+            told = "" if refusal and not promised else _unlike(loaded, refusal, after, refused)
+            finds += [Find(EDIT, "convert torch ends with 0", told)] if told else []
+    word = "loaded by transformers" if not refusal else "refused by transformers"
+    return Verdict(said.valid, entries is not None, (word,), tuple(finds))
 
 
-def _by_transformers(path: str, *, mapped: bool) -> dict[str, Any]:
+def _by_transformers(path: str, *, mapped: bool = True) -> dict[str, Any]:
     """As from_pretrained finds and reads the files of a folder: the single file first, then the index."""
     from transformers.modeling_utils import load_state_dict
     from transformers.utils.hub import get_checkpoint_shard_files
@@ -366,68 +355,31 @@ def _by_transformers(path: str, *, mapped: bool) -> dict[str, Any]:
     raise FileNotFoundError("no weights that transformers knows")
 
 
-def _folder_edit(path: str, folder: str, loaded: Any, refusal: str, promised: bool) -> list[Find]:
-    """Converted to one file of torch: the same tensors."""
-    from torture.compare import same
-
-    out = os.path.join(folder, "out.pth")
-    try:
-        with guarded("convert torch"), ckptool.open(path) as checkpoint:
-            ckptool.save(ckptool.convert(checkpoint, "torch"), out, force=True)
-    except ckptool.CkptoolError:
-        return []
-    after, refused = _tried(lambda: load(out))
-    if refused:
-        told = "" if refusal else f"the input loads, the output does not: {refused}"
-    elif refusal:
-        told = "" if not promised else f"the input does not load, the output does: {refusal}"
-    else:
-        told = ""
-        if set(loaded) != set(after) or not all(
-            same(loaded[key].contiguous(), after[key].contiguous()) for key in loaded
-        ):
-            told = "the output holds something else"
-    return [Find(EDIT, "convert torch ends with 0", told)] if told else []
-
-
 # -- folders of torch.distributed.checkpoint ---------------------------------------------------------------------------
 
 
-def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int) -> Verdict:
+def _dcp(found: Input) -> Verdict:
     finds: list[Find] = []
     words: list[str] = []
-    entries = []
-    opened = False
-    out = os.path.join(folder, "out.pth")
-    converted = False
-    try:
-        with guarded("get"), ckptool.open(path) as checkpoint:
-            opened = True
-            entries = tensors_of(checkpoint)
-        with guarded("convert torch"), ckptool.open(path) as checkpoint:
-            ckptool.save(ckptool.convert(checkpoint, "torch"), out, force=True)
-            converted = True
-    except ckptool.CkptoolError:
-        if said.valid and not opened:
-            finds.append(Find(OTHER, "valid, and cannot be opened", ""))
-    if not (opened or said.valid):
+    said = found.said
+    entries = listed(found.path, said, finds)
+    if entries is None and not said.valid:
         return Verdict(False, False, ("not opened",))
-    tell(f"sandbox valid={said.valid}")
+    converted = entries is not None and saved("convert torch", found.path, found.out(".pth"), _to_torch)
+    found.tell(f"sandbox valid={said.valid}")
 
     def read() -> tuple[str, str]:
         try:
-            loaded = _by_dcp(path)
+            loaded = _by_dcp(found.path)
         except BaseException as error:
             # CheckpointException is no Exception. The cause is in the last line of a traceback in its text.
             lines = str(error).strip().splitlines()
             causes = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
             raise RuntimeError((causes or lines or [type(error).__name__])[-1][:300]) from None
-        told = difference(loaded, [entry._replace(storage="") for entry in entries]) if said.valid else ""
-        if not converted:
-            return told, ""
-        return told, _unlike_dcp(loaded, out)
+        told = difference(loaded, [entry._replace(storage="") for entry in entries or ()]) if said.valid else ""
+        return told, _unlike_dcp(loaded, found.out(".pth")) if converted else ""
 
-    answer = contained(read, folder)
+    answer = contained(read, found.folder)
     if answer.ran:
         if said.valid:
             finds.append(Find(RUNS, "valid", f"DCP runs {answer.ran}"))
@@ -442,15 +394,11 @@ def _dcp(path: str, folder: str, said: Said, chance: random.Random, tell: Callab
         if converted and promised:
             finds.append(Find(EDIT, "convert torch ends with 0", f"DCP refuses the input: {answer.error}"))
     else:
-        words.append("loaded by DCP")
-        if not said.valid:
-            words.append("loaded by DCP, not valid")
+        words += ["loaded by DCP"] if said.valid else ["loaded by DCP", "loaded by DCP, not valid"]
         told, wrong = answer.value
-        if told:
-            finds.append(Find(OTHER, "valid", told))
-        if wrong:
-            finds.append(Find(EDIT, "convert torch ends with 0", wrong))
-    return Verdict(said.valid, opened, tuple(words), tuple(finds))
+        finds += [Find(OTHER, "valid", told)] if told else []
+        finds += [Find(EDIT, "convert torch ends with 0", wrong)] if wrong else []
+    return Verdict(said.valid, entries is not None, tuple(words), tuple(finds))
 
 
 def _by_dcp(path: str) -> dict[str, Any]:
@@ -466,8 +414,6 @@ def _by_dcp(path: str) -> dict[str, Any]:
 
 def _unlike_dcp(loaded: Any, out: str) -> str:
     from torture.compare import tensors
-
-    from .reading import content
 
     try:
         after = load(out, weights_only=False)  # in the sandbox, as the input
@@ -485,37 +431,25 @@ def _unlike_dcp(loaded: Any, out: str) -> str:
 # -- texts -----------------------------------------------------------------------------------------------------------
 
 
-def _text(
-    path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int
-) -> Verdict:
+def _text(found: Input) -> Verdict:
     """Where json or PyYAML reads a key or a tag that makes a loader run code, scan must not pass the text over."""
     from ckptool.reports.scan import scan_file
 
-    told, _ = _tried(lambda: dangerous(Path(path).read_bytes()))
+    told, _ = _tried(lambda: dangerous(Path(found.path).read_bytes()))
     with guarded("scan"):
-        verdict = scan_file(path)["verdict"]
+        verdict = scan_file(found.path)["verdict"]
     missed = bool(told) and verdict in (None, "weights-only")
     finds = (Find(RUNS, f"scan: {verdict}", f"a parser reads {told}"),) if missed else ()
-    return Verdict(said.valid, False, ("runs code" if told else "plain",), finds)
+    return Verdict(found.valid, False, ("runs code" if told else "plain",), finds)
 
 
-_JUDGES: dict[str, Callable[..., Verdict]] = {
-    "zip": _torch,
-    "pickle": _torch,
-    "legacy": _torch,
+_JUDGES: dict[str, Callable[[Input], Verdict]] = {
+    **dict.fromkeys(("zip", "pickle", "legacy"), _torch),
     "tar": _tar,
     "safetensors": _safetensors,
     "hf": _hf,
     "dcp": _dcp,
     "text": _text,
-}
-_SUFFIX = {
-    "text": ".json",
-    "zip": ".pth",
-    "pickle": ".pth",
-    "legacy": ".pth",
-    "tar": ".pth",
-    "safetensors": ".safetensors",
 }
 
 

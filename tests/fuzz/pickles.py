@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from .opcodes import pickled
 from .terms import Term, const, dumps, glob, loads, mapping, sequence, walk
@@ -135,30 +136,22 @@ def _slots(terms: list[Term]) -> list[tuple[list[Term], int]]:
 
 def _value(chance: random.Random) -> Term:
     """A value of any kind."""
-    way = chance.randrange(14)
-    if way < 3:
-        return const(chance.choice(_INTS + _HUGE))
-    if way < 5:
-        return const(chance.choice(_STRINGS))
-    if way == 5:
-        return const(chance.choice((None, True, False)))
-    if way == 6:
-        return const(chance.choice((0.0, -0.0, 1.5, float("nan"), float("inf"), 1e300)))
-    if way == 7:
-        return const(chance.choice((b"", b"a", b"\xff", b"0")))
-    if way == 8:
-        return sequence("tuple", [const(chance.choice(_INTS)) for _ in range(chance.randrange(4))])
-    if way == 9:
-        kind = chance.choice(("list", "set", "frozenset"))
-        return sequence(kind, [const(chance.choice(_INTS)) for _ in range(chance.randrange(3))])
-    if way == 10:
-        return mapping([const("a"), const(1)])
-    if way == 11:
-        return glob("torch", chance.choice(_DTYPES))
-    if way == 12:
-        return Term("text", value=chance.choice((b"a", b"", b"\xff\xfe", b"module.x", b"\xc3\xa9")))
-    function = glob(*chance.choice(_LISTED))
-    return Term("reduce", [function, sequence("tuple", [_value(chance) for _ in range(chance.randrange(3))])])
+    numbers = _consts(*(chance.choice(_INTS) for _ in range(chance.randrange(4))))
+    made: tuple[Term, ...] = (
+        *_consts(*(chance.choice(_INTS + _HUGE) for _ in range(3))),
+        *_consts(*(chance.choice(_STRINGS) for _ in range(2))),
+        const(chance.choice((None, True, False))),
+        const(chance.choice((0.0, -0.0, 1.5, float("nan"), float("inf"), 1e300))),
+        const(chance.choice((b"", b"a", b"\xff", b"0"))),
+        _tuple(*numbers),
+        sequence(chance.choice(("list", "set", "frozenset")), numbers),
+        mapping(_consts("a", 1)),
+        glob("torch", chance.choice(_DTYPES)),
+        Term("text", value=chance.choice((b"a", b"", b"\xff\xfe", b"module.x", b"\xc3\xa9"))),
+    )
+    if chance.randrange(14) == 0:
+        return _call(*chance.choice(_LISTED), *(_value(chance) for _ in range(chance.randrange(3))))
+    return chance.choice(made)
 
 
 def _other_constant(terms: list[Term], chance: random.Random) -> None:
@@ -254,25 +247,17 @@ def _storage_id(terms: list[Term], chance: random.Random) -> None:
     elif way == 5:
         key = args[2].value
         number = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else 0
-        twins = (
-            const(number),
-            Term("text", value=str(key).encode("utf-8", "replace")),
-            const(str(key).encode("utf-8", "replace")),
-        )
-        args[2] = chance.choice(
-            (*twins, const("0" + str(key)), const("../0"), const(str(key) + "/"), const(float(number)))
-        )
+        raw = str(key).encode("utf-8", "replace")
+        others_of_key = _consts(number, raw, "0" + str(key), "../0", str(key) + "/", float(number))
+        args[2] = chance.choice((*others_of_key, Term("text", value=raw)))
     elif way == 6:
-        args[3] = chance.choice(
-            (*map(const, _STRINGS), const(None), const(0), const(b"cpu"), Term("text", value=b"cpu"))
-        )
+        args[3] = chance.choice((*_consts(*_STRINGS, None, 0, b"cpu"), Term("text", value=b"cpu")))
     elif way in (7, 8):
         numel = args[4].value if type(args[4].value) is int else 0
-        args[4] = const(
-            chance.choice((numel + 1, max(numel - 1, 0), numel * 2, -1, float(numel % 1000), True, None, *_HUGE))
-        )
+        near = (numel + 1, max(numel - 1, 0), numel * 2, -1, float(numel % 1000), True, None)
+        args[4] = const(chance.choice((*near, *_HUGE)))
     elif way == 9:
-        args.append(chance.choice((const(None), sequence("tuple", [const("1"), const(0), const(1)]), const(0))))
+        args.append(chance.choice((*_consts(None, 0), _tuple(*_consts("1", 0, 1)))))
     else:
         del args[chance.randrange(len(args))]
 
@@ -327,41 +312,24 @@ def _ordered(terms: list[Term], chance: random.Random) -> None:
     term = chance.choice(found)
     pairs = [item for kind, items in term.effects if kind == "setitems" for item in items]
     cls = glob(*chance.choice(_LISTED[:3] + _LISTED[7:8]))
-    listed = sequence(
-        "list", [sequence(chance.choice(("tuple", "list")), pairs[at : at + 2]) for at in range(0, len(pairs) - 1, 2)]
-    )
+    kind = chance.choice(("tuple", "list"))
+    listed = sequence("list", [sequence(kind, pairs[at : at + 2]) for at in range(0, len(pairs) - 1, 2)])
     rest = [effect for effect in term.effects if effect[0] != "setitems"]
     way = chance.randrange(6)
     term.effects = rest if way < 3 else term.effects
-    if way == 0:
-        term.op, term.args = "reduce", [cls, sequence("tuple", [listed])]
-    elif way == 1:
-        term.op, term.args = "reduce", [cls, sequence("tuple", [mapping(pairs)])]
-    elif way == 2:
-        term.op, term.args = "newobj", [cls, sequence("tuple", [listed])]
-    elif way == 3:
-        term.op, term.args = "newobj", [cls, Term("tuple")]
-    elif way == 4:
-        term.op, term.args = "reduce", [cls, sequence("tuple", [mapping(pairs[:2])])]
-    else:
-        term.op, term.args = "obj", [cls]
+    term.op = ("reduce", "reduce", "newobj", "newobj", "reduce", "obj")[way]
+    given = (_tuple(listed), _tuple(mapping(pairs)), _tuple(listed), Term("tuple"), _tuple(mapping(pairs[:2])))
+    term.args = [cls, given[way]] if way < 5 else [cls]
 
 
 def _build(terms: list[Term], chance: random.Random) -> None:
     term = chance.choice(terms[1:])
     tensors = [t for t in terms[1:] if t.op == "reduce" and t is not term]
-    states = [
-        mapping([const("x"), const(1)]),
-        mapping([const("data"), chance.choice(tensors) if tensors else const(1)]),
-        mapping([]),
-        sequence("tuple", [const(None), mapping([const("requires_grad"), const(True)])]),
-        sequence("tuple", [mapping([const("a"), const(1)]), const(None)]),
-        const(None),
-        _value(chance),
-        sequence("list", [const(1)]),
-    ]
-    if tensors:
-        states.append(chance.choice(tensors))
+    states = [mapping(_consts("x", 1)), mapping([]), const(None), _value(chance), sequence("list", _consts(1))]
+    states.append(mapping([const("data"), chance.choice(tensors) if tensors else const(1)]))
+    states.append(_tuple(const(None), mapping(_consts("requires_grad", True))))
+    states.append(_tuple(mapping(_consts("a", 1)), const(None)))
+    states += [chance.choice(tensors)] if tensors else []
     effect = ("build", [chance.choice(states)])
     if chance.random() < 0.2:
         effect = ("appends", [_value(chance)])
@@ -386,6 +354,18 @@ def _other_global(terms: list[Term], chance: random.Random) -> None:
     term.value = chance.choice((*near, *_LISTED))
 
 
+def _tuple(*items: Term) -> Term:
+    return sequence("tuple", list(items))
+
+
+def _call(module: str, function: str, *args: Term) -> Term:
+    return Term("reduce", [glob(module, function), _tuple(*args)])
+
+
+def _consts(*values: Any) -> list[Term]:
+    return [const(value) for value in values]
+
+
 def _other_rebuild(terms: list[Term], chance: random.Random) -> None:
     """A tensor made by another function, or what another function is given."""
     found = [
@@ -396,93 +376,40 @@ def _other_rebuild(terms: list[Term], chance: random.Random) -> None:
     term = chance.choice(found)
     inner = _copy(term)
     inner.effects = []
-    no_hooks = Term("reduce", [glob("collections", "OrderedDict"), Term("tuple")])
-    dtype = glob("torch", chance.choice(_DTYPES))
-    numbers = [sequence("tuple", [const(n) for n in (2, 2)]), sequence("tuple", [const(n) for n in (2, 1)])]
+    args = inner.args[1].args
     utils = "torch._utils"
+    no_hooks = _call("collections", "OrderedDict")
+    dtype = glob("torch", chance.choice(_DTYPES))
+    shape, strides = _tuple(*_consts(2, 2)), _tuple(*_consts(2, 1))
+    tag = mapping(_consts("tag", 1))
     way = chance.randrange(10)
     if way == 0:
-        new = Term("reduce", [glob(utils, "_rebuild_parameter"), sequence("tuple", [inner, const(True), no_hooks])])
+        new = _call(utils, "_rebuild_parameter", inner, const(True), no_hooks)
     elif way == 1:
-        state = chance.choice(
-            (mapping([const("tag"), const(1)]), const(None), sequence("tuple", [mapping([]), mapping([])]))
-        )
-        args = [inner, const(chance.choice((True, False, 1))), no_hooks, state]
-        new = Term("reduce", [glob(utils, "_rebuild_parameter_with_state"), sequence("tuple", args)])
+        state = chance.choice((tag, const(None), _tuple(mapping([]), mapping([]))))
+        grad = const(chance.choice((True, False, 1)))
+        new = _call(utils, "_rebuild_parameter_with_state", inner, grad, no_hooks, state)
     elif way == 2:
-        args = [dtype, *numbers, const(False)]
-        new = Term("reduce", [glob(utils, "_rebuild_meta_tensor_no_storage"), sequence("tuple", args)])
+        new = _call(utils, "_rebuild_meta_tensor_no_storage", dtype, shape, strides, const(False))
     elif way == 3:
-        args = [glob("torch", chance.choice(("Tensor", "float32"))), dtype, numbers[0], inner]
-        new = Term(
-            "reduce",
-            [
-                glob("torch._tensor", "_rebuild_from_type_v2"),
-                sequence(
-                    "tuple",
-                    [
-                        glob(utils, "_rebuild_tensor_v2"),
-                        glob("torch", "Tensor"),
-                        inner.args[1],
-                        chance.choice((mapping([]), mapping([const("tag"), const(1)]), args[0])),
-                    ],
-                ),
-            ],
-        )
+        state = chance.choice((mapping([]), tag, glob("torch", chance.choice(("Tensor", "float32")))))
+        function = glob(utils, "_rebuild_tensor_v2")
+        new = _call("torch._tensor", "_rebuild_from_type_v2", function, glob("torch", "Tensor"), inner.args[1], state)
     elif way == 4:
-        layout = Term(
-            "reduce",
-            [
-                glob("torch.serialization", "_get_layout"),
-                sequence(
-                    "tuple", [const(chance.choice(("torch.sparse_coo", "torch.sparse_csr", "torch.strided", "x")))]
-                ),
-            ],
-        )
-        new = Term(
-            "reduce",
-            [
-                glob(utils, "_rebuild_sparse_tensor"),
-                sequence("tuple", [layout, sequence("tuple", [inner, inner, numbers[0], const(True)])]),
-            ],
-        )
-    elif way == 5 and inner.args[1].args:
-        new = Term(
-            "reduce",
-            [
-                glob(utils, "_rebuild_tensor_v3"),
-                sequence("tuple", [*inner.args[1].args[:6], dtype, *inner.args[1].args[6:]]),
-            ],
-        )
-    elif way == 6 and inner.args[1].args:
-        new = Term("reduce", [glob(utils, "_rebuild_tensor"), sequence("tuple", inner.args[1].args[:4])])
-    elif way == 7 and inner.args[1].args:
-        scheme = sequence(
-            "tuple",
-            [
-                glob("torch", "per_tensor_affine"),
-                const(chance.choice((0.5, 1, None))),
-                const(chance.choice((0, 3, 1.5))),
-            ],
-        )
-        new = Term(
-            "reduce",
-            [
-                glob(utils, "_rebuild_qtensor"),
-                sequence("tuple", [*inner.args[1].args[:4], scheme, const(False), no_hooks]),
-            ],
-        )
-    elif way == 8 and inner.args[1].args:
-        extra = chance.choice(
-            (
-                const(None),
-                mapping([const("conj"), const(True)]),
-                mapping([const("neg"), const(1)]),
-                mapping([const("x"), const(1)]),
-                const(True),
-            )
-        )
-        new = Term("reduce", [glob(utils, "_rebuild_tensor_v2"), sequence("tuple", [*inner.args[1].args[:6], extra])])
+        named = const(chance.choice(("torch.sparse_coo", "torch.sparse_csr", "torch.strided", "x")))
+        layout = _call("torch.serialization", "_get_layout", named)
+        new = _call(utils, "_rebuild_sparse_tensor", layout, _tuple(inner, inner, shape, const(True)))
+    elif way == 5 and args:
+        new = _call(utils, "_rebuild_tensor_v3", *args[:6], dtype, *args[6:])
+    elif way == 6 and args:
+        new = _call(utils, "_rebuild_tensor", *args[:4])
+    elif way == 7 and args:
+        numbers = _consts(chance.choice((0.5, 1, None)), chance.choice((0, 3, 1.5)))
+        scheme = _tuple(glob("torch", "per_tensor_affine"), *numbers)
+        new = _call(utils, "_rebuild_qtensor", *args[:4], scheme, const(False), no_hooks)
+    elif way == 8 and args:
+        flags = [mapping(_consts(*pair)) for pair in (("conj", True), ("neg", 1), ("x", 1))]
+        new = _call(utils, "_rebuild_tensor_v2", *args[:6], chance.choice((*_consts(None, True), *flags)))
     else:
         new = Term("reduce", [glob(utils, chance.choice(_REBUILDS)), inner.args[1]])
     term.op, term.args, term.value = new.op, new.args, new.value
@@ -490,35 +417,26 @@ def _other_rebuild(terms: list[Term], chance: random.Random) -> None:
 
 def _dangerous(terms: list[Term], chance: random.Random) -> None:
     items, at = chance.choice(_slots(terms))
-    function = glob(*chance.choice(_DANGEROUS))
-    argument = const(_COMMAND)
-    caller = glob(*chance.choice(_CALLERS))
+    named = chance.choice(_DANGEROUS)
+    function, argument, caller = glob(*named), const(_COMMAND), chance.choice(_CALLERS)
     way = chance.randrange(9)
     if way <= 1:
-        new = Term("reduce", [function, sequence("tuple", [argument])])
+        new = _call(*named, argument)
     elif way == 2:
-        new = Term(chance.choice(("newobj", "obj")), [function, sequence("tuple", [argument])])
-        if new.op == "obj":
-            new.args = [function, argument]
+        new = chance.choice((Term("newobj", [function, _tuple(argument)]), Term("obj", [function, argument])))
     elif way == 3:
-        inner = Term("reduce", [caller, sequence("tuple", [function, sequence("list", [argument])])])
-        new = Term(
-            "reduce",
-            [glob("builtins", chance.choice(("list", "set", "sum", "tuple", "dict"))), sequence("tuple", [inner])],
-        )
+        inner = _call(*caller, function, sequence("list", [argument]))
+        new = _call("builtins", chance.choice(("list", "set", "sum", "tuple", "dict")), inner)
     elif way == 4:
-        inner = Term("reduce", [caller, sequence("tuple", [function, argument])])
-        new = Term("reduce", [inner, Term("tuple")])
+        new = Term("reduce", [_call(*caller, function, argument), Term("tuple")])
     elif way == 5:
         new = _copy(items[at])
-        new.effects.append(("build", [mapping([const("__setstate__"), function])]))
-        new.effects.append(("build", [argument]))
+        new.effects += [("build", [mapping([const("__setstate__"), function])]), ("build", [argument])]
     elif way == 6:
-        new = Term("reduce", [glob("collections", "defaultdict"), sequence("tuple", [function])])
+        new = _call("collections", "defaultdict", function)
     elif way == 7:
-        target = f"{function.value[0]}:{function.value[1]}"
-        inner = Term("reduce", [glob("pkgutil", "resolve_name"), sequence("tuple", [const(target)])])
-        new = Term("reduce", [inner, sequence("tuple", [argument])])
+        inner = _call("pkgutil", "resolve_name", const(":".join(named)))
+        new = Term("reduce", [inner, _tuple(argument)])
     else:
         new = function
     if chance.random() < 0.3:  # made and thrown away, or beside what was there
@@ -544,14 +462,8 @@ def _apart(terms: list[Term], chance: random.Random) -> None:
 def _wrapped(terms: list[Term], chance: random.Random) -> None:
     items, at = chance.choice(_slots(terms))
     inner = items[at]
-    items[at] = chance.choice(
-        (
-            sequence("tuple", [inner]),
-            sequence("list", [inner, inner]),
-            mapping([const("in"), inner]),
-            Term("reduce", [glob(*chance.choice(_LISTED)), sequence("tuple", [inner])]),
-        )
-    )
+    twice, within = sequence("list", [inner, inner]), mapping([const("in"), inner])
+    items[at] = chance.choice((_tuple(inner), twice, within, _call(*chance.choice(_LISTED), inner)))
 
 
 def _new_entry(terms: list[Term], chance: random.Random) -> None:

@@ -57,20 +57,6 @@ def test_a_new_node_is_written_like_the_old_one_that_it_names(like: Any, written
     assert added(PYTHON2, "new", like) == b"\x80\x02]q\x01(" + inner + written + b"e."
 
 
-def test_the_style_is_the_same_object_unless_a_new_node_needs_another() -> None:
-    graph = decode(PYTHON2).graph
-    style = graph.style
-    forms, unmemoized = dict(style.forms), set(style.unmemoized)
-    key, text, new = find(graph, "key"), find(graph, "text"), len(graph.nodes)
-    assert graph.edited({key: "other"}).style is style
-    assert graph.edited({}, ["new"], like={}).style is style
-    assert graph.edited({}, ["new"], like={new: text}).style is style
-    other = graph.edited({}, ["new"], like={new: key}).style
-    assert other.forms == {**forms, new: op.SHORT_BINSTRING}
-    assert (style.forms, style.unmemoized) == (forms, unmemoized)
-    assert (other.protocol, other.dialect, other.header, other.memo_base) == (2, 2, True, 1)
-
-
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_graph_made_by_hand_is_memoised_and_has_the_default_opcodes(protocol: int) -> None:
     nodes: list[Node] = ["a", 1, (0, 1), List([0, 2, 2]), Dict([0, 3]), True, 2.5, List([4, 5, 6])]

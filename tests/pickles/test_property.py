@@ -46,16 +46,6 @@ def test_what_any_pickler_writes_comes_out_byte_for_byte(root: Any, protocol: in
 
 
 @laws
-@given(graphs(), st.integers(0, 5))
-def test_encoding_and_decoding_gives_the_same_graph(root: Any, protocol: int) -> None:
-    for data in pickles_of(root, protocol):
-        graph = decode(data).graph
-        again = decode(encode(graph)).graph
-        assert difference(graph, again) == ""
-        assert difference(again, graph) == ""
-
-
-@laws
 @given(graphs(), st.integers(2, 5), st.data())
 def test_an_edit_of_one_node_changes_that_node_only(root: Any, protocol: int, data: st.DataObject) -> None:
     for pickled in pickles_of(root, protocol)[:1]:
@@ -97,13 +87,6 @@ def test_no_opcode_is_written_that_weights_only_does_not_take_unless_it_was_ther
         before = {ord(info.code) for info, _, _ in pickletools.genops(data)}
         after = {ord(info.code) for info, _, _ in pickletools.genops(encode(decode(data).graph))}
         assert after - op.ACCEPTED <= before
-
-
-@laws
-@given(graphs(), st.integers(0, 5))
-def test_what_was_taken_once_is_held_once(root: Any, protocol: int) -> None:
-    for pickled in pickles_of(root, protocol):
-        _assert_held_once(decode(pickled).graph)
 
 
 @laws

@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 import types
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,81 +22,6 @@ from ckptool.base.text import words
 from ckptool.safety.calls import _HARMLESS, ACTS, effect_of
 
 runners = SimpleNamespace(**runpy.run_path(str(ROOT / "fixtures" / "generators" / "code_runners.py")))
-
-SOURCE = """
-import importlib, os
-from subprocess import Popen as Start
-
-def direct(code):
-    exec(code)
-
-def through_names(given):
-    for part in given:
-        with open(os.devnull) as file:
-            command = f"{file} {part}"
-    os.system(command)
-
-def through_another(name):
-    return direct(f"import {name}")
-
-def of_its_own():
-    exec("pass")
-
-class Made:
-    def __init__(self, command):
-        self.done = Start(command)
-
-class Heir(Made):
-    pass
-
-class Lazy:
-    def __getattr__(self, name):
-        return importlib.import_module(self.module)
-
-class Later:
-    def run(self, code):
-        eval(code)
-
-def makes(command):
-    return Made(command)
-"""
-
-
-def test_the_survey_follows_arguments(tmp_path: Path) -> None:
-    (tmp_path / "seed.py").write_text(SOURCE)
-    (tmp_path / "broken.py").write_text("exec(")
-    found = {(item.name, item.method, item.reaches) for item in runners.survey([tmp_path])}
-    assert found == {
-        ("direct", "", "exec"),
-        ("through_names", "", "os.system"),
-        ("through_another", "", "seed.direct"),
-        ("Made", "__init__", "subprocess.Popen"),
-        ("Heir", "__init__", "subprocess.Popen"),
-        ("Lazy", "__getattr__", "importlib.import_module"),
-        ("Later.run", "", "eval"),
-        ("makes", "", "seed.Made"),
-    }
-
-
-def test_a_wheel_is_read_like_a_folder(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "torch-9.9.whl", "w") as wheel:
-        wheel.writestr("torch/__init__.py", "")
-        wheel.writestr("torch/nn/functional.py", SOURCE)
-        wheel.writestr("other/__init__.py", SOURCE)
-        wheel.writestr("torch/include/header.py", SOURCE)
-    found = runners.survey([tmp_path / "torch-9.9.whl"])
-    assert {item.module for item in found} == {"torch.nn.functional", "other"}
-    assert "direct" in {item.name for item in runners.uncovered(found)}
-
-
-def test_what_ckptool_does_not_know_is_listed(tmp_path: Path) -> None:
-    """Of a package that is not known, nothing is; NEWOBJ runs no constructor, but BUILD calls a method."""
-    folder = tmp_path / "torch" / "nn" / "functional"
-    folder.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").touch()
-    (folder / "__init__.py").write_text(SOURCE)
-    found = {item.name for item in runners.uncovered(runners.survey([tmp_path / "torch"]))}
-    assert found == {"direct", "through_names", "through_another", "Made", "Heir", "Lazy", "makes"}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.safety.torch_lists import INSTALLED, NEWEST, VERSIONS, installed_version, list_of
+from ckptool.safety.torch_lists import INSTALLED, NEWEST, VERSIONS, installed_version
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,3 @@ def test_the_version_of_the_installed_torch_is_read_without_importing_it(
 def test_here_it_is_the_torch_that_is_imported() -> None:
     torch: Any = pytest.importorskip("torch")
     assert ".".join(torch.__version__.split(".")[:2]) == INSTALLED
-
-
-def test_the_list_has_a_number_only_where_versions_differ() -> None:
-    assert list_of("2.5", ["argparse.Namespace"]) == "torch's list"
-    assert list_of("2.5", ["argparse.Namespace", "builtins.set"]) == "torch 2.5's list"

@@ -104,13 +104,6 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
         assert math.isclose(one.real.sum(), other.real.sum())
 
 
-def test_a_transposed_tensor_is_read_from_its_beginning_to_its_end(tmp_path: Path) -> None:
-    torch.save(torch.arange(24).view(2, 3, 4).permute(2, 0, 1), tmp_path / "a.pth")
-    with ckptool.open(tmp_path / "a.pth") as checkpoint:
-        stored, times = in_storage_order(checkpoint.survey.tensors[0].tensor)
-    assert (stored.shape, stored.stride, times) == ((2, 3, 4), (12, 4, 1), 1)
-
-
 @pytest.mark.parametrize(
     "change", [{"stride": (-1, 1)}, {"stride": (1,)}, {"offset": -1}, {"dtype": "float9"}, {"offset": 1}]
 )

@@ -17,8 +17,7 @@ import ckptool
 from ckptool.files import threads
 from ckptool.values.torch import measure as measure_module
 from ckptool.values.torch.blocks import STEP, ElementRule
-from ckptool.values.torch.loads import one_thread
-from ckptool.values.torch.measure import Moments, measure, shift_of
+from ckptool.values.torch.measure import measure
 
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")
 NARROW = (*FLOAT8, "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool")
@@ -89,29 +88,6 @@ def made(dtype: str, values: list[float]) -> torch.Tensor:
     return torch.tensor(whole, dtype=getattr(torch, dtype))
 
 
-@settings(max_examples=examples(100))
-@given(st.lists(st.lists(st.floats(-1e150, 1e150), max_size=20), min_size=1, max_size=5))
-def test_moments_of_parts_are_those_of_the_whole(lists: list[list[float]]) -> None:
-    moments = Moments()
-    for values in filter(None, lists):
-        moments = moments.plus(moments_of(values))
-    every = [value for values in lists for value in values]
-    if every:
-        whole, bound = moments_of(every), max(map(abs, every))
-        assert moments.numel == len(every)
-        assert math.isclose(moments.mean, whole.mean, rel_tol=1e-12, abs_tol=1e-13 * bound)
-        assert math.isclose(moments.norm, math.hypot(*every), rel_tol=1e-12)
-        if len(every) > 1:
-            assert math.isclose(moments.std or 0, whole.std or 0, rel_tol=1e-11, abs_tol=1e-12 * bound)
-
-
-def moments_of(values: list[float]) -> Moments:
-    mean, shift = math.fsum(values) / len(values), shift_of(max(map(abs, values)))
-    squares = math.fsum(math.ldexp(value, shift) ** 2 for value in values)
-    apart = math.fsum((math.ldexp(value, shift) - math.ldexp(mean, shift)) ** 2 for value in values)
-    return Moments(len(values), mean, squares, apart, shift)
-
-
 def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float16)
@@ -127,16 +103,3 @@ def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert torch.get_num_threads() == inner
     torch.set_num_threads(before)
     assert reports[0] == reports[1] == reports[2]
-
-
-def test_the_last_to_end_gives_torch_its_threads_back() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    first, second = one_thread(torch), one_thread(torch)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.get_num_threads() == 1
-    second.__exit__(None, None, None)
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)

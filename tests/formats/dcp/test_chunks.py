@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_folders import write_boxes, write_ranks
+from dcp_folders import write_boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource
-from ckptool.formats.dcp.metadata import Item, Metadata, ValueMetadata, merge_metadata
 from ckptool.formats.pieces import chunks as dcp_chunks
 from ckptool.formats.pieces.boxes import Box, misfit
 from ckptool.formats.pieces.chunks import Chunk, ChunkedSource
@@ -117,36 +115,6 @@ def test_a_grid_is_looked_at_in_linear_time(rest: slice) -> None:
     assert grows(call) < 16 * 1.5  # sixteen times as many
     assert misfit((60, 90), grid(30)) is None
     assert misfit((60, 90), [*grid(30), ((11, 11), (1, 1))]) is not None
-
-
-def test_metadata_of_many_ranks_is_merged_in_linear_time() -> None:
-    def call(ranks: int) -> Callable[[], Any]:
-        found = []
-        for rank in range(ranks):
-            listed = {"w": ValueMetadata(None, (ranks,), (((rank,), (1,)),))}
-            item = Item("w", (rank,), f"__{rank}_0.distcp", 0, 1)
-            found.append(Metadata(0, listed, {"w": ("w",)}, [item], "", [], []))
-        return lambda: merge_metadata(found)
-
-    assert grows(call) < 4 * 1.5
-
-
-def test_each_file_is_opened_once_to_look_at_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items are listed tensor by tensor: in that order every one of them is in another file."""
-    from ckptool.files import pool
-
-    ranks = LIMITS.open_files * 2
-    folder = write_ranks(tmp_path / "saved", {f"w{n}": torch.zeros(ranks, 2) for n in range(5)}, ranks)
-    opened: list[str] = []
-    real = pool.open_file
-    monkeypatch.setattr(pool, "open_file", lambda name: (opened.append(name), real(name))[1])
-    with ckptool.open(folder) as checkpoint:
-        opened.clear()
-        checkpoint.container.audit(())
-        assert len(opened) <= ranks
-        opened.clear()
-        assert len(list(checkpoint.container.pickles()))
-        assert len(opened) <= ranks
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())

@@ -263,14 +263,6 @@ def test_a_rank_without_its_metadata(tmp_path: Path) -> None:
     assert ckptool.validate(folder)["status"] == "invalid"
 
 
-def test_temporary_metadata_of_a_rank(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    shutil.copytree(FOLDER, folder)
-    (folder / ".metadata").rename(folder / "__0.metadata.tmp")
-    with pytest.raises(MalformedError, match="not finished"):
-        ckptool.open(folder)
-
-
 @pytest.mark.parametrize("exponent", [63, 64, 4299, 4300, 20_000])
 def test_an_integer_of_any_size(exponent: int, tmp_path: Path) -> None:
     """CPython converts no more than 4,300 digits to text."""

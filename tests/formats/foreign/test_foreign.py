@@ -55,10 +55,6 @@ def test_folders_are_named(item: Real) -> None:
     assert caught.value.next
 
 
-def test_what_is_no_graph_of_tensorflow() -> None:
-    assert refusal(FIXTURES / "real" / "tf_saved" / "fingerprint.pb").kind == "unknown"
-
-
 def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(FIXTURES / "real" / "orbax_manager", tmp_path / "steps")
     shutil.copy(FIXTURES / "real" / "tiny.gguf", tmp_path)
@@ -120,33 +116,6 @@ def test_a_header_of_gguf_is_bounded() -> None:
         assert len(gguf_summary(BytesSource(b"GGUF" + body))) < 300
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
-
-
-def test_gguf_in_every_version() -> None:
-    name = b"general.architecture"
-    for order, version, count in (("<", 1, "I"), ("<", 2, "Q"), (">", 3, "Q")):
-        text = struct.pack(f"{order}I2{count}", version, 0, 1)
-        text += struct.pack(f"{order}{count}", len(name)) + name
-        text += struct.pack(f"{order}I{count}", 8, 3) + b"gpt"
-        assert f"version {version}" in gguf_summary(BytesSource(b"GGUF" + text))
-        assert "architecture gpt" in gguf_summary(BytesSource(b"GGUF" + text))
-
-
-@pytest.mark.parametrize(
-    ("module", "kind"), [("sklearn.svm", "sklearn"), ("joblib.numpy_pickle", "joblib"), ("xgboost.core", "pickle")]
-)
-def test_pickles_of_other_libraries(module: str, kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.pkl"
-    text = module.encode()
-    for whole in (b"\x80\x02c" + text + b"\nModel\n)\x81.", b"\x80\x02c" + text + b"\nModel\n)\x81\xff\xff raw arrays"):
-        path.write_bytes(whole)
-        assert refusal(path).kind == kind
-
-
-def test_by_name_alone(tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt-7.data-00000-of-00001"
-    path.write_bytes(b"\x9a\x11\xc0\xbe" * 100)
-    assert refusal(path).kind == "tensorflow-data"
 
 
 def test_a_folder_does_not_count_them(tmp_path: Path) -> None:
@@ -331,17 +300,6 @@ def test_bare_pickles_of_every_protocol(protocol: int, value: object, words: str
     error = refusal(path)
     assert (error.kind, words in error.what) == ("pickle", True), error.what
     assert error.next.endswith(f"ckptool scan {path}")
-
-
-def test_what_a_bare_pickle_would_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.pkl").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
-    assert "pickle.load would call os.system" in refusal(tmp_path / "a.pkl").what
-
-
-def test_the_mark_of_paddle_at_the_end(tmp_path: Path) -> None:
-    value = {"w": np.zeros(1 << 19, "f4"), "StructuredToParameterName@@": {"w": "w_0"}}
-    (tmp_path / "a.pdparams").write_bytes(pickle.dumps(value, 2))
-    assert refusal(tmp_path / "a.pdparams").kind == "paddle"
 
 
 @pytest.mark.parametrize(

@@ -52,21 +52,6 @@ def told(path: Path) -> str:
 REAL = FIXTURES / "real"
 
 
-def test_a_pipeline_whose_layers_are_cut(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks have a part of each layer."""
-    folder = tmp_path / "global_step1"
-    folder.mkdir()
-    for rank in range(2):
-        state = {"module": None, "mp_world_size": 2, "dp_world_size": 1, "global_steps": 1}
-        torch.save(state, folder / f"mp_rank_{rank:02d}_model_states.pt")
-        torch.save({"weight": torch.ones(2)}, folder / f"layer_00-model_{rank:02d}-model_states.pt")
-    words = told(folder)
-    assert "1 data-parallel rank x 2 model-parallel ranks: 2 model files and 2 layer files, all there;" in words
-    assert "its tensors are cut in ways that only the model knows: they are not joined" in words
-    (folder / "mp_rank_01_model_states.pt").unlink()
-    assert "missing: mp_rank_01_model_states.pt" in told(folder)
-
-
 def test_the_files_of_deepspeed_themselves() -> None:
     """Each can be read; those of stage 3 say where the weights are."""
     for path in sorted(REAL.glob("zero*/*/*.pt")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,9 @@ from command_line import say
 from safetensors.torch import load_file, load_model, save_file
 
 import ckptool
-from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
+from ckptool.base.errors import MalformedError, UnreadableError
 from ckptool.cli.main import run
-from ckptool.formats.hf.writer import Item, parse_size, split
+from ckptool.formats.hf.writer import parse_size
 from ckptool.reports.validate import validation_report
 
 hub = pytest.importorskip("huggingface_hub")
@@ -97,22 +96,6 @@ def test_a_folder_is_one_checkpoint_in_the_order_of_its_index(folder: Path, tmp_
     assert problems(folder) == {}
     assert validation_report(str(folder))["status"] == "valid"
     assert run(["inspect", str(folder)]) == run(["keys", str(folder)]) == run(["validate", str(folder)]) == 0
-
-
-def test_tied_weights_of_a_shard_stay_tied(tmp_path: Path) -> None:
-    state = Model().state_dict()
-    folder = written(tmp_path / "in", dict(state), safe=False)
-    found = as_torch(folder, tmp_path / "x.pth")
-    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
-    assert all(torch.equal(found[name], state[name]) for name in state)
-
-
-def test_safetensors_come_before_bin_and_it_is_said(tmp_path: Path) -> None:
-    folder = written(tmp_path / "in", tensors())
-    torch.save({"other": torch.zeros(1)}, folder / "pytorch_model.bin")
-    assert "pytorch_model.bin" in problems(folder)["other-weights"]
-    with ckptool.open(folder) as checkpoint:
-        assert checkpoint.format == "hf-safetensors" and len(checkpoint.survey.tensors) == len(tensors())
 
 
 # -- what is wrong with a folder -------------------------------------------------------------------------------
@@ -301,41 +284,11 @@ def test_a_folder_becomes_one_file_by_the_name_of_the_output(folder: Path, tmp_p
         assert {f"module.{name}" for name in tensors()} == set(found)
 
 
-def test_what_would_not_be_in_the_shards_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": tensors(), "epoch": 3}, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        with pytest.raises(RefusedError, match="allow_loss='entries'"):
-            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, strict=True)
-        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=SIZE), tmp_path / "out")
-    assert as_torch(tmp_path / "out", tmp_path / "x.pth").keys() == tensors().keys()
-
-
 @pytest.mark.parametrize("text", ["5GB", "1.5GB", "200MB", "7kb", " 3 TB "])
 def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
     from huggingface_hub.serialization._base import parse_size_to_int
 
     assert parse_size(text) == parse_size_to_int(text)
-
-
-def test_a_split_is_the_one_of_huggingface_hub() -> None:
-    from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
-
-    chance = random.Random(1)
-    for _ in range(300):
-        items = [
-            Item(str(n), chance.choice((0, 1, 3, 7, 20)), chance.choice(((), (str(chance.randrange(8)),))))
-            for n in range(chance.randrange(1, 15))
-        ]
-        sizes = {item.storages: item.size for item in reversed(items) if item.storages}
-        items = [item._replace(size=sizes.get(item.storages, item.size)) for item in items]
-        expected = split_state_dict_into_shards_factory(
-            {item.name: item for item in items},
-            get_storage_size=lambda item: item.size,
-            get_storage_id=lambda item: item.storages or None,
-            filename_pattern="x{suffix}.y",
-            max_shard_size=10,
-        )
-        assert split(items, 10) == list(expected.filename_to_tensors.values())
 
 
 def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

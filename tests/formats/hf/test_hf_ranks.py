@@ -71,15 +71,6 @@ def test_torch_reads_the_same(mode: str, saved: dict[str, Path], tmp_path: Path)
     assert oracle.difference({name: found[name] for name in WHOLE}, by_torch(saved[mode])) == ""
 
 
-def test_one_that_torch_made_whole_is_read_from_what_it_made(saved: dict[str, Path]) -> None:
-    with ckptool.open(saved["consolidated"]) as checkpoint:
-        assert checkpoint.format == "hf-safetensors"
-    assert "sharded (what each rank had of the same tensors)" in problems(saved["consolidated"])["side-files"]
-    with ckptool.open(saved["consolidated"] / "sharded") as checkpoint:
-        assert checkpoint.format == "dcp-safetensors"
-        assert len(checkpoint.survey.tensors) == len(WHOLE)
-
-
 def test_an_edit_gives_whole_tensors(saved: dict[str, Path], tmp_path: Path) -> None:
     with ckptool.open(saved["ranks"]) as checkpoint:
         edited = ckptool.add_module(checkpoint)

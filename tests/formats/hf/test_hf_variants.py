@@ -126,15 +126,6 @@ def test_weights_of_no_variant_come_first(tmp_path: Path) -> None:
     assert "pytorch_model.bin" in told["other-weights"] and "model.fp16.safetensors" in told["other-weights"]
 
 
-def test_both_formats_in_shards(tmp_path: Path) -> None:
-    folder = shards(tmp_path / "in", "model-{:05d}-of-00002.safetensors", "model.safetensors.index.json")
-    shards(folder, "pytorch_model-{:05d}-of-00002.bin", "pytorch_model.bin.index.json")
-    assert "loaded from model.safetensors.index.json" in notes(folder)["other-weights"]
-    with ckptool.open(folder / "pytorch_model.bin.index.json") as checkpoint:
-        assert checkpoint.format == "hf-torch"
-        assert [entry.key for entry in checkpoint.survey.tensors] == list(STATE)
-
-
 def test_a_pipeline_of_diffusers_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     top = tmp_path / "pipeline"
     for part, name in (

@@ -203,23 +203,6 @@ def test_new_layers_of_two_stages_are_not_taken_for_one(outer: str, taken: bool,
         assert "two stages of a pipeline" in refused(folder)
 
 
-def test_stages_with_numbers_alone_in_their_names(tmp_path: Path) -> None:
-    """Each mesh has two of the four ranks; all together are the set."""
-
-    def state(rank: int) -> object:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
-        return {
-            f"layers.{rank // 2}.weight": distribute_tensor(VALUES["a.weight"], mesh, [Shard(0)], src_data_rank=None)
-        }
-
-    folder = save_ranks(tmp_path / "run", 4, state, "part{}.pt")
-    assert list(joined(folder)) == ["layers.0.weight", "layers.1.weight"]
-    for rank in range(4):
-        shutil.copytree(folder, tmp_path / str(rank))
-        (tmp_path / str(rank) / f"part{rank}.pt").unlink()
-        assert f"4 ranks saved it, and rank {rank} is not there" in refused(tmp_path / str(rank))
-
-
 def test_ranks_of_one_dimension_may_save_alone(tmp_path: Path) -> None:
     """With data parallelism outside of the mesh the other ranks have copies; a warning says that they exist."""
 

@@ -21,7 +21,6 @@ from conftest import FIXTURES, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from zero_folders import Model, random_model, write_zero
 
 import ckptool
@@ -111,27 +110,10 @@ def test_the_file_that_names_the_latest_step_is_not_replaced(tmp_path: Path) -> 
     assert list(torch.load(tmp_path / "latest")) == ["module.w"]
 
 
-def test_weights_of_transformers_are_those_of_their_folder() -> None:
-    with ckptool.open(step_of("trainer_zero2").parent) as checkpoint:
-        assert checkpoint.format == "hf-safetensors"
-
-
 def test_client_state_comes_along(tmp_path: Path) -> None:
     found = joined(FOLDERS["lightning_zero2.ckpt"], tmp_path)
     assert (found["epoch"], found["global_step"], found["hyper_parameters"]) == (0, 3, {"size": 7})
     assert not {"param_shapes", "shared_params", "buffer_names", "dp_world_size"} & found.keys()
-
-
-def test_it_becomes_what_people_load(tmp_path: Path) -> None:
-    folder = FOLDERS["zero3_whole"]
-    expected = joined(folder, tmp_path)
-    options = ("--key", "module", "--tied", "clone")
-    assert say("convert", folder, "-o", tmp_path / "one.safetensors", *options).code == 0
-    assert equal(load_file(tmp_path / "one.safetensors"), expected["module"])
-    dcp = ("--to-format", "dcp", "--tied", "clone", "--allow-loss", "all")
-    assert say("convert", folder, "-o", tmp_path / "dcp", *dcp).code == 0
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pth")
-    assert equal(torch.load(tmp_path / "dcp.pth", weights_only=False)["module"], expected["module"])
 
 
 def test_config_json_goes_with_shards(tmp_path: Path) -> None:
@@ -257,14 +239,6 @@ def exchanged(folder: Path, one: Path, two: Path) -> None:
     one.rename(aside)
     two.rename(one)
     aside.rename(two)
-
-
-@pytest.mark.parametrize("name", ["zero2_whole", "zero3_whole"])
-def test_two_ranks_exchanged(name: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(step_of(name), tmp_path / "step"))
-    exchanged(folder, optimizer(folder, 0), optimizer(folder, 1))
-    words = refused(folder, tmp_path)
-    assert f"{optimizer(folder, 0).name}: it was saved as bf16_zero_pp_rank_1" in words
 
 
 def test_two_ranks_exchanged_that_do_not_know_their_names(tmp_path: Path) -> None:

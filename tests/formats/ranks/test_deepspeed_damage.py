@@ -179,16 +179,6 @@ def test_tied_weights_lead_to_a_parameter(kept: str, tmp_path: Path) -> None:
         assert f"'head.weight' is said to be {kept!r}, which is no parameter of its own" in refused(folder, tmp_path)
 
 
-def test_tied_weights_that_are_frozen(tmp_path: Path) -> None:
-    """Stage 1 does not name frozen parameters: they are in the file of the model."""
-    base = torch.randn(3, 3).bfloat16().float()
-    model = SMALL._replace(frozen={"base.weight": base}, aliases={"head.weight": "base.weight"})
-    folder = write_zero(tmp_path / "step", model, 2, 1)
-    changed(folder / "mp_rank_00_model_states.pt", lambda state: state.update(frozen_param_shapes=None))
-    found = joined(folder, tmp_path)["module"]
-    assert torch.equal(found["head.weight"], base.bfloat16()) and torch.equal(found["base.weight"], base.bfloat16())
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_ranks_that_are_missing_by_the_thousand_take_no_time(frozen: bool, tmp_path: Path) -> None:
     """Two files of 65,536 ranks, and a thousand parameters."""

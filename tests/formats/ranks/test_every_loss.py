@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import say
 from conftest import FIXTURES
 from helpers.rank_files import save_ranks
 from test_sets import NAMES, model, optimizer
@@ -129,27 +128,3 @@ def test_nothing_is_made_of_a_folder_in_which_a_file_is_not_what_it_was(layout: 
         assert made in ("", sound), (layout, name)
         findings = made and [item for item in ckptool.inspect(copy)["findings"] if item["level"] == "warning"]
         assert not made or findings or " renamed " in name or layout == "zero_universal", (layout, name)
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("layout", SETS)
-def test_a_set_that_lost_a_file_leaves_no_other_set_as_the_checkpoint(layout: str, tmp_path: Path) -> None:
-    """The command names the set, whichever of the two it is; the state of an optimizer is no model."""
-    folder, out = build(layout, tmp_path / "sound"), tmp_path / "out.pth"
-    own, states = (
-        [path for path in files_of(folder) if re.match(name.format(r"\d"), path.name)]
-        for name in NAMES[int(layout[-1])]
-    )
-    for path in (own[0], own[-1], states[0], states[-1]):
-        data = path.read_bytes()
-        for damage in ("lost", "empty"):
-            ALONE[damage](path)
-            refused = say("convert", folder, "-o", out)
-            assert refused.code in (3, 4) and not out.exists(), (path, refused.all)
-            assert path.name in refused.err or re.sub(r"\d", "*", path.stem)[:4] in refused.err, (path, refused.err)
-            assert say("validate", folder).code in (1, 3)
-        path.write_bytes(data)
-    for path in own:
-        path.unlink()
-    refused = say("convert", folder, "-o", out)
-    assert refused.code in (3, 4) and "optimizer" in refused.err and not out.exists()

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.base.errors import CkptoolError, NotACheckpointError
-from ckptool.formats import folder_format
 
 RANKS = FIXTURES / "ranks"
 FOLDERS = ("megatron_gpt", "megatron_pp2", "megatron_tp2", "megatron_tp2_pp2")
@@ -87,14 +86,6 @@ def test_the_model_is_what_megatron_loads_in_one_process(name: str, tmp_path: Pa
     assert ckptool.validate(RANKS / name)["valid"]
 
 
-def test_the_folder_of_the_iteration_is_the_same_checkpoint() -> None:
-    for path in (RANKS / "megatron_tp2", RANKS / "megatron_tp2" / "iter_0000002"):
-        known = folder_format(str(path))
-        assert known is not None and known.name == "megatron"
-    words = ckptool.inspect(RANKS / "megatron_tp2_pp2")["writer"]
-    assert words == "Megatron-LM: 2 tensor-parallel and 2 pipeline-parallel ranks, step 2, all there"
-
-
 @settings(max_examples=examples(25))
 @given(
     tensor=st.sampled_from((1, 2, 4)),
@@ -152,14 +143,6 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_megatron(tmp_path / "run", whole_model(4), arguments(2, 2, num_layers=4, swiglu=True), 4)
-
-
-def test_a_missing_stage_leaves_the_layers_of_the_others_their_numbers(folder: Path) -> None:
-    for rank in range(2):
-        shutil.rmtree(folder / f"mp_rank_{rank:02d}_000")
-    with ckptool.open(folder) as checkpoint:
-        assert "decoder.layers.2.mlp.linear_fc1.weight" in list(checkpoint["model"])
-        assert "decoder.layers.0.mlp.linear_fc1.weight" not in list(checkpoint["model"])
 
 
 @pytest.mark.parametrize(
@@ -229,15 +212,6 @@ def test_what_the_files_do_not_tell_is_not_guessed(
 ) -> None:
     folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, **own), 1, **beside)
     assert any(name in text and "cannot be joined" in text for text in problems(folder))
-
-
-def test_layers_of_multi_token_prediction_keep_their_numbers(tmp_path: Path) -> None:
-    model = whole_model(4)
-    folder = save_megatron(tmp_path, model, arguments(1, 2, num_layers=4, swiglu=True), 4)
-    path = folder / "mp_rank_00_001" / "model_optim_rng.pt"
-    changed(path, lambda state: state["model"].update({"mtp.layers.0.eh_proj.weight": torch.rand(8, 16)}))
-    assert not problems(folder)
-    assert "mtp.layers.0.eh_proj.weight" in model_of(folder, tmp_path / "one.pth")
 
 
 def test_a_pipeline_without_an_end_is_warned_of(tmp_path: Path) -> None:

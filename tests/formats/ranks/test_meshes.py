@@ -81,16 +81,6 @@ def folder(tmp_path: Path) -> Path:
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_all_ranks_are_the_tensors(folder: Path, tmp_path: Path) -> None:
-    state = loaded(folder, tmp_path / "one.pth")
-    assert list(state) == ["model", "epoch", "mean"]
-    assert (state["epoch"], state["mean"].tolist()) == (3, [1, 1, 1])
-    assert list(state["model"]) == list(MODEL)
-    for name, (value, _) in MODEL.items():
-        assert state["model"][name].dtype == value.dtype
-        assert torch.equal(state["model"][name], value)
-
-
 def test_files_in_the_format_before_zip(tmp_path: Path) -> None:
     folder = save_ranks(tmp_path / "run", 4, lambda rank: training(4), legacy=True)
     state = loaded(folder, tmp_path / "one.pth")

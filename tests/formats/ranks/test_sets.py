@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
 from helpers.rank_files import save_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -181,13 +179,6 @@ def test_rank_files_of_two_runs_are_told_apart_by_their_names(tmp_path: Path) ->
         (one,) = (item for item in ckptool.inspect(path)["findings"] if item["code"] == "shards")
         said = say(*shlex.split(str(one["next"]))[1:])
         assert said.code == 0 and "all there" in said.out, (one["next"], said.all)
-
-
-def test_the_sets_of_accelerate_and_of_verl_stay_one(tmp_path: Path) -> None:
-    for name in ("accelerate_sharded", "verl_fsdp1", "verl_fsdp2", "fsdp2_3"):
-        folder = Path(shutil.copytree(FIXTURES / "ranks" / name, tmp_path / name))
-        given = [str(path) for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin")]
-        assert ckptool.hash(pattern_of(given))["content"] == ckptool.hash(folder)["content"], name
 
 
 def test_the_file_of_a_rank_leads_to_its_set_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,13 +182,6 @@ def test_stages_of_two_steps_are_named(pipeline: Path) -> None:
     assert any("is of step 9" in text for text in problems(pipeline))
 
 
-def test_layers_that_are_cut_themselves_are_not_joined(pipeline: Path) -> None:
-    for path in sorted(pipeline.glob("layer_*")):
-        path.rename(pipeline / path.name.replace("-model", "-model_00-model"))
-    with pytest.raises(NotACheckpointError, match="DeepSpeed checkpoint"):
-        ckptool.open(pipeline)
-
-
 #: The shapes of the layers of a pipeline on two stages; functions have none.
 STAGES = (({"weight": (9, 4)}, {}), ({"weight": (4, 4), "bias": (4,)}, {"weight": (4, 4), "bias": (4,)}))
 
