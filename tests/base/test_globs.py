@@ -126,6 +126,8 @@ def test_commas_in_braces_and_classes_do_not_separate(globs: list[str]) -> None:
 def test_a_regular_expression_takes_the_rest_of_a_list() -> None:
     assert split_globs("a,{b,c},[,],re:d{1,2},e") == ["a", "{b,c}", "[,]", "re:d{1,2},e"]
     assert split_globs("re:d{1,2},e") == ["re:d{1,2},e"]
+    assert Glob(r"re:(?i)layer\d+\.(\w)\.\1").matches("Layer12.a.a")
+    assert not any(map(Glob("re:fc|head").matches, ("fc.weight", "a.head")))
 
 
 # -- regular expressions -----------------------------------------------------------------------------------------------

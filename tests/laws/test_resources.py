@@ -23,7 +23,6 @@ from conftest import WHOLE
 from crafted_files import (
     ROOT,
     TENSOR,
-    Code,
     End,
     Entry,
     altered,
@@ -31,7 +30,6 @@ from crafted_files import (
     dumped,
     entries,
     legacy,
-    ordered,
     plain,
     put,
     with_record,
@@ -59,21 +57,6 @@ def laughs() -> bytes:
     raw = b"\x80\x02](" + b"K\x01" * 10 + b"eq\x00"
     for level in range(59):
         raw += b"](" + (b"h" + bytes([level])) * 10 + b"eq" + bytes([level + 1])
-    return raw + b"."
-
-
-def laughing_dicts() -> bytes:
-    raw = b"\x80\x02}q\x00"
-    for level in range(200):
-        held = b"h" + bytes([level])
-        raw += b"}(" + put("a") + held + put("b") + held + b"uq" + bytes([level + 1])
-    return raw + b"."
-
-
-def laughing_strings() -> bytes:
-    raw = b"\x80\x02" + put("x" * 1000) + b"q\x00"
-    for level in range(100):
-        raw += (b"h" + bytes([level])) * 2 + b"\x86q" + bytes([level + 1])
     return raw + b"."
 
 
@@ -176,28 +159,20 @@ def safetensors(head: bytes, length: int | None = None) -> bytes:
 FILES: dict[str, Callable[[], bytes]] = {
     "a length of 2^62 in BINBYTES8": lambda: plain(pickled=b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"."),
     "a length of 2^62 in BINUNICODE8": lambda: plain(pickled=b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"."),
-    "a length of 2^62 in BYTEARRAY8": lambda: plain(pickled=b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"."),
     "a length of 2^62 in FRAME": lambda: plain(pickled=b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N."),
     "a length of 2^31 in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\x7f."),
     "a negative length in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\xff."),
-    "a negative length in BINSTRING": lambda: plain(pickled=b"\x80\x02T\xff\xff\xff\xff."),
     "PUT 2^32-1": lambda: plain(pickled=b"\x80\x02Nr\xff\xff\xff\xffj\xff\xff\xff\xff."),
     "PUT of a thousand digits": lambda: plain(pickled=b"Np" + b"9" * 1000 + b"\n."),
     "PUT 2^32-1, then MEMOIZE": lambda: plain(pickled=b"\x80\x04Nr\xff\xff\xff\xff\x94\x94."),
     "a million digits": lambda: plain(pickled=b"I" + b"9" * 1_000_000 + b"\n."),
-    "a million digits in LONG": lambda: plain(pickled=b"L" + b"9" * 1_000_000 + b"L\n."),
     "an int of a million bytes": lambda: plain(
         pickled=b"\x80\x02}(" + put("w") + b"\x8b" + struct.pack("<I", 1_000_000) + b"\x7f" * 1_000_000 + b"u."
-    ),
-    "4,301 digits": lambda: plain(
-        {"n": 10**300}, pickled=b"\x80\x02}(" + put("n") + b"\x8b\x00\x08\x00\x00" + b"\x7f" * 2048 + b"u."
     ),
     "many short templates": lambda: plain(
         pickled=b"\x80\x02](" + b"".join(put(f"{{{{:{n:06d}") for n in range(many(700_000))) + b"e."
     ),
     "billion laughs": lambda: plain(pickled=laughs()),
-    "billion laughs in dicts": lambda: plain(pickled=laughing_dicts()),
-    "billion laughs in tuples": lambda: plain(pickled=laughing_strings()),
     "a million nested tuples": lambda: plain(pickled=b"\x80\x02)" + b"\x85" * 1_000_000 + b"."),
     "a million nested lists": lambda: plain(pickled=b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."),
     "100,000 nested dicts": lambda: plain(
@@ -206,16 +181,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a million MARKs": lambda: plain(pickled=b"\x80\x02" + b"(" * 1_000_000 + b"N."),
     "lists that contain themselves": lambda: plain(pickled=itself()),
     "many globals": lambda: plain(pickled=b"\x80\x02(" + b"ca\nb\n" * many(1_000_000) + b"t."),
-    "many globals of their own": lambda: plain(
-        pickled=b"\x80\x02(" + b"".join(f"ca\nb{n}\n)R".encode() for n in range(many(100_000))) + b"t."
-    ),
     "a global of 100,000 parts": lambda: plain(pickled=b"\x80\x02c" + b"a." * 50_000 + b"\n" + b"b." * 50_000 + b"\n."),
     "a name of a megabyte": lambda: plain({"x" * 1_000_000: TENSOR}),
-    "a name of a megabyte of optimizers": lambda: plain(
-        {"opt_" * 250_000 + "\n": Code(ordered().raw + b"(" + put("a") + TENSOR.raw + b"u")}
-    ),
     "a name of a megabyte of models": lambda: plain({"model_" * 160_000 + "\n": {"a": TENSOR}}),
-    "a global of a megabyte": lambda: plain(pickled=b"\x80\x02c" + b"x" * 1_000_000 + b"\ny\n)R."),
     "60,000 entries": lambda: many_entries(60_000),
     "many pickles": lambda: archive(
         [*entries().values(), *(Entry(f"{ROOT}/x{number}.pkl", b"\x80\x02N.") for number in range(many(60_000)))]
@@ -224,7 +192,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a zip64 count of 2^40": lambda: archive(
         entries().values(), End(count=0xFFFF, zip64={"here": 1 << 40, "count": 1 << 40})
     ),
-    "a zip64 size of 2^62": lambda: archive(entries().values(), End(size=0xFFFFFFFF, zip64={"size": 1 << 62})),
     "a zip64 offset of 2^63": lambda: archive(entries().values(), End(offset=0xFFFFFFFF, zip64={"offset": 1 << 63})),
     "a record of 4 GB that is not there": lambda: altered(
         "data.pkl", listed={"size": 0xFFFFFFF0, "packed": 0xFFFFFFF0}
@@ -232,7 +199,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a zip bomb in data.pkl": lambda: bomb("data.pkl", 2 << 30),
     "a zip bomb in version": lambda: bomb("version", 512 << 20),
     "a zip bomb in a storage": lambda: bomb("data/0", 512 << 20),
-    "a zip bomb in another .pkl": lambda: bomb("more.pkl", 900 << 20),
     "a zip bomb that lies about its size": lambda: altered(
         "data.pkl", data=bytes(200 << 20), method=8, listed={"size": 9}
     ),
@@ -272,9 +238,9 @@ FILES: dict[str, Callable[[], bytes]] = {
 #: These take long: one command stands for the others.
 HEAVY = {
     "many short templates",
-    *("a million nested tuples", "a million nested lists", "many globals", "many globals of their own"),
+    *("a million nested tuples", "a million nested lists", "many globals"),
     *("100,000 nested dicts", "a million MARKs", "60,000 entries", "many pickles", "60,000 duplicates"),
-    *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage", "a zip bomb in another .pkl"),
+    *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage"),
     *("archives in archives that share a payload", "1,000 names of one header with 16,000 fields"),
     *("20,000 headers within each other", "hidden pickles, one over the others"),
     *("small bombs", "10,000 forged versions"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 from pathlib import Path
 from typing import Any
@@ -124,30 +123,6 @@ def test_what_contains_itself_ends(tmp_path: Path) -> None:
         assert ckptool.diff(path, path, **how)["same"]
     assert ckptool.diff(path, other, include="w")["same"]
     assert [item["path"] for item in ckptool.diff(path, other, include="n")["entries"]] == ["n"]
-
-
-def test_metadata_of_modules_counts_with_their_keys(tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.act, self.head = torch.nn.BatchNorm1d(2), torch.nn.ReLU(), torch.nn.Linear(2, 2)
-
-    state = Net().state_dict()
-    other = copy.deepcopy(state)
-    for module, version in (("stem", 7), ("act", 8)):
-        other._metadata[module]["version"] = version  # type: ignore[attr-defined]
-    a, b = saved(tmp_path / "a.pth", state), saved(tmp_path / "b.pth", other)
-
-    def entries(**how: Any) -> list[str]:
-        return [item["path"] for item in ckptool.diff(a, b, **how)["entries"]]
-
-    stem, act = "_metadata.stem.version", "_metadata.act.version"
-    assert entries() == [stem, act]
-    assert entries(include="head.*") == []
-    assert entries(include="stem.weight") == [stem]
-    assert entries(exclude="head.*") == [stem, act]
-    assert entries(exclude="stem.*") == [act]
-    assert entries(exclude=["stem.*", "*a*"]) == []
 
 
 def test_no_value_is_read_that_is_not_chosen(tmp_path: Path) -> None:

@@ -40,25 +40,6 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() if tensor.dtype in FLOAT8 else tensor).double().flatten()
 
 
-def expected(a: torch.Tensor, b: torch.Tensor) -> dict[str, float | None]:
-    """The figures over the pairs that are finite in both, by torch's own functions."""
-    left, right = wide(a), wide(b)
-    if left.is_complex() or right.is_complex():
-        left, right = left.to(torch.complex128), right.to(torch.complex128)
-    finite = torch.isfinite(left) & torch.isfinite(right)
-    equal = (left == right) | (left.isnan() & right.isnan())
-    gaps = (left - right)[finite].abs()
-    left, right = (torch.view_as_real(x[finite]).flatten() if x.is_complex() else x[finite] for x in (left, right))
-    one, other = float(left.norm()), float(right.norm())
-    return {
-        "nonfinite": int((~finite & ~equal).sum()),
-        "max_abs": float(gaps.max()) if len(gaps) else None,
-        "mean_abs": float(gaps.mean()) if len(gaps) else None,
-        "rel_l2": float((left - right).norm()) / other if other else None,
-        "cosine": float(torch.dot(left / one, right / other)) if one and other else None,
-    }
-
-
 def close(row: Any, figures: dict[str, float | None]) -> bool:
     return all(
         row[name] is None if value is None else row[name] == pytest.approx(value, rel=1e-9, abs=1e-300)
@@ -136,7 +117,7 @@ def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) 
     b = a.clone()
     b[-3:] = 1 - b[-3:]
     [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
-    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert close(row, by_numpy(a, b)), (row, by_numpy(a, b))
     assert (row["first"], row["differing"]) == ([size - 3], 3)
     alone = compared(tmp_path, {"x": torch.cat([b[-3:], a[:-3]])}, {"x": torch.cat([a[-3:], a[:-3]])})["values"][0]
     assert alone["differing"] == 3 and alone["max_abs"] == row["max_abs"]
@@ -168,7 +149,7 @@ def test_dtypes_of_one_shape_are_compared_as_numbers(other: torch.dtype, tmp_pat
         b = b.double()
     report = compared(tmp_path, {"x": a}, {"x": b})
     [row] = report["values"]
-    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert close(row, by_numpy(a, b)), (row, by_numpy(a, b))
     assert [item["what"] for item in report["changed"]] == ["dtype"]
     assert row["differing"] == int((wide(a) != wide(b)).sum()) and row["other_dtype"] == str(b.dtype)[6:]
 
@@ -184,7 +165,7 @@ def test_any_numbers(tmp_path: Path, values: list[tuple[float, float]]) -> None:
     if not rows:
         assert a.numpy().tobytes() == b.numpy().tobytes()
         return
-    figures = expected(a, b)
+    figures = by_numpy(a, b)
     [row] = rows
     assert row["nonfinite"] == figures["nonfinite"]
     sizes = [abs(x) for pair in values for x in pair if math.isfinite(x)]
@@ -225,10 +206,10 @@ def test_quantized_tensors_are_compared_as_what_they_stand_for(tmp_path: Path) -
     scales, zeros = torch.rand(5).double() + 0.1, torch.arange(5)
     one, other = (torch.quantize_per_tensor(x, 0.1, 3, torch.qint8) for x in (a, b))
     [row] = compared(tmp_path, {"x": one}, {"x": other})["values"]
-    assert close(row, expected(*((x.int_repr().double() - 3) * 0.1 for x in (one, other))))
+    assert close(row, by_numpy(*((x.int_repr().double() - 3) * 0.1 for x in (one, other))))
     one, other = (torch.quantize_per_channel(x, scales, zeros, 1, torch.qint8) for x in (a, b))
     [row] = compared(tmp_path, {"x": one}, {"x": other})["values"]
-    assert close(row, expected(*((x.int_repr().double() - zeros) * scales for x in (one, other))))
+    assert close(row, by_numpy(*((x.int_repr().double() - zeros) * scales for x in (one, other))))
 
 
 def test_what_has_no_value_has_no_figures(tmp_path: Path) -> None:
@@ -246,7 +227,7 @@ def test_the_total_is_that_of_the_tensors_together(tmp_path: Path) -> None:
     a["tied"], b["tied"] = a["head.weight"], b["head.weight"]
     report = compared(tmp_path, {"model": a}, {"model": b})
     together = [torch.cat([x[name].flatten() for name in names]) for x in (a, b)]
-    assert close(report["total"], expected(*together)) and report["total"]["tensors"] == 4
+    assert close(report["total"], by_numpy(*together)) and report["total"]["tensors"] == 4
 
 
 def test_counters_do_not_count_for_the_total(tmp_path: Path) -> None:

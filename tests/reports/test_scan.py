@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
 import io
 import json
@@ -23,13 +22,9 @@ import torch
 from command_line import say
 from conftest import FIXTURES, MANIFEST, corpus_files, needs_corpus
 from crafted_files import SYSTEM, TENSOR, by_key, call, dumped, legacy, name, plain
-from hypothesis import given
-from hypothesis import strategies as st
 from packed_files import Recorded, object_array, tarred, zipped
 
 import ckptool
-from ckptool.files.sources import BytesSource
-from ckptool.formats.search.inert import is_plain_record
 from ckptool.reports.scan import scan_file
 
 SHELL = b"cposix\nsystem\n(S'true'\ntR."
@@ -156,12 +151,6 @@ def test_what_is_not_followed_is_unknown_and_the_reason_is_given(data: bytes, tm
     assert report["reasons"]
 
 
-@pytest.mark.parametrize("data", [b"csys\npath\ncthis\nx\n", b"cantigravity\nx\n."])
-def test_text_that_imports_a_module_is_not_passed_over(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_bytes(data)
-    assert verdict(tmp_path / "vocab.txt") in ("unknown", "unsafe")
-
-
 # -- weights-only --------------------------------------------------------------------------------------------------
 
 GOOD = {
@@ -262,17 +251,6 @@ def test_arrays_of_joblib_are_followed(tmp_path: Path) -> None:
 # -- validate of a folder --------------------------------------------------------------------------------------------
 
 
-def test_validate_names_every_hostile_file_of_a_folder(downloads: Path) -> None:
-    assert f"{downloads}/just.pt: VALID" in say("validate", "-v", downloads).out
-    for options in ((), ("--strict",), ("--jobs", "2"), ("--quick",)):
-        said = say("validate", downloads, *options)
-        assert said.code == 1
-        for bad in ("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"):
-            assert f"{downloads}/{bad}: INVALID" in said.out
-        assert "5 files: 1 valid, 4 not" in said.out
-        assert "skipped: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
-
-
 def test_what_validate_passes_over_is_named_in_every_format(downloads: Path) -> None:
     for evil in ("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"):
         (downloads / evil).unlink()
@@ -333,25 +311,3 @@ def test_every_file_that_is_joined_is_looked_into(name: str, pattern: str, tmp_p
         said = say("scan", folder)
         assert said.code == 1 and "unsafe" in said.out
         other.unlink()
-
-
-@given(st.sampled_from(["little", "big"]) | st.text("0123456789", min_size=1, max_size=60), st.sampled_from(["", "\n"]))
-@pytest.mark.parametrize("unpickler", [pickle.Unpickler, pickle._Unpickler])  # type: ignore[attr-defined]
-def test_no_unpickler_names_anything_for_a_plain_record(unpickler: Any, word: str, end: str) -> None:
-    named: list[str] = []
-
-    class Noting(unpickler):  # type: ignore[misc]
-        def find_class(self, module: str, name: str) -> Any:
-            named.append(f"{module}.{name}")
-            raise pickle.UnpicklingError
-
-    data = (word + end).encode()
-    assert is_plain_record(data, BytesSource(data, "x"))
-    with contextlib.suppress(Exception):
-        Noting(io.BytesIO(data)).load()
-    assert named == []
-
-
-@pytest.mark.parametrize("data", [b"cposix\n\n", b"cantigravityx", b"little.", b"1" * 65])
-def test_other_records_are_searched(data: bytes) -> None:
-    assert not is_plain_record(data, BytesSource(data, "x"))

@@ -25,7 +25,6 @@ from packed_files import Recorded, tarred, zipped
 from safetensors.torch import save
 
 import ckptool
-from ckptool.pickles.lexer import CALLS, ENDS, NAMES, outcome
 from ckptool.reports.scan import scan_file
 
 #: Opcodes that leave the stack unchanged, as pairs or alone: every way of making an object, and of storing it.
@@ -124,22 +123,6 @@ def test_no_value_that_holds_a_call_is_weights_only(place: str, tmp_path: Path) 
         container = chance.choice(list(CONTAINERS))
         word = _judged(tmp_path / "file", CONTAINERS[container](PLACES[place](data)))
         assert word in ("unsafe", "unknown"), (steps, names, container)
-
-
-@pytest.mark.parametrize("offset", [1, 7, 64, 511, 513, 4096])
-def test_bytes_that_programs_unpickle_are_understood_or_unknown(offset: int, tmp_path: Path) -> None:
-    for name, word in (("x._extra_state", "unknown"), ("x.weight", "weights-only")):
-        data = save({name: _tensor(bytes([1]) * offset + ENDINGS[1])})
-        assert _judged(tmp_path / "file", data) == word
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("step", TRIVIAL)
-def test_the_end_of_a_window_is_no_stop(step: bytes) -> None:
-    before, call = step * 40, ENDINGS[0]
-    for size in range(len(before) + 1):
-        assert outcome(before[:size]) == ENDS
-    assert outcome(before + call) in (NAMES, CALLS)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
