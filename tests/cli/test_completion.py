@@ -133,9 +133,3 @@ def test_files_are_left_to_the_shell(here: Path) -> None:
 def test_every_shell_has_a_script(shell: str) -> None:
     said = say("completion", shell)
     assert "_CKPTOOL_COMPLETE" in said.out
-
-
-def test_another_shell_is_named() -> None:
-    said = say("completion", "tcsh")
-    assert said.code == 2
-    assert "bash" in said.err

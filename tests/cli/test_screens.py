@@ -187,28 +187,6 @@ def _read(screen: int) -> Iterator[str]:
         yield data.decode()
 
 
-@pytest.mark.parametrize(
-    ("text", "most", "cut"),
-    [
-        ("layers.0.weight", 15, "layers.0.weight"),
-        ("layers.0.weight", 9, "….weight"),
-        ("layers.0.weight", 7, "lay…ght"),
-        ("layers.0.attn.weight", 16, "layers.….weight"),
-        ("layers.10.attn.q.weight", 21, "layers.….q.weight"),
-        ("runs/2024/model.pth", 16, "runs/…/model.pth"),
-        ("git-lfs-pointer", 14, "git-…-pointer"),
-        ("fc.weight: Tensor float32 2x4 cpu", 30, "fc.weight: Tensor float32 2x4…"),
-        ("層層層層", 8, "層層層層"),
-        ("層層層層", 7, "層層…層"),
-        ("層層層層", 6, "層…層"),
-        ("abc", 1, "…"),
-    ],
-)
-def test_the_middle_gives_way(text: str, most: int, cut: str) -> None:
-    assert terminal.elided(text, most) == cut
-    assert terminal.cells(cut) <= most
-
-
 @given(st.lists(st.sampled_from(("a", "layers", "12", "attention", "é", "層")), min_size=1), st.sampled_from("./- "))
 def test_no_word_is_cut_that_fits(segments: list[str], separator: str) -> None:
     """Whatever the width, what is left of a key or a sentence is whole, if one word and the mark fit."""

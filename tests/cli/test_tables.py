@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tabulate import tabulate
 
-from ckptool.checkpoint.survey import TensorEntry
-from ckptool.checkpoint.tensors import Tensor
 from ckptool.cli import render
-from ckptool.cli.show import labels
 
 words = st.text(st.sampled_from("ab -é層e\u0301"), max_size=12)
 wrapped = st.lists(st.text(st.sampled_from("ab-層"), min_size=1), max_size=3).map("\n".join)
@@ -40,23 +36,6 @@ def test_it_is_the_table_that_tabulate_draws(heads: list[str], data: st.DataObje
 
 
 # -- linear time -----------------------------------------------------------------------------------------------
-
-
-TENSOR = Tensor("dense", "float32", (), (), 0, "0", "cpu", False)
-
-
-class Counted(list[TensorEntry]):
-    passes = 0
-
-    def __iter__(self) -> Iterator[TensorEntry]:
-        self.passes += 1
-        return super().__iter__()
-
-
-def test_labels_pass_over_the_tensors_a_fixed_number_of_times() -> None:
-    entries = Counted(TensorEntry(f"w{number}", f"w{number}", number, TENSOR, 0, 0) for number in range(50))
-    assert list(labels(entries)) == [f"w{number}" for number in range(50)]
-    assert entries.passes <= 3
 
 
 def test_keys_of_a_whole_file_are_sorted_together(tmp_path: Path) -> None:

@@ -114,17 +114,6 @@ def test_each_wrong_checksum_is_found(seed: int, source: Path, tmp_path: Path) -
             written(plan._replace(expected_checksums=tuple(checks)), tmp_path / "out")
 
 
-def test_what_is_copied_while_it_is_verified_counts_once(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, whole = os.pwrite, copying.checksum
-    monkeypatch.setattr(os, "pwrite", lambda *call: (time.sleep(0.05), real(*call))[1])
-    monkeypatch.setattr(copying, "checksum", lambda *call: (time.sleep(0.2), whole(*call))[1])
-    span, data = Span(open_source(str(source)), 1, 60_000), source.read_bytes()
-    plan = Plan((b"begin", span), (expected(span, data),))
-    assert written(plan, tmp_path / "out") == b"begin" + data[1:60_001]
-
-
 def columns(source: Path, rows: int, widths: list[int]) -> tuple[Span, list[Span], bytes]:
     """Return a matrix of bytes whose columns lie one after the other, where they lie, and its bytes."""
     file, data = open_source(str(source)), source.read_bytes()
@@ -290,11 +279,3 @@ def test_a_signal_waits_for_the_threads(source: Path, tmp_path: Path, monkeypatc
 @given(some.binary(max_size=300), some.binary(max_size=300))
 def test_the_checksum_of_two_stretches_is_that_of_both(one: bytes, two: bytes) -> None:
     assert combined_crc(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
-
-
-@pytest.mark.parametrize("size", [1 << 16, (1 << 20) + 1, 10_000_019])
-def test_the_checksum_of_long_stretches(size: int) -> None:
-    data = random.Random(size).randbytes(size)
-    cut = size // 3
-    whole = combined_crc(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), size - cut)
-    assert whole == zlib.crc32(data)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,9 +59,45 @@ def checked(folder: Path, name: str, words: str) -> None:
         assert not (folder / "out.pth").exists()
 
 
-def test_fifo(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.pth")
-    checked(tmp_path, "pipe.pth", "a named pipe")
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def bound(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(path.name)  # the names of sockets are short
+
+
+def in_a_circle(path: Path) -> None:
+    path.symlink_to("b.pth")
+    path.with_name("b.pth").symlink_to(path.name)
+
+
+def to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere.pth")
+
+
+def holes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 64 << 30)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (pipe, "a named pipe"),
+        (bound, "a socket"),
+        (in_a_circle, "symbolic links"),
+        (to_nothing, "the link points to nothing"),
+        (holes, "zeros"),
+    ],
+)
+def test_what_is_no_file(
+    make: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "a.pth")
+    checked(tmp_path, "a.pth", words)
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom", "/dev/tty"])
@@ -69,13 +106,6 @@ def test_device(device: str, tmp_path: Path) -> None:
     assert (said.code, "Traceback" in said.err) == (3, False)
     if device != "/dev/tty":  # there may be none
         assert "a character device" in said.err
-
-
-def test_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the names of sockets are short
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind("sock.pth")
-        checked(tmp_path, "sock.pth", "a socket")
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -88,17 +118,6 @@ def test_directory(tmp_path: Path) -> None:
         said = ask(tmp_path, command, "folder.pth")
         assert said.code == 3
         assert "folder" in said.err or "directory" in said.err
-
-
-def test_symlink_loop(tmp_path: Path) -> None:
-    (tmp_path / "a.pth").symlink_to("b.pth")
-    (tmp_path / "b.pth").symlink_to("a.pth")
-    checked(tmp_path, "a.pth", "symbolic links")
-
-
-def test_a_link_into_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.pth").symlink_to("nowhere.pth")
-    checked(tmp_path, "a.pth", "the link points to nothing")
 
 
 def test_a_folder_that_links_to_itself(tmp_path: Path) -> None:
@@ -126,20 +145,7 @@ def test_mode_000(tmp_path: Path) -> None:
     checked(tmp_path, "shut.pth", "no permission")
 
 
-def test_64_gib_of_nothing(tmp_path: Path) -> None:
-    with (tmp_path / "sparse.pth").open("wb") as file:
-        file.truncate(64 << 30)
-    checked(tmp_path, "sparse.pth", "zeros")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "inspect",
-        "keys",
-        "validate",
-    ],
-)
+@pytest.mark.parametrize("command", ["inspect", "keys", "validate"])
 def test_64_gib_of_nothing_behind_a_checkpoint(command: str, tmp_path: Path) -> None:
     """A download into a file that was made at its full size, and stopped."""
     with (tmp_path / "sparse.pth").open("wb") as file:

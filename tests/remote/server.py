@@ -1,8 +1,8 @@
 """A server for tests on loopback: S3 by path, plain HTTP with ranges, and a model hub. It counts, delays and fails.
 
 Azure's blocks are known, too, and Google Cloud Storage speaks S3. Anything ``/hub/...`` is the hub, ``/plain/...`` are
-the objects of the bucket "plain" over plain HTTP, and everything else is S3. Conditions and versions hold as S3
-documents them, which other servers for tests ignore in part.
+the objects of the bucket "plain" over plain HTTP, and everything else is S3. Conditions hold as S3 documents
+them, which other servers for tests ignore in part.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ LOST, REPLACED = "lost", "replaced"
 
 
 class Object(NamedTuple):
-    """One version of an object."""
+    """An object of a bucket."""
 
     data: bytes
     etag: str
-    version: str
     when: float
 
 
@@ -106,8 +105,7 @@ class Server:
 
     def __init__(self, *, delay: float = 0.0, bandwidth: int = 0, page: int = 1000, signed: bool = True) -> None:
         self.delay, self.bandwidth, self.page, self.signed = delay, bandwidth, page, signed
-        self.buckets: dict[str, dict[str, list[Object]]] = {}
-        self.versioned: set[str] = set()
+        self.buckets: dict[str, dict[str, Object]] = {}
         self.regions: dict[str, tuple[str, int, str]] = {}  # by bucket: its region, and the error for other regions
         self.uploads: dict[str, Upload] = {}
         self.blocks: dict[tuple[str, str], dict[str, bytes]] = {}  # of Azure, for objects that are not made yet
@@ -141,27 +139,25 @@ class Server:
     def put(self, bucket: str, key: str, data: bytes, etag: str = "") -> Object:
         """Store an object without a request."""
         with self.lock:
-            versions = self.buckets.setdefault(bucket, {}).setdefault(key, [])
-            etag = etag or f'"{hashlib.md5(data).hexdigest()}"'
-            found = Object(data, etag, f"v{len(versions)}-{len(data)}", time.time())
-            versions[:] = [*versions, found] if bucket in self.versioned else [found]
+            found = Object(data, etag or f'"{hashlib.md5(data).hexdigest()}"', time.time())
+            self.buckets.setdefault(bucket, {})[key] = found
             return found
 
     def restore(self, bucket: str, key: str, data: bytes) -> None:
         """Store an object unless it has these very bytes, as ``put`` does: their checksum takes time."""
-        if not (versions := self.buckets.get(bucket, {}).get(key)) or versions[-1].data is not data:
+        found = self.buckets.get(bucket, {}).get(key)
+        if found is None or found.data is not data:
             self.put(bucket, key, data)
 
     def get(self, bucket: str, key: str) -> bytes:
         return self.object(bucket, key).data
 
-    def object(self, bucket: str, key: str, version: str = "") -> Object:
+    def object(self, bucket: str, key: str) -> Object:
         if bucket not in self.buckets:
             raise Failure(404, "NoSuchBucket")
-        found = [each for each in self.buckets[bucket].get(key, ()) if version in ("", each.version)]
-        if not found:
-            raise Failure(404, "NoSuchVersion" if version else "NoSuchKey")
-        return found[-1]
+        if key not in self.buckets[bucket]:
+            raise Failure(404, "NoSuchKey")
+        return self.buckets[bucket][key]
 
     def clear(self) -> None:
         """Forget the counts and the faults."""
@@ -372,8 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.server_of.object(bucket, key)
             return self._read(found, self.server_of.ranges)
         region, *error = self.server_of.regions.get(bucket, ("", 0, ""))
-        signed = self.headers.get("authorization") or self.query.get("X-Amz-Credential", "")
-        if region and f"/{region}/" not in signed:
+        if region and f"/{region}/" not in self.headers.get("authorization", ""):
             raise Failure(*error)
         if self.server_of.signed:
             check_signature(self.command, self.raw, self.query, self.headers, self.body, self.server_of.expired)
@@ -392,8 +387,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": found.etag, "Last-Modified": formatdate(found.when, usegmt=True)}
         if ranges:
             headers["Accept-Ranges"] = "bytes"
-        if self.raw.partition("/")[2].partition("/")[0] in self.server_of.versioned:
-            headers["x-amz-version-id"] = found.version
         size, data = len(found.data), memoryview(found.data)
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("range", "")) if ranges else None
         if self.command == "HEAD":
@@ -412,15 +405,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _s3(self, bucket: str, key: str) -> tuple[int, Mapping[str, str], bytes | memoryview]:
         server, query, method = self.server_of, self.query, self.command
-        if not key and method == "PUT":
-            server.buckets.setdefault(bucket, {})
-            return 200, {}, b""
         if bucket not in server.buckets:
             raise Failure(404, "NoSuchBucket")
         if not key:
             return 200, {"Content-Type": "application/xml"}, self._listing(bucket).encode()
         if method in ("GET", "HEAD") and "uploadId" not in query:
-            return self._read(server.object(bucket, key, query.get("versionId", "")))
+            return self._read(server.object(bucket, key))
         if method == "POST" and "uploads" in query:
             upload = f"upload-{server.number}-{time.time_ns()}"
             server.uploads[upload] = Upload(bucket, key, {}, time.time())
@@ -452,20 +442,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _condition(self, bucket: str, key: str) -> None:
         """Raise Failure if a condition of a write does not hold."""
-        versions = self.server_of.buckets[bucket].get(key)
+        found = self.server_of.buckets[bucket].get(key)
         wanted = self.headers.get("if-match")
-        if self.headers.get("if-none-match") == "*" and versions:
+        if self.headers.get("if-none-match") == "*" and found:
             raise Failure(412, "PreconditionFailed")
-        if wanted and not versions:
+        if wanted and not found:
             raise Failure(404, "NoSuchKey")
-        etag = versions[-1].etag if versions else ""
+        etag = found.etag if found else ""
         if wanted and wanted not in ("*", etag.strip('"') if self.server_of.unquoted else etag):
             raise Failure(412, "PreconditionFailed")
 
     def _source(self) -> tuple[bytes, str]:
         """Return the bytes that a copy takes, and their ETag."""
-        path, _, version = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("?versionId=")
-        found = self.server_of.object(*path.split("/", 1), version)  # type: ignore[arg-type]
+        bucket, _, key = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+        found = self.server_of.object(bucket, key)
         wanted = self.headers.get("x-amz-copy-source-if-match")
         if wanted and wanted.strip('"') != found.etag.strip('"'):
             raise Failure(412, "PreconditionFailed")
@@ -493,12 +483,6 @@ class _Handler(BaseHTTPRequestHandler):
             upload.parts[int(self.query["partNumber"])] = etag, data
             text = f"<CopyPartResult><ETag>{escape(etag)}</ETag></CopyPartResult>".encode()
             return 200, {} if copied else {"ETag": etag}, text if copied else b""
-        if self.command == "GET":
-            parts = "".join(
-                f"<Part><PartNumber>{at}</PartNumber><ETag>{escape(etag)}</ETag><Size>{len(data)}</Size></Part>"
-                for at, (etag, data) in sorted(upload.parts.items())
-            )
-            return 200, {}, f"<ListPartsResult>{parts}</ListPartsResult>".encode()
         if self.fault == "complete":
             return 200, {}, b"<Error><Code>InternalError</Code><Message>SECRETMESSAGE</Message></Error>"
         self._condition(bucket, key)
@@ -533,22 +517,14 @@ class _Handler(BaseHTTPRequestHandler):
                 if one.bucket == bucket and one.key.startswith(prefix)
             )
             return f"<ListMultipartUploadsResult>{items}</ListMultipartUploadsResult>"
-        if "versions" in query:
-            items = "".join(
-                f"<Version><Key>{escape(key)}</Key><VersionId>{one.version}</VersionId>"
-                f"<IsLatest>{str(one is each[-1]).lower()}</IsLatest>{_facts(one)}</Version>"
-                for key, each in objects.items()
-                for one in reversed(each)
-            )
-            return f"<ListVersionsResult>{items}</ListVersionsResult>"
         rows: dict[str, str] = {}
-        for key, versions in objects.items():
+        for key, found in objects.items():
             head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
             if cut:
                 folder = prefix + head + cut
                 rows[folder] = f"<CommonPrefixes><Prefix>{name(folder)}</Prefix></CommonPrefixes>"
             else:
-                rows[key] = f"<Contents><Key>{name(key)}</Key>{_facts(versions[-1])}</Contents>"
+                rows[key] = f"<Contents><Key>{name(key)}</Key>{_facts(found)}</Contents>"
         after = query.get("continuation-token") or query.get("start-after", "")
         left = [(key, row) for key, row in sorted(rows.items()) if key > after]
         page = left[: min(server.page, int(query.get("max-keys", 1000)))]
@@ -571,14 +547,14 @@ class _Handler(BaseHTTPRequestHandler):
             files = self._repository(repository, revision)
             if kind == "revision":
                 siblings = [
-                    {"rfilename": name, "size": len(each[-1].data), "blobId": each[-1].etag.strip('"')}
+                    {"rfilename": name, "size": len(each.data), "blobId": each.etag.strip('"')}
                     for name, each in sorted(files.items())
                 ]
                 found: Any = {"id": repository, "sha": server.commit, "siblings": siblings}
             else:
                 prefix = f"{folder}/" if folder else ""
                 found = [
-                    {"type": "file", "path": name, "size": len(each[-1].data), "oid": each[-1].etag.strip('"')}
+                    {"type": "file", "path": name, "size": len(each.data), "oid": each.etag.strip('"')}
                     for name, each in sorted(files.items())
                     if name.startswith(prefix)
                 ]
@@ -590,7 +566,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._repository(repository, revision)
         if name not in files:
             raise Failure(404, "EntryNotFound")
-        file = files[name][-1]
+        file = files[name]
         headers = {"X-Repo-Commit": server.commit}
         if not server.redirect or len(file.data) < 1024:  # small files are in the repository itself
             status, more, data = self._read(file)
@@ -600,7 +576,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Location"] = f"{server.redirect}/plain/{bucket}/{quote(name)}?Signature=SECRETSIGNATURE"
         return 302, headers, b""
 
-    def _repository(self, repository: str, revision: str) -> dict[str, list[Object]]:
+    def _repository(self, repository: str, revision: str) -> dict[str, Object]:
         files = self.server_of.buckets.get(repository.replace("/", "--"))
         if files is None or revision not in ("main", self.server_of.commit):
             raise Failure(404, "RepoNotFound" if files is None else "RevisionNotFound")
@@ -621,31 +597,21 @@ def _iso(when: float) -> str:
 def check_signature(
     method: str, path: str, query: Mapping[str, str], headers: Any, body: bytes, expired: set[str]
 ) -> None:
-    """Raise Failure unless a request has a valid signature, version 4, of the only key: a header, or in its query."""
+    """Raise Failure unless a request has a valid signature, version 4, of the only key."""
     given = re.fullmatch(
         r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d+)/([^/]+)/s3/aws4_request, *SignedHeaders=([^,]+), *Signature=(\w+)",
         headers.get("authorization", ""),
     )
-    if given:
-        key, day, region, names, signature = given.groups()
-        when, digest = headers.get("x-amz-date", ""), headers.get("x-amz-content-sha256", "")
-        token, age = headers.get("x-amz-security-token"), 900
-    elif query.get("X-Amz-Algorithm") == "AWS4-HMAC-SHA256":
-        key, day, region, *_ = query["X-Amz-Credential"].split("/")
-        names, when, digest = query["X-Amz-SignedHeaders"], query["X-Amz-Date"], "UNSIGNED-PAYLOAD"
-        token, age = query.get("X-Amz-Security-Token"), int(query["X-Amz-Expires"])
-        query = dict(query)
-        signature = query.pop("X-Amz-Signature")
-        if any(name.startswith("x-amz-") for name in headers):
-            raise Failure(403, "AccessDenied")  # such headers must be signed
-    else:
+    if not given:
         raise Failure(403, "AccessDenied")
+    key, day, region, names, signature = given.groups()
+    when, digest = headers.get("x-amz-date", ""), headers.get("x-amz-content-sha256", "")
     if key != KEY:
         raise Failure(403, "InvalidAccessKeyId")
-    if token in expired:
+    if headers.get("x-amz-security-token") in expired:
         raise Failure(400, "ExpiredToken")
     then = datetime.strptime(when, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
-    if abs(then.timestamp() - time.time()) > age:
+    if abs(then.timestamp() - time.time()) > 900:
         raise Failure(403, "RequestTimeTooSkewed")
     if digest != "UNSIGNED-PAYLOAD" and digest != hashlib.sha256(body).hexdigest():
         raise Failure(400, "XAmzContentSHA256Mismatch")

@@ -112,10 +112,10 @@ def test_a_shard_without_permission_is_not_a_missing_shard(server: Server, monke
     monkeypatch.delenv("CKPTOOL_MAX_DOWNLOAD")
     found = Server.object
 
-    def denied(self: Server, bucket: str, key: str, version: str = "") -> Any:
+    def denied(self: Server, bucket: str, key: str) -> Any:
         if key == f"half/{names[1]}":
             raise server_module.Failure(403, "AccessDenied")
-        return found(self, bucket, key, version)
+        return found(self, bucket, key)
 
     monkeypatch.setattr(Server, "object", denied)
     for words in commands:

@@ -378,30 +378,18 @@ def test_an_output_of_the_same_size_is_not_ours(
     assert not server.uploads
 
 
-def test_what_reads_back_wrong_is_never_visible(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ReadBackError("it is wrong", promised="a", read="b"), KeyboardInterrupt()], ids=type)
+def test_what_does_not_pass_its_check_is_never_visible(
+    error: BaseException, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: object) -> None:
-        raise ReadBackError("it is wrong", promised="a", read="b")
+        raise error
 
     for copies in (True, False):
         if not copies:
             monkeypatch.setattr(S3, "copies_from", lambda *of: False)
-        with closing(open_remote(SOURCE)) as source:
-            plan = Plan((b"x" * 100, Span(source, 0, source.size)))
-            with pytest.raises(ReadBackError):
-                publish(plan, TARGET, [source], check=refuse)
-        assert "out/new.pth" not in server.buckets["bucket"]
-        assert not server.uploads
-
-
-def test_an_interrupted_command_leaves_no_upload(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(source: object) -> None:
-        raise KeyboardInterrupt
-
-    for copies in (True, False):
-        if not copies:
-            monkeypatch.setattr(S3, "copies_from", lambda *of: False)
-        with closing(open_remote(SOURCE)) as source, pytest.raises(KeyboardInterrupt):
-            publish(Plan((b"x" * 100, Span(source, 0, source.size))), TARGET, [source], check=interrupt)
+        with closing(open_remote(SOURCE)) as source, pytest.raises(type(error)):
+            publish(Plan((b"x" * 100, Span(source, 0, source.size))), TARGET, [source], check=refuse)
         assert "out/new.pth" not in server.buckets["bucket"]
         assert not server.uploads
 

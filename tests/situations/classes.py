@@ -174,14 +174,6 @@ def detectron2() -> str:
     return ""
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
 @situation(ends=fits(Net))
 def compiled_model() -> str:
     torch.save(torch.compile(module("models.Net")), "model.pth")
