@@ -4,8 +4,6 @@ whoever does it."""
 from __future__ import annotations
 
 import json
-import pickle
-import re
 import shlex
 import shutil
 from itertools import dropwhile
@@ -16,11 +14,8 @@ import pytest
 from command_line import say
 from conftest import FIXTURES
 
-from ckptool.cli import editing, edits, match, salvage
 from ckptool.cli.main import COMMANDS, cli
-from ckptool.cli.options import Writing
 
-MODULES = (edits, match, salvage)
 FILES = (
     "args_namespace.pth",
     "bare_module.pth",
@@ -63,35 +58,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
     return tmp_path
-
-
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
-def test_a_request_can_be_sent_to_another_process(
-    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "damaged").mkdir()
-    for word in [*words[1:], "damaged/cut.pth"]:
-        if word.endswith((".pth", ".ckpt", ".pt")) and "*" not in word and not (folder / word).exists():
-            shutil.copy(FIXTURES / "ddp4_training.pth", folder / word)
-    requests: list[editing.EditRequest] = []
-
-    def keep(request: editing.EditRequest, paths: tuple[str, ...], how: Writing) -> int:
-        sent = pickle.loads(pickle.dumps((request, how)))
-        assert without_addresses(repr(sent[0]._replace(only=request.only))) == without_addresses(repr(request))
-        requests.append(request)
-        return 0
-
-    for module in MODULES:
-        monkeypatch.setattr(module, "edit_all", keep)
-    said = say(*words)
-    listed = (words[0] == "redact" and "-o" not in words) or (words[0] == "match" and "--apply" not in words)
-    assert len(requests) == (0 if listed else 1), said.all
-
-
-def without_addresses(text: str) -> str:
-    """Return a repr without the addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _options(words: list[str]) -> list[str]:

@@ -72,12 +72,6 @@ def test_an_unknown_engine_is_a_usage_error(spec: str) -> None:
         pass
 
 
-def test_a_scheduler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_CONNECT", 0.5)
-    with pytest.raises(EngineError, match=r"tcp:.* cannot be reached"), open_engine("dask=tcp://127.0.0.1:1"):
-        pass
-
-
 def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dask", None)
     with pytest.raises(EngineError, match="dask is not installed") as caught, open_engine("dask", 1):

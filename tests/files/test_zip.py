@@ -15,7 +15,7 @@ from conftest import FIXTURES, WHOLE
 import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.files.sources import BytesSource, Plan, Span, merge_pieces, open_source
+from ckptool.files.sources import BytesSource, Plan, Span, open_source
 from ckptool.files.zips.layout import plan_rewrite
 from ckptool.files.zips.reader import read_archive
 
@@ -57,15 +57,6 @@ def test_no_contents_is_one_span_over_the_whole_file() -> None:
     for name in ("bare.pth", "zip_gaps.pth", "zip_trailing.pth", "zip_two_pickles.pth"):
         source = open_source(FIXTURES / name)
         assert plan_rewrite(read_archive(source), {}).pieces == (Span(source, 0, source.size),)
-
-
-def test_storages_move_in_one_span() -> None:
-    archive = read_archive(open_source(FIXTURES / "ddp4_training.pth"))
-    record, first = archive.find("data.pkl"), archive.find("data/0")
-    assert record is not None and first is not None
-    plan = plan_rewrite(archive, {record.name: bytes(100)})
-    behind = [piece for piece in plan.pieces if isinstance(piece, Span) and piece.offset + piece.size > first.header]
-    assert len(behind) == 1 and behind[0].size > 14_000
 
 
 def test_dead_bytes_between_records_do_not_come_along(out: Path) -> None:
@@ -129,12 +120,6 @@ def test_a_lie_about_the_number_of_entries_allocates_nothing() -> None:
     data[at + 24 : at + 40] = struct.pack("<QQ", 2**40, 2**40)
     with pytest.raises(MalformedError, match="entries do not fit"):
         read_archive(BytesSource(bytes(data)))
-
-
-def test_merged_joins_neighbours() -> None:
-    source = BytesSource(b"0123456789")
-    pieces = [Span(source, 0, 2), Span(source, 2, 3), b"", b"x", b"y", Span(source, 7, 0), Span(source, 8, 1)]
-    assert merge_pieces(pieces) == (Span(source, 0, 5), b"xy", Span(source, 8, 1))
 
 
 # -- the root folder of an output ------------------------------------------------------------------------------

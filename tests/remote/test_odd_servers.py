@@ -129,32 +129,9 @@ def refused(*words: str) -> str:
 # -- answers to a range -------------------------------------------------------------------------------------------
 
 
-def other_begin(ask: Answers) -> None:
-    begin, end = ask.range(len(DATA))
-    ask.send_range(DATA, Content_Range=f"bytes {begin + 5}-{end + 4}/{len(DATA)}")
-
-
-def other_end(ask: Answers) -> None:
-    begin, end = ask.range(len(DATA))
-    ask.send_range(DATA, Content_Range=f"bytes {begin}-{end + 99}/{len(DATA) + 100}")
-
-
-def no_size(ask: Answers) -> None:
-    begin, end = ask.range(len(DATA))
-    ask.send_range(DATA, Content_Range=f"bytes {begin}-{end - 1}/*")
-
-
-def no_range(ask: Answers) -> None:
-    ask.send_range(DATA, Content_Range="")
-
-
-def nonsense(ask: Answers) -> None:
-    ask.send_range(DATA, Content_Range="bytes all-of-it")
-
-
-def too_large(ask: Answers) -> None:
-    begin, end = ask.range(len(DATA))
-    ask.send_range(DATA, Content_Range=f"bytes {begin}-{end - 1}/{1 << 70}")
+def with_range(content: Callable[[int, int], str]) -> Callable[[Answers], None]:
+    """Return an answer with the bytes that are asked for, and another range in its header."""
+    return lambda ask: ask.send_range(DATA, Content_Range=content(*ask.range(len(DATA))))
 
 
 def chunked(ask: Answers) -> None:
@@ -171,52 +148,8 @@ def zipped(ask: Answers) -> None:
     ask.send(206, body, Content_Encoding="gzip", ETag='"one"', Content_Range=content)
 
 
-def page(ask: Answers) -> None:
-    ask.send(200, HTML, Content_Type="text/html")
-
-
-def page_in_parts(ask: Answers) -> None:
-    ask.send_range(HTML * 20, Content_Type="text/html")
-
-
 def many_parts(ask: Answers) -> None:
     ask.send(206, b"--x\r\n\r\n" + DATA + b"\r\n--x--", Content_Type="multipart/byteranges; boundary=x", ETag='"one"')
-
-
-def nothing(ask: Answers) -> None:
-    ask.send(204, Content_Length="")
-
-
-def partial_nothing(ask: Answers) -> None:
-    ask.send(206, ETag='"one"')
-
-
-def loop(ask: Answers) -> None:
-    ask.send(302, Location=f"{ask.path}x")
-
-
-def circle(ask: Answers) -> None:
-    ask.send(302, Location=ask.path)
-
-
-def nowhere(ask: Answers) -> None:
-    ask.send(302)
-
-
-def to_a_file(ask: Answers) -> None:
-    ask.send(302, Location="file:///etc/hostname")
-
-
-def to_nonsense(ask: Answers) -> None:
-    ask.send(307, Location="http://[bad/\x7f")
-
-
-def long_header(ask: Answers) -> None:
-    ask.send_range(DATA, X_More="x" * (2 * MIB))
-
-
-def long_etag(ask: Answers) -> None:
-    ask.send_range(DATA, ETag=f'"SECRET{"x" * 60_000}"')
 
 
 def early_hints(ask: Answers) -> None:
@@ -225,22 +158,47 @@ def early_hints(ask: Answers) -> None:
     ask.send(404)
 
 
-ODD = [other_begin, other_end, no_size, no_range, nonsense, too_large, zipped, page, page_in_parts, many_parts]
-ODD += [nothing, partial_nothing, loop, circle, nowhere, to_a_file, to_nonsense, long_header]
+REDIRECTS: dict[str, Callable[[Answers], None]] = {
+    "loop": lambda ask: ask.send(302, Location=f"{ask.path}x"),
+    "circle": lambda ask: ask.send(302, Location=ask.path),
+    "nowhere": lambda ask: ask.send(302),
+    "to a file": lambda ask: ask.send(302, Location="file:///etc/hostname"),
+    "to nonsense": lambda ask: ask.send(307, Location="http://[bad/\x7f"),
+    "nothing": lambda ask: ask.send(204, Content_Length=""),
+}
+ODD: dict[str, Callable[[Answers], None]] = REDIRECTS | {
+    "other begin": with_range(lambda begin, end: f"bytes {begin + 5}-{end + 4}/{len(DATA)}"),
+    "other end": with_range(lambda begin, end: f"bytes {begin}-{end + 99}/{len(DATA) + 100}"),
+    "no size": with_range(lambda begin, end: f"bytes {begin}-{end - 1}/*"),
+    "no range": with_range(lambda begin, end: ""),
+    "nonsense": with_range(lambda begin, end: "bytes all-of-it"),
+    "too large": with_range(lambda begin, end: f"bytes {begin}-{end - 1}/{1 << 70}"),
+    "zipped": zipped,
+    "page": lambda ask: ask.send(200, HTML, Content_Type="text/html"),
+    "page in parts": lambda ask: ask.send_range(HTML * 20, Content_Type="text/html"),
+    "many parts": many_parts,
+    "partial nothing": lambda ask: ask.send(206, ETag='"one"'),
+    "long header": lambda ask: ask.send_range(DATA, X_More="x" * (2 * MIB)),
+}
+LEGAL: dict[str, Callable[[Answers], None]] = {
+    "chunked": chunked,
+    "long etag": lambda ask: ask.send_range(DATA, ETag=f'"SECRET{"x" * 60_000}"'),
+    "early hints": early_hints,
+}
 
 
 @pytest.mark.parametrize("address", ["{url}/run/a.pth?Signature=SECRET", "s3://bucket/a.pth"], ids=["http", "s3"])
-@pytest.mark.parametrize("answer", ODD, ids=lambda answer: answer.__name__)
-def test_odd_answers_to_a_range(answer: Callable[[Answers], None], address: str) -> None:
-    with odd(answer) as server:
+@pytest.mark.parametrize("name", ODD)
+def test_odd_answers_to_a_range(name: str, address: str) -> None:
+    with odd(ODD[name]) as server:
         error = refused("keys", address.format(url=server.url), "--endpoint-url", server.url)
         assert len(server.seen) < 60
     assert "a.pth: " in error
 
 
-@pytest.mark.parametrize("answer", [chunked, long_etag, early_hints], ids=lambda answer: answer.__name__)
-def test_answers_that_are_odd_but_legal(answer: Callable[[Answers], None]) -> None:
-    with odd(answer) as server:
+@pytest.mark.parametrize("name", LEGAL)
+def test_answers_that_are_odd_but_legal(name: str) -> None:
+    with odd(LEGAL[name]) as server:
         said = soon("keys", f"{server.url}/run/a.pth")
     assert said.code == 0 or has_next_step(said) or "no such file" in said.err, said.all
     if not said.code:
@@ -450,29 +408,17 @@ def test_odd_answers_of_the_hub(body: bytes, words: list[str], monkeypatch: pyte
     assert said.code == 3 and has_next_step(said), said.all
 
 
-@pytest.mark.parametrize(
-    "answer", [loop, circle, nowhere, to_a_file, to_nonsense, nothing], ids=lambda one: one.__name__
-)
-def test_odd_redirects_of_the_hub(answer: Callable[[Answers], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = on_hub(monkeypatch, "keys", "hf://org/model/a.pth", answer=answer)
+@pytest.mark.parametrize("name", REDIRECTS)
+def test_odd_redirects_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = on_hub(monkeypatch, "keys", "hf://org/model/a.pth", answer=REDIRECTS[name])
     assert said.code == 3 and has_next_step(said), said.all
 
 
 @pytest.mark.parametrize("words", [["validate", "-v"], ["scan", "-v"], ["inspect"], ["keys"]], ids=" ".join)
 def test_odd_names_on_the_hub(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names lead to no other place, and are printed without control characters."""
-    names = [
-        "../../a.pth",
-        "..",
-        ".",
-        "/etc/hostname.pth",
-        "b//c.pth",
-        "\x1b[31md.pth",
-        "e\n.pth",
-        "",
-        "a.pth",
-        "a.pth/f.pth",
-    ]
+    names = ["../../a.pth", "..", ".", "/etc/hostname.pth", "b//c.pth", "\x1b[31md.pth", "e\n.pth", ""]
+    names += ["a.pth", "a.pth/f.pth"]
     said = on_hub(monkeypatch, *words, "hf://org/model", answer=lambda ask: ask.send(200, repository(names=names)))
     assert "\x1b" not in said.all and "e\n.pth" not in said.all
     assert said.code in (0, 1) or has_next_step(said), said.all

@@ -93,14 +93,6 @@ def test_a_dry_run_tells_what_the_run_does_and_writes_nothing(
     assert run(["validate", str(out)]) == 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_twice_the_same_bytes(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
-    one, two = folder / "1.pth", folder / "2.pth"
-    for out in (one, two):
-        assert run([*arguments(name, model, tmp_path), "-o", str(out), "-q"]) == 0
-    assert one.read_bytes() == two.read_bytes()
-
-
 # -- what goes wrong halfway ----------------------------------------------------------------------------------
 
 
@@ -142,18 +134,6 @@ def test_a_source_that_shrinks_leaves_nothing(edit: str, model: Path, folder: Pa
 
         error = failing(model, folder / "out.pth", shrinking)
     assert error.exit_code in (3, 5) and litter(folder) == []
-
-
-def test_a_caster_that_breaks_leaves_nothing(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.values.torch import compute
-
-    def broken(data: bytes, source: str, target: str) -> tuple[bytes, int]:
-        raise MemoryError
-
-    monkeypatch.setattr(compute, "cast_elements", broken)
-    with ckptool.open(model) as checkpoint, pytest.raises(MemoryError):
-        ckptool.save(ckptool.cast(checkpoint, "float16"), folder / "out.pth")
-    assert litter(folder) == []
 
 
 # -- large files ----------------------------------------------------------------------------------------------

@@ -115,20 +115,6 @@ def test_a_file_that_changed_since_it_was_read(what: str, tmp_path: Path) -> Non
     assert not path.exists() or path.read_bytes() == whole
 
 
-def test_two_at_once(tmp_path: Path) -> None:
-    path = copied(FIXTURES / "bare.pth", tmp_path)
-    in_place(path, NAMES["set"].make)
-    whole = path.read_bytes()
-    with path.open("rb+") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(RefusedError, match="another process edits it in place"):
-            in_place(path, wrapped)
-        with pytest.raises(RefusedError, match="another process edits it in place"):
-            ckptool.undo(path)
-        assert path.read_bytes() == whole
-    in_place(path, wrapped)
-
-
 def test_eight_processes_at_once(tmp_path: Path) -> None:
     """Each edit is done or refused, and those that are done are all there."""
     path = copied(FIXTURES / "plain_dict.pth", tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -56,18 +55,6 @@ def content(path: Path) -> dict[str, bytes]:
     """The bytes of a file, or of the files of a folder by their names."""
     files = path.rglob("*") if path.is_dir() else [path]
     return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
-
-
-class Counting(ThreadPoolExecutor):
-    """Counts the files that its workers write."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.files = 0
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.files += len(args[1])
-        return super().submit(fn, *args, **kwargs)
 
 
 @pytest.fixture(scope="module", params=["local", "dask"])
@@ -158,12 +145,6 @@ def test_a_folder_is_written_inside_a_running_event_loop(shards: Path, tmp_path:
 
     asyncio.run(cell())
     assert content(tmp_path / "cell") == content(tmp_path / "thread") == content(shards)
-
-
-def test_each_file_is_a_task(shards: Path, tmp_path: Path) -> None:
-    with Counting() as pool:
-        ckptool.save(shards, tmp_path / "out", workers=lambda: nullcontext(pool))
-    assert pool.files == 7
 
 
 def never() -> AbstractContextManager[Executor]:
@@ -317,10 +298,3 @@ def test_a_task_that_runs_again_writes_the_same_bytes(shards: Path, tmp_path: Pa
         ckptool.save(edited, tmp_path / "whole")
         ckptool.save(edited, tmp_path / "out", workers=partial(Twice, 4))
     assert content(tmp_path / "out") == content(tmp_path / "whole") and len(others) == 7
-
-
-def test_a_folder_is_replaced_with_force(shards: Path, tmp_path: Path) -> None:
-    shutil.copytree(shards, tmp_path / "out")
-    (tmp_path / "out" / "model-00001-of-00006.safetensors").write_bytes(b"")
-    ckptool.save(shards, tmp_path / "out", force=True, workers=EXECUTORS["threads"])
-    assert content(tmp_path / "out") == content(shards)
