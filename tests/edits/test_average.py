@@ -100,16 +100,6 @@ def test_every_file(item: Fixture, count: int, out: Path, tmp_path: Path) -> Non
     assert oracle.difference(loaded[0], averaged(paths, out, weights=weights)) == ""
 
 
-@pytest.mark.parametrize("exponent", [-1070, -300, -1, 0, 1, 300, 1023])
-def test_only_the_ratio_of_the_weights_counts(exponent: int, tmp_path: Path, out: Path) -> None:
-    torch.manual_seed(1)
-    states = [{"a.w": torch.randn(50)} for _ in range(3)]
-    paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
-    expected = averaged(paths, out, weights=[0.5, 0.75, -0.25])
-    weights = [math.ldexp(weight, exponent) for weight in (0.5, 0.75, -0.25)]
-    assert oracle.difference(expected, averaged(paths, out, weights=weights)) == ""
-
-
 @pytest.mark.parametrize("weights", [[math.inf, 1], [math.nan, 1], [1, -1], [1e308, -1e308], [0, 0], [10**400, 1]])
 def test_weights_without_a_ratio(weights: list[float], tmp_path: Path) -> None:
     paths = [saved({"a.w": torch.ones(2)}, tmp_path / f"{number}.pth") for number in range(2)]

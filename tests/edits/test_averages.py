@@ -114,16 +114,6 @@ def test_the_average_of_a_wrapped_model_beside_the_model(tmp_path: Path) -> None
     same(found["model"], expected(own))
 
 
-def test_a_callback_of_lightning(tmp_path: Path) -> None:
-    own = network()
-    weights = {f"net.{name}": value for name, value in own.state_dict().items()}
-    ema = {f"net.{name}": value for name, value in averaged(own).state_dict().items()}
-    state = {"state_dict": weights, "callbacks": {"EMACallback": {"ema_state_dict": ema, "decay": 0.9}}}
-    found = used(state, tmp_path)
-    assert found["callbacks"] == {"EMACallback": {"decay": 0.9}}
-    same(found["state_dict"], {f"net.{name}": value for name, value in expected(own).items()})
-
-
 def test_a_file_that_is_the_average(tmp_path: Path) -> None:
     own = network()
     swa = AveragedModel(own)

@@ -165,17 +165,6 @@ def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     assert said.code == 4 and "ckptool inspect" in said.all and "ckptool convert" not in said.all
 
 
-def test_devices_in_sources_of_packages_are_reported(tmp_path: Path) -> None:
-    from torch.package.package_exporter import PackageExporter
-
-    with PackageExporter(str(tmp_path / "p.pt")) as exporter:
-        exporter.extern("**")
-        exporter.save_source_string("net", 'DEVICE = "cuda:1"\n')
-        exporter.save_pickle("weights", "w.pkl", {"a.b": torch.ones(1)})
-    said = say("remap", tmp_path / "p.pt", "--to", "cpu", "-o", tmp_path / "out.pt")
-    assert said.code == 0 and "net.py: the code names cuda:1 1 time; it stays as it is" in said.all
-
-
 def test_weights_of_programs_within_packages_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.package import package_exporter
 

@@ -308,14 +308,6 @@ def test_an_adapter_for_another_base_is_refused(name: str, base: State, words: s
         merged(base, lora("kohya", "unet", UNET)[0], tmp_path)
 
 
-def test_names_that_two_modules_share_are_refused(tmp_path: Path) -> None:
-    """Without its dots, ``a_b.c`` is ``a.b_c``."""
-    base = weights({"down_blocks.0_x.proj": (8, 4), "down_blocks.0.x_proj": (8, 4)})
-    adapter, _ = lora("kohya", "unet", {"down_blocks.0_x.proj": (8, 4)})
-    with pytest.raises(RefusedError, match="0 of 1 module matched"):
-        merged(base, adapter, tmp_path)
-
-
 def test_two_text_encoders_of_one_shape_are_refused(tmp_path: Path) -> None:
     """A text encoder in a file of its own does not say which one of the pipeline it is."""
     adapter = lora("kohya", "text_encoder_1", TEXT)[0] | lora("kohya", "text_encoder_2", TEXT)[0]

@@ -210,14 +210,6 @@ def test_only_targets_change(base: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
-def test_adapters_follow_each_other_with_their_weights(base: Path, tmp_path: Path) -> None:
-    one, two = factors(LAYER, 150, 8), factors(LAYER, 150, 8, seed=7)
-    folders = [write_adapter(tmp_path / name, item) for name, item in (("one", one), ("two", two))]
-    result = merged(base, *folders, out=tmp_path / "out", weights=[0.5, 2])[f"{LAYER}.weight"]
-    first = (weights_of(base)[f"{LAYER}.weight"].float() + delta(one, LAYER) * (1.5 * 0.5)).bfloat16()
-    assert is_same(result, (first.float() + delta(two, LAYER) * 3.0).bfloat16())
-
-
 def test_a_pickled_adapter_is_read_without_running_it(base: Path, tmp_path: Path) -> None:
     tensors = factors(LAYER, 150, 8)
     folder = write_adapter(tmp_path / "adapter", tensors)
@@ -444,13 +436,6 @@ def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
     save_file(tensors, base / "model.safetensors")
     with pytest.raises(RefusedError, match="of the base holds NaN or infinity"):
         merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
-
-
-def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path: Path) -> None:
-    tensors = {**GOOD, f"base_model.model.{HEAD}": torch.ones(32, 8)}
-    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head"])
-    with pytest.raises(RefusedError, match=r"replaces or multiplies 'lm_head.weight'"):
-        merged(base, adapter, out=tmp_path / "out", weights=[0.5])
 
 
 def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:

@@ -100,13 +100,6 @@ def test_experts_in_another_order_are_refused(
         converted(state, family, tmp_path)
 
 
-@pytest.mark.parametrize("numbers", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "multi_query": True}])
-def test_falcon_without_its_configuration_is_refused(numbers: Any, tmp_path: Path) -> None:
-    state = {"transformer.h.0.self_attention.query_key_value.weight": torch.ones(12, 8)}
-    with pytest.raises(RefusedError, match="new_decoder_architecture is not known"):
-        converted(state, "split:falcon", tmp_path, numbers)
-
-
 Heads = list[torch.Tensor]
 
 

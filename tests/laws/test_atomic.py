@@ -356,48 +356,37 @@ def test_the_bytes_are_the_same_by_another_way(
     assert len(counts) > 8 and counts[-1] == len(expected)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF],
-    ids=errno.errorcode.get,
-)
-@pytest.mark.parametrize("after", [0, 2], ids=["at-once", "in-the-middle"])
-def test_a_kernel_that_cannot_copy(
-    code: int, after: int, source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refusing(code: int, after: int) -> Callable[..., int]:
+    """A kernel that cannot copy, from the first call on or later."""
     real, calls = os.copy_file_range, [0]
 
-    def refusing(*args: Any) -> int:
+    def copy(*args: Any) -> int:
         calls[0] += 1
         if calls[0] > after:
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    monkeypatch.setattr(os, "copy_file_range", refusing)
-    strip_to(source, out)
-    assert calls[0] > after
-    assert out.read_bytes() == expected
+    return copy
 
 
-def test_a_kernel_that_copies_less_than_asked(
-    source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
+def short(source_fd: int, fd: int, count: int, offset: int, at: int, real: Any = os.copy_file_range) -> int:
+    """A kernel that copies less than asked."""
+    return int(real(source_fd, fd, min(count, 1 + offset % 97), offset, at))
+
+
+CODES = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+KERNELS: dict[str, Callable[..., int]] = {
+    **{f"{errno.errorcode[code]} after {after}": refusing(code, after) for code in CODES for after in (0, 2)},
+    "less than asked": short,
+    "zero before the end": lambda *_: 0,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_does_not_copy_all(
+    name: str, source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.copy_file_range, [0]
-
-    def short(source_fd: int, fd: int, count: int, offset: int, at: int) -> int:
-        calls[0] += 1
-        return real(source_fd, fd, min(count, 1 + calls[0] % 97), offset, at)
-
-    monkeypatch.setattr(os, "copy_file_range", short)
-    strip_to(source, out)
-    assert calls[0] > 50
-    assert out.read_bytes() == expected
-
-
-def test_a_kernel_that_says_zero_before_the_end(
-    source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    monkeypatch.setattr(os, "copy_file_range", KERNELS[name])
     strip_to(source, out)
     assert out.read_bytes() == expected
 

@@ -289,28 +289,23 @@ def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(modu
     assert found == {}
 
 
+#: Packages that one module may import, besides what all modules may.
+OWN_PACKAGES = {
+    "ckptool/cli/render.py": {"click", "tabulate"},
+    "ckptool/base/toml.py": {"tomli"},  # tomllib under Python 3.10
+    "ckptool/files/cluster.py": {"dask", "distributed"},  # the extra ckptool[dask]
+    "ckptool/files/zstd.py": {"zstandard", "compression"},  # the extra ckptool[zstd], and Python 3.14
+    "ckptool/remote/obstores.py": {"obstore"},  # the extra ckptool[remote]
+    "ckptool/remote/aws.py": {"botocore"},  # the extra ckptool[s3]
+    "ckptool/remote/others.py": {"fsspec"},  # torch requires it
+    "ckptool/remote/hub.py": {"huggingface_hub"},  # the extra ckptool[hf]
+}
+
+
 def allowed_in(module: Module) -> set[str]:
     """Return the packages that a module may import."""
-    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "tomllib"}
-    if module.room == "cli":
-        allowed |= {"click"}
-    if module.path == "ckptool/cli/render.py":
-        allowed |= {"tabulate"}
-    if module.path == "ckptool/base/toml.py":
-        allowed |= {"tomli"}  # tomllib under Python 3.10
-    if module.path == "ckptool/files/cluster.py":
-        allowed |= {"dask", "distributed"}  # the extra ckptool[dask]
-    if module.path == "ckptool/files/zstd.py":
-        allowed |= {"zstandard", "compression"}  # the extra ckptool[zstd], and Python 3.14
-    if module.path == "ckptool/remote/obstores.py":
-        allowed |= {"obstore"}  # the extra ckptool[remote]
-    if module.path == "ckptool/remote/aws.py":
-        allowed |= {"botocore"}  # the extra ckptool[s3]
-    if module.path == "ckptool/remote/others.py":
-        allowed |= {"fsspec"}  # torch requires it
-    if module.path == "ckptool/remote/hub.py":
-        allowed |= {"huggingface_hub"}  # the extra ckptool[hf]
-    return allowed
+    allowed = {*sys.stdlib_module_names, "torch", "numpy", "tomllib", *(["click"] if module.room == "cli" else [])}
+    return allowed | OWN_PACKAGES.get(module.path, set())
 
 
 #: Modules of the standard library that execute what they are given, or reach out of the process.

@@ -198,13 +198,6 @@ def test_a_state_of_another_optimizer_is_told_by_what_it_has(
         assert "another optimizer saved 'optimizer': it has" in why and f"yours looks for '{error.args[0]}'" in why
 
 
-def test_no_command_drops_an_optimizer_that_is_the_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "optimizer.pt"
-    torch.save(stepped("SGD", {"momentum": 0.9})["optimizer"], path)
-    report = ckptool.explain("KeyError: 'exp_avg'", str(path))
-    assert (report["cause"], report["next"]) == ("file", "") and "another optimizer" in report["why"]
-
-
 # -- what explain claims: every known message and unknown ones, for files that they are not about ----------------------
 
 FILES = sorted(

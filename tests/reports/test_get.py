@@ -7,7 +7,6 @@ import base64
 import json
 import math
 import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -359,13 +358,6 @@ def write_pickle(path: Path, value: Any) -> None:
     deep = b"\x80\x02" + b"]" * depth + body[2:-1] + b"a" * depth + b"."
     head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001}))
     path.write_bytes(head + deep + pickle.dumps([], 2))
-
-
-def test_tied_tensors_are_written_once_where_they_are_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large, small = torch.rand(1000), torch.rand(3)
-    torch.save(OrderedDict(a=large, b=large, c=small, d=small), tmp_path / "a.pth")
-    found = strict(told(capsys, str(tmp_path / "a.pth"), ".", "--json"))
-    assert found["b"] == {"ref": "a"} and found["c"] == found["d"] == small.tolist()
 
 
 # -- a tensor as text -------------------------------------------------------------------------------------------------

@@ -143,14 +143,6 @@ def test_one_element_of_any_tensor(kind: str, tmp_path: Path) -> None:
     assert ckptool.hash(one)["structure"] == ckptool.hash(other)["structure"]
 
 
-def test_scales_and_lazy_conjugation_are_values(tmp_path: Path) -> None:
-    numbers = torch.arange(4, dtype=torch.int8)
-    scaled = [torch._make_per_tensor_quantized_tensor(numbers, scale, 0) for scale in (0.1, 0.2)]
-    z = torch.ones(2, dtype=torch.complex64)
-    for a, b in (scaled, (z, z.conj()), (z, z.conj().imag)):
-        assert content(saved(tmp_path / "a", {"x": a})) != content(saved(tmp_path / "b", {"x": b}))
-
-
 @settings(max_examples=examples(60))
 @given(st.sampled_from(["value", "name", "shape", "dtype", "missing"]), st.data())
 def test_each_of_these_counts(tmp_path: Path, what: str, data: Any) -> None:

@@ -51,25 +51,6 @@ def test_a_checkpoint_is_as_it_was_locked(item: Fixture, tmp_path: Path) -> None
     assert json.loads(text) == found == read_lock(str(lock)).files[""] and lock_text(found) == text
 
 
-def test_what_torch_says_stands_in_it(tmp_path: Path) -> None:
-    state = OrderedDict([("a.w", torch.randn(2, 3)), ("n", torch.tensor(1)), ("h", torch.ones(2, dtype=torch.half))])
-    path = saved(tmp_path / "a.pth", {"model": state, "epoch": 3, "optimizer": {"state": {0: {"m": torch.ones(2)}}}})
-    assert ckptool.lock(path) == {
-        "schema": "ckptool.lock/1",
-        "layout": "wrapped",
-        "container": "dict",
-        "state_dicts": {
-            "model": {
-                key: {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "device": str(x.device)}
-                for key, x in state.items()
-            }
-        },
-        "tensors": {"optimizer.state[0].m": {"dtype": "float32", "shape": [2], "device": "cpu"}},
-        "entries": {"model": "OrderedDict", "epoch": "int", "optimizer": "dict"},
-    }
-    assert list(ckptool.lock(path)["state_dicts"]["model"]) == list(state)
-
-
 BEFORE: dict[str, Any] = {
     "net": {"z.w": torch.ones(1), "a.w": torch.zeros(2, 3), "a.b": torch.zeros(2)},
     "epoch": 3,

@@ -185,9 +185,3 @@ def test_tensors_of_bytes_without_a_pickle_are_weights_only(
     state |= {"y._extra_state": torch.randn(100), "z._extra_state": torch.zeros(40, dtype=torch.uint8)}
     report = _scan(str(save(state, tmp_path)))
     assert (report["verdict"], report["reasons"]) == ("weights-only", [])
-
-
-def test_a_bare_storage_is_judged(tmp_path: Path) -> None:
-    for name, data in CALLS.items():
-        torch.save({"s": _tensor(data or b"").untyped_storage()}, tmp_path / "m.pth")
-        assert _scan(str(tmp_path / "m.pth"))["verdict"] == "unsafe", name

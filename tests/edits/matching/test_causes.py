@@ -206,21 +206,6 @@ def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_pa
         assert all(name.rpartition(".")[2] in message for name in names)
 
 
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_transposed_weights(prefix: str, tmp_path: Path) -> None:
-    """Conv1D of GPT-2 against nn.Linear; that square ones may be transposed as well is said."""
-    have = LANGUAGE["gpt2"](50).state_dict()
-    turned = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
-    want = {name: value.T.contiguous() if turned.search(name) else value for name, value in have.items()}
-    want = {name.removeprefix(prefix): value for name, value in want.items()}
-    report = matched(have, want, tmp_path)
-    [one] = report["causes"]
-    assert one["kind"] == "transposed" and "transposed, of c_attn, c_fc and c_proj:" in one["message"]
-    assert "square weights, which have the same shape either way, may be transposed too" in one["message"]
-    assert "another model" not in report["advice"]
-    assert report["fix"] is None or not report["fix"]["complete"]
-
-
 # -- what others add to the names
 
 

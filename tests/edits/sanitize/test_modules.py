@@ -112,15 +112,6 @@ def test_classes_with_their_source_in_legacy_files(out: Path) -> None:
         assert loaded._metadata[f"{prefix}bn"] == {"version": 2}
 
 
-def test_without_as_state_dict_a_module_is_refused(tmp_path: Path, out: Path) -> None:
-    torch.save({"m": nn.Linear(1, 1), "x": 1}, tmp_path / "in.pth")
-    with pytest.raises(RefusedError, match="it holds a pickled module at m") as refusal:
-        sanitized(tmp_path / "in.pth", out)
-    assert "as_state_dict" in refusal.value.next
-    with pytest.raises(RefusedError, match="it holds a pickled module at m"):
-        sanitized(tmp_path / "in.pth", out, drop_unknown=True)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", [nn.LazyLinear(2), torch.ao.nn.quantized.Linear(2, 2)], ids=["lazy", "packed"])
 def test_modules_whose_state_is_not_in_tensors_are_refused(module: Any, tmp_path: Path, out: Path) -> None:
