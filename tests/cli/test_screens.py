@@ -33,7 +33,6 @@ CALLS = (
     "scan .",
     "validate zip_wrong_crc.pth",
     "validate . --quick",
-    "diff bare.pth ddp4_training.pth --key . --other-key state_dict",
     "diff bare.pth halved.pth",
     "diff before.pth after.pth",
     "match bare.pth gan.pth",

@@ -10,11 +10,8 @@ import pytest
 from command_line import say
 from remote.server import MIB, Server
 
-from ckptool.base.errors import RefusedError
 from ckptool.base.limits import ANNOUNCED
-from ckptool.files.downloads import expect_reads
-from ckptool.files.sources import ExpectedChecksum, SliceSource, Span
-from ckptool.remote.source import ENDS, open_remote
+from ckptool.remote.source import ENDS
 
 pytest.importorskip("obstore")
 torch: Any = pytest.importorskip("torch")
@@ -97,23 +94,6 @@ def test_the_files_of_a_command_count_together(server: Server, monkeypatch: pyte
     assert "s3://bucket/b.pth: it would download 5." in said.all
     assert " after 5." in said.all
     assert ANNOUNCED.get() is None
-
-
-def test_bytes_that_several_pieces_read_count_once(server: Server) -> None:
-    found = open_remote(A)
-    part = SliceSource(found, MIB, MIB)
-    server.clear()
-    expected = ExpectedChecksum(Span(found, MIB, 2 * MIB), 2 * MIB, False, 1, "it")
-    expect_reads([b"literal", Span(found, MIB, MIB), Span(part, 0, MIB), Span(found, 0, ENDS)], [expected])
-    assert found.read(MIB, 2 * MIB) == server.get("bucket", "a.pth")[MIB : 3 * MIB]
-    assert server.down == 2 * MIB  # each byte once
-    server.clear()
-    expect_reads([Span(found, 0, 3 * MIB)])  # most of it is in memory
-    assert server.down < MIB
-    with pytest.raises(RefusedError) as caught:
-        expect_reads([Span(open_remote(B), 0, 5 * MIB), Span(found, 0, 3 * MIB)])
-    assert caught.value.path == B
-    assert caught.value.next == "download the file first, or allow more with max_download"
 
 
 # -- folders --------------------------------------------------------------------------------------------------------

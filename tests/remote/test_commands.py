@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import random
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +19,6 @@ from remote.server import KEY, MIB, SECRET, Server
 
 from ckptool.cli import terminal
 from ckptool.formats import folder_format
-from ckptool.remote import folder, source
 
 pytest.importorskip("obstore")
 
@@ -161,17 +157,6 @@ def test_an_edit_expands_a_pattern_of_inputs(server: Server, tmp_path: Path) -> 
         assert after.pop("bare*.pth") and after == before
     finally:
         server.buckets["bucket"].pop("bare*.pth", None)
-
-
-def test_addresses_that_differ_in_their_query_alone(server: Server) -> None:
-    server.put("plain", "x.pth", (FIXTURES / "bare.pth").read_bytes())
-    plain, signed = f"{server.url}/plain/x.pth", f"{server.url}/plain/x.pth?id=1"
-    for words in ((plain, signed), (signed, plain)):
-        server.clear()
-        said = say("hash", *words)
-        assert said.code == 0
-        assert "id=1" not in said.all
-        assert {request.query for request in server.seen} == {"", "id=1"}
 
 
 def test_files_around_a_file_on_a_web_server(server: Server) -> None:
@@ -351,29 +336,3 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_REDRAWN", 0.0)
     for command in ("validate", "locks", "stats"):
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
-
-
-@pytest.mark.parametrize("filler", [0, 300_000])
-def test_a_header_size_that_begins_like_a_pickle(filler: int, impatient: None, server: Server) -> None:
-    """P, X and p are instructions of a pickle: one file in ten begins with one of them."""
-    values = random.Random(1).randbytes(3 * MIB)
-    entry = {"dtype": "F32", "shape": [len(values) // 4], "data_offsets": [0, len(values)]}
-    counts: dict[int, list[int]] = {}
-    for first in b"\0PXp":
-        counts[first] = []
-        names = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
-        size = filler + 0x800 + first - filler % 256
-        for name in names:
-            header = json.dumps({"__metadata__": {"filler": "x" * filler}, name: entry}).encode().ljust(size)
-            server.put("twins", f"{first}/{name}", struct.pack("<Q", size) + header + values)
-        index = {"metadata": {}, "weight_map": {name: name for name in names}}
-        server.put("twins", f"{first}/model.safetensors.index.json", json.dumps(index).encode())
-        for command in ("keys", "inspect", "scan"):
-            for address in (f"s3://twins/{first}/{names[0]}", f"s3://twins/{first}"):
-                source._OPENED.clear()
-                folder._OPENED.clear()
-                server.clear()
-                assert say(command, address).code == 0
-                counts[first].append(sum(each.path.endswith(".safetensors") for each in server.seen))
-    assert counts[80] == counts[88] == counts[112] == counts[0]
-    assert filler or counts[0] == [1, 3, 1, 3, 2, 6]  # scan also reads the end, which may be that of an archive
