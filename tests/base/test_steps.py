@@ -17,7 +17,6 @@ from ckptool.base.steps import (
     Step,
     as_step,
     command,
-    folder_of,
     option,
     salvage_step,
     suggested_output,
@@ -54,15 +53,6 @@ def test_python_gets_arguments_and_a_shell_gets_options() -> None:
     assert (str(both), both.advice) == ("allow it: key='a', force=True", "allow it: --key a --force")
     (merge,) = command("merge", "x.pth", for_="inference", key="", include=["a", "b"], strict=True, slim=False).commands
     assert str(merge) == "ckptool merge x.pth --for inference --include a --include b --strict"
-
-
-@pytest.mark.parametrize(
-    "path", ["a/b/.", "a/b/./", "a/b/..", "a/b/../.", ".", "..", "../..", "a", "a/b/f", "./a", "/"]
-)
-def test_the_folder_that_a_path_is_in(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x/y/a/b/f").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "x/y")
-    assert os.path.realpath(folder_of(path)) == os.path.dirname(os.path.realpath(path))
 
 
 @pytest.mark.parametrize("path", [".", "./", "..", "../.", "inner/..", "../../run/inner/."])

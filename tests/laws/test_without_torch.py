@@ -137,12 +137,6 @@ def test_what_needs_torch_is_not_possible(bare: Bare, name: str, option: str) ->
     assert (strict["exit"], strict["status"]) == (1, "invalid")
 
 
-def test_inspect_load_says_what_it_needs(bare: Bare) -> None:
-    done = bare.ckptool("inspect", bare.put("bare.pth"), "--load")
-    assert done.code == 1
-    assert NEEDS in done.out + done.err
-
-
 def test_the_environment_stays_out(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
     """A PYTHONPATH with a torch in it would make this module prove nothing."""
     trap = bare.work / "trap"

@@ -61,20 +61,16 @@ def test_a_pickle_is_read_and_written_with_its_meaning() -> None:
         assert end == len(pickle.dumps(value, protocol))
 
 
-@pytest.mark.parametrize("name", ["made-plain.pth", "made-views.pth", "made-kinds.pth", "made-shared.pth"])
-def test_clean_files_show_nothing(name: str, folder: str) -> None:
-    found = verdict(Case("zip", name, ()), folder, edits=99)
-    assert (found.valid, found.opened, found.finds) == (True, True, ())
+CLEAN = {
+    "zip": ("made-plain.pth", "made-views.pth", "made-kinds.pth", "made-shared.pth"),
+    "safetensors": ("made-few.safetensors", "made-many.safetensors"),
+    "legacy": ("made-training-legacy.pth",),
+}
 
 
-@pytest.mark.parametrize("name", ["made-few.safetensors", "made-many.safetensors"])
-def test_clean_safetensors_show_nothing(name: str, folder: str) -> None:
-    found = verdict(Case("safetensors", name, ()), folder, edits=99)
-    assert (found.valid, found.opened, found.finds) == (True, True, ())
-
-
-def test_clean_legacy_files_show_nothing(folder: str) -> None:
-    found = verdict(Case("legacy", "made-training-legacy.pth", ()), folder, edits=99)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in CLEAN for name in CLEAN[kind]])
+def test_clean_files_show_nothing(kind: str, name: str, folder: str) -> None:
+    found = verdict(Case(kind, name, ()), folder, edits=99)
     assert (found.valid, found.opened, found.finds) == (True, True, ())
 
 

@@ -212,14 +212,6 @@ def test_quantized_tensors_are_compared_as_what_they_stand_for(tmp_path: Path) -
     assert close(row, by_numpy(*((x.int_repr().double() - zeros) * scales for x in (one, other))))
 
 
-def test_what_has_no_value_has_no_figures(tmp_path: Path) -> None:
-    a, b = (torch.tensor([n, 2, 3], dtype=torch.uint8).view(torch.bits8) for n in (1, 9))
-    report = compared(tmp_path, {"x": a}, {"x": b})
-    [row] = report["values"]
-    assert row["reason"] == "bits without a value" and [row[name] for name in FIGURES] == [None] * 4
-    assert (row["differing"], report["total"]) == (1, None)
-
-
 def test_the_total_is_that_of_the_tensors_together(tmp_path: Path) -> None:
     names = ["layers.0.w", "layers.0.b", "layers.1.w", "head.weight"]
     a, b = ({name: torch.randn(10, 10) for name in names} for _ in range(2))

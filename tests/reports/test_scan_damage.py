@@ -376,13 +376,3 @@ def test_safe_fails_unless_the_verdict_is_weights_only(data: bytes, code: int, t
     assert (scan_file(str(path))["verdict"] == "weights-only") is (code == 0)
     check = {item["name"]: item["status"] for item in ckptool.validate(path, {"safe": True})["checks"]}["verdict"]
     assert check == ("fail" if code else "pass")
-
-
-def test_safe_counts_every_file_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "a.pth").write_bytes(plain({"w": TENSOR}))
-    (tmp_path / "notes.md").write_text("hello")
-    assert say("validate", tmp_path, "--safe").code == 0
-    (tmp_path / "run.py").write_text("import os")
-    assert say("validate", tmp_path).code == 0
-    said = say("validate", tmp_path, "--safe")
-    assert said.code == 1 and "run.py: INVALID" in said.out
