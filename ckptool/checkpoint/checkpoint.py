@@ -13,7 +13,7 @@ from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.findings import COPIES, Finding
 from ..base.records import NamedTuple, new_tuple
-from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step, suggested_output
+from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step
 from ..base.text import join_limited, pluralize
 from ..files.sources import FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
@@ -443,42 +443,15 @@ def damage_of(checkpoint: Checkpoint) -> list[Finding]:
     return [problem for problem in damage if problem.storages is None or not used.isdisjoint(problem.storages)]
 
 
-def _whole_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that extracts the intact part of a folder with missing files; an empty step without one."""
-    path, container = checkpoint.path, checkpoint.container
-    damage = [problem.storages for problem in container.problems if problem.blocks_edits]
-    lost = {key for storages in damage for key in storages or ()}
-    if None in damage or not lost:
-        return NextStep()
-    if container.whole_weights:
-        weights = container.whole_weights
-        output = suggested_output(path, weights, ".safetensors")
-        return command("convert", path, output=output, key=weights, deepspeed_16bit=True, tied="keep-first")
-    survey = Checkpoint.of(path, checkpoint.source, container).survey
-    for item in survey.state_dicts:
-        used = {entry.tensor.storage for entry in survey.tensors_in([item.path])} if item.path else lost
-        if item.confidence == "high" and lost.isdisjoint(used):
-            return command("extract", path, item.path, output=suggested_output(path, "whole", ".pth"))
-    return NextStep()
-
-
 def rescue_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the next step for a damaged checkpoint.
-
-    For a file, it is ``salvage`` if any tensor has its bytes. For a folder, it is the command that extracts the intact
-    part.
-    """
+    """Return the next step for a damaged checkpoint: ``salvage`` for a file in which any tensor has its bytes."""
     if isinstance(checkpoint.source, FolderSource):
         unequal = {COPIES} == {item.code for item in checkpoint.container.problems if item.blocks_edits}
-        again = as_step(ONE_SAVE if unequal else "get the files again that are missing or damaged")
-        step = _whole_step(checkpoint)
-        return again + ", or take what is whole: " + step if step else again
+        return as_step(ONE_SAVE if unequal else "get the files again that are missing or damaged")
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
+    whole = any(not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors)
     # Salvage does not read programs.
-    whole = checkpoint.traits.writes_as != "program" and any(
-        not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors
-    )
-    if whole:
+    if whole and checkpoint.traits.writes_as != "program":
         return salvage_step(checkpoint.path)
     return as_step("get another copy of the file")
 

@@ -164,8 +164,6 @@ class Container:
     graph: Graph
     #: The reader of that graph, if its tensors were read already.
     reader: TensorReader | None = None
-    #: The name of another version of the weights (see ``other_weights``) that is intact despite all problems, or "".
-    whole_weights: str = ""
     #: The other pickles that torch loads with the object: four in a legacy file.
     others: Sequence[Graph] = ()
     #: The texts stored with the tensors, such as ``__metadata__`` of safetensors.

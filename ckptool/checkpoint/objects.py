@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
-from ..base.text import words
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List, Node, Persistent, Ref, Set, children
 
@@ -24,19 +23,10 @@ _NEW: Final = (op.NEWOBJ, op.NEWOBJ_EX)
 _DISTINCT: Final = frozenset((str, int))
 #: The types of constants.
 _PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
-#: The most levels to follow when mappings are made from other mappings.
-_MAX_NESTED: Final = 4
-
 #: The most parts of one key to compare; a larger key is equal only to itself.
 _MAX_KEY_PARTS: Final = 1_000
 #: Nodes whose key identity is computed from their parts.
 _COMPOUND: Final = (tuple, FrozenSet, Global, Call)
-#: Functions that return a new object with every call, whatever the arguments.
-_FRESH: Final = MAPPING_CLASSES | words("""
-    builtins.list builtins.set builtins.bytearray builtins.object collections.deque torch.nn.parameter.Parameter
-    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ torch.autograd.variable.Variable
-    torch.storage._load_from_bytes
-""")
 #: Classes that are equal to a tuple or frozenset of the list that they are called with.
 _OF_SEQUENCE: Final = {"torch.Size": "tuple", "builtins.tuple": "tuple", "builtins.frozenset": "frozenset"}
 #: Aliases in torch of one object: ``torch.float is torch.float32``.
@@ -145,8 +135,7 @@ def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
 def key_identity(graph: Graph, ref: Ref) -> Hashable:
     """Return a value that is equal for keys that are equal in Python: 1, True and 1.0 are one key, b"a" is not "a".
 
-    NaNs, unhashable nodes and objects of unknown classes are equal only to themselves. Calls of the same function with
-    equal arguments are equal, such as members of an enumeration, unless the function makes new objects.
+    NaNs, unhashable nodes and objects of unknown classes are equal only to themselves.
     """
     node = graph.nodes[ref]
     if not isinstance(node, _COMPOUND):
@@ -183,26 +172,20 @@ def _compound_identity(graph: Graph, ref: Ref, budget: list[int]) -> Hashable:
     if isinstance(node, Global) and node.filling is None:
         name = mapped_name(node)
         return ("global", _ALIASES.get(name, name))
-    if isinstance(node, Call) and node.op == op.REDUCE and node.filling is None:
-        return _call_identity(graph, ref, node, budget)
-    return _plain_identity(node, ref)
-
-
-def _call_identity(graph: Graph, ref: Ref, node: Call, budget: list[int]) -> Hashable:
+    if not isinstance(node, Call) or node.op != op.REDUCE or node.filling is not None:
+        return _plain_identity(node, ref)
     value = called_constant(graph, ref)
     if value is not None:
         return value if value == value else object()
     device = device_text(graph, ref)
     if device is not None:
         return ("torch.device", device)
-    name, args = callable_name(graph, node.func), graph.nodes[node.args]
-    if type(args) is not tuple or not args or not name or name in _FRESH or "._rebuild" in name:
+    kind, args = _OF_SEQUENCE.get(callable_name(graph, node.func)), graph.nodes[node.args]
+    source = graph.nodes[args[0]] if type(args) is tuple and len(args) == 1 else None
+    if kind is None or not isinstance(source, List | tuple):
         return ("own", ref)
-    source = graph.nodes[args[0]]
-    if name in _OF_SEQUENCE and len(args) == 1 and isinstance(source, List | tuple):
-        parts = [_compound_identity(graph, part, budget) for part in list_items(source)]
-        return ("tuple", *parts) if _OF_SEQUENCE[name] == "tuple" else ("frozenset", frozenset(parts))
-    return ("call", name, *(_compound_identity(graph, part, budget) for part in args))
+    parts = [_compound_identity(graph, part, budget) for part in list_items(source)]
+    return ("tuple", *parts) if kind == "tuple" else ("frozenset", frozenset(parts))
 
 
 def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
@@ -232,38 +215,20 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
 def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
     """Return the alternating keys and values that a mapping class was called with and copies.
 
-    Return None if the node is not a call of a mapping class, or its argument is of an unsupported kind (see
+    Return None if the node is not a call of a mapping class, or its argument is neither a dict nor a list of pairs (see
     ``unsupported``).
     """
-    levels: list[Sequence[Ref]] = []
-    source: Node = node
-    for _ in range(_MAX_NESTED):
-        name = callable_name(graph, source.func) if isinstance(source, Call) else ""
-        place = _SOURCE_ARGUMENT.get(name)
-        if place is None or not isinstance(source, Call):
-            return None
-        if source is not node:
-            levels.append(source.pairs)
-        args = graph.nodes[source.args]
-        if type(args) is not tuple:
-            return None
-        if source.op in _NEW or len(args) <= place:
-            break
-        if len(args) > place + 1 or source.kwargs >= 0:
-            return None
-        source = graph.nodes[args[place]]
-        if isinstance(source, Dict):
-            levels.append(source.pairs)
-            break
-        if isinstance(source, List | tuple) and not (name == _COUNTER and list_items(source)):
-            pairs = _pairs_in(graph, args[place])
-            if pairs is None:
-                return None
-            levels.append(pairs)
-            break
-    else:
+    name = callable_name(graph, node.func)
+    place, args = _SOURCE_ARGUMENT.get(name), graph.nodes[node.args]
+    if place is None or type(args) is not tuple:
         return None
-    return levels[0] if len(levels) == 1 else [part for level in reversed(levels) for part in level]
+    if node.op in _NEW or len(args) <= place:
+        return ()
+    source = graph.nodes[args[place]] if len(args) == place + 1 and node.kwargs < 0 else None
+    if isinstance(source, Dict):
+        return source.pairs
+    counted = name == _COUNTER and list_items(source)
+    return _pairs_in(graph, args[place]) if isinstance(source, List | tuple) and not counted else None
 
 
 def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:

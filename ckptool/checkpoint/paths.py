@@ -19,7 +19,7 @@ any equal key: ``[True]`` finds the key 1, as in Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..pickles.nodes import Buffer, Call, FrozenSet, Global, Graph, Instance, List, Persistent, Ref, Set
+from ..pickles.opcodes import REDUCE
 from .objects import (
     attributes,
     callable_name,
@@ -123,14 +124,15 @@ def _text(graph: Graph, ref: Ref, depth: int) -> str | None:
         return _bytes_text(node)
     if depth == 0:
         return None
-    if isinstance(node, tuple):
-        return _enclosed(_tuple_text, _texts(graph, node, depth))
-    if isinstance(node, FrozenSet):
-        return _enclosed(_frozenset_text, _texts(graph, node.items, depth))
     if isinstance(node, Global):
         name = mapped_name(node)
         return name if _DOTTED.fullmatch(name) else None
-    return _call_text(graph, ref, node, depth) if isinstance(node, Call) else None
+    if isinstance(node, Call):
+        return _call_text(graph, ref, node, depth)
+    if not isinstance(node, tuple | FrozenSet):
+        return None
+    texts = _texts(graph, node if isinstance(node, tuple) else node.items, depth)
+    return None if texts is None else _members_text(texts, isinstance(node, tuple))
 
 
 def _bytes_text(data: bytes) -> str | None:
@@ -140,17 +142,11 @@ def _bytes_text(data: bytes) -> str | None:
     return 'b"' + "".join(chars) + '"'
 
 
-def _tuple_text(texts: list[str]) -> str:
-    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
-
-
-def _frozenset_text(texts: list[str]) -> str:
+def _members_text(texts: list[str], is_tuple: bool) -> str:
+    if is_tuple:
+        return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
     # A set has no order, and its order in the file changes from run to run.
     return f"frozenset({{{', '.join(sorted(set(texts)))}}})" if texts else "frozenset()"
-
-
-def _enclosed(spell: Callable[[list[str]], str], texts: list[str] | None) -> str | None:
-    return None if texts is None else spell(texts)
 
 
 def _texts(graph: Graph, parts: Sequence[Ref], depth: int) -> list[str] | None:
@@ -176,16 +172,15 @@ def _call_text(graph: Graph, ref: Ref, node: Call, depth: int) -> str | None:
     device = device_text(graph, ref)
     if device is not None:
         return f"torch.device({_quoted(device)})"
-    identity = key_identity(graph, ref)
-    name, args = callable_name(graph, node.func), graph.nodes[node.args]
-    if not isinstance(identity, tuple) or identity[0] == "own" or type(args) is not tuple:
-        return None
-    inside = _called_elements(graph, ref)
+    name, inside = callable_name(graph, node.func), _called_elements(graph, ref)
     if inside is not None and name in ("builtins.tuple", "builtins.frozenset"):
-        spell = _tuple_text if name == "builtins.tuple" else _frozenset_text
-        return _enclosed(spell, _texts(graph, inside, depth))
+        texts = _texts(graph, inside, depth)
+        return None if texts is None else _members_text(texts, name == "builtins.tuple")
+    args = graph.nodes[node.args]
+    if node.op != REDUCE or node.filling is not None or type(args) is not tuple or not _DOTTED.fullmatch(name):
+        return None
     texts = _texts(graph, args, depth)
-    return None if texts is None or not _DOTTED.fullmatch(name) else f"{name}({', '.join(texts)})"
+    return None if texts is None else f"{name}({', '.join(texts)})"
 
 
 # -- The children of a node
@@ -335,7 +330,7 @@ _STEP: Final = regex(
 
 
 def _key_value(path: str, text: str) -> Any:
-    """Return the value of a key that is spelled as Python does, or NO_VALUE if only a module can make it.
+    """Return the value of a key that is a Python literal, or NO_VALUE for one that only its spelling identifies.
 
     Raise TargetError for a text that is not a key.
     """
@@ -344,33 +339,11 @@ def _key_value(path: str, text: str) -> Any:
 
     try:
         with warnings.catch_warnings(action="ignore"):
-            return _evaluated(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError):
+            return ast.literal_eval(text)
+    except ValueError:
+        return NO_VALUE
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
         raise TargetError(f"{path!r} is not a path: {text!r} is not a key") from None
-
-
-def _evaluated(node: Any) -> Any:
-    """Return the value of a parsed key; raise ValueError for anything but constants, tuples, frozensets and names."""
-    import ast
-
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _evaluated(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.Constant) and node.value is not ...:
-        return node.value
-    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
-        return float(node.id)
-    inside = node.elts if isinstance(node, ast.Tuple | ast.Set) else node.args if isinstance(node, ast.Call) else []
-    values = [_evaluated(part) for part in inside]
-    if isinstance(node, ast.Tuple | ast.Set):
-        make: Any = tuple if isinstance(node, ast.Tuple) else frozenset
-        return NO_VALUE if NO_VALUE in values else make(values)
-    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    if name in ("complex", "frozenset") and NO_VALUE not in values:
-        return complex(*values) if name == "complex" else frozenset(*values)
-    if name not in ("complex", "frozenset") and not _DOTTED.fullmatch(name):
-        raise ValueError
-    return NO_VALUE
 
 
 def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
@@ -407,8 +380,4 @@ def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Chi
 
 def literal_identity(value: Any) -> Hashable:
     """Return the result of ``key_identity`` for a key with this value."""
-    if isinstance(value, tuple):
-        return ("tuple", *map(literal_identity, value))
-    if isinstance(value, frozenset):
-        return ("frozenset", frozenset(map(literal_identity, value)))
-    return value  # type: ignore[no-any-return]
+    return ("tuple", *map(literal_identity, value)) if isinstance(value, tuple) else value

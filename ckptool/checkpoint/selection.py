@@ -266,35 +266,16 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
 
     survey, graph = checkpoint.survey, checkpoint.graph
     same = [entry.path for entry in survey.tensors if entry.key == text or entry.path.endswith(f".{text}")]
-    near = [_shortest(checkpoint, path) for path in same[:3]]
+    near = same[:3]
     if not near:
-        wanted = _plain(text)
         inside = [joined(deepest.path, child.step) for child in islice(children(graph, deepest.ref), _SHOWN)]
-        places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
+        places = [entry.path for entry in (*survey.entries, *survey.tensors)]
         everything = {_plain(path): path for path in (*inside, *places)}
-        near = [_shortest(checkpoint, everything[name]) for name in nearest(wanted, everything)]
-    if len(parts := text.split(",")) > 1 and all(_place(graph, part) for part in parts):
-        what = f"there is nothing at {text!r}: commas do not separate entries"
-        return TargetError(what, path=checkpoint.path, next="name them one by one")
+        near = [everything[name] for name in nearest(_plain(text), everything)]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
-    message = f"there is nothing at {text!r}{reached}{meant}"
-    if not near:
-        return TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
-    step = command("get", checkpoint.path, near[0])
-    return TargetError(message, path=checkpoint.path, next=step)
-
-
-def _shortest(checkpoint: Checkpoint, path: str) -> str:
-    """Return the path without brackets and quotes, if it then leads to the same node; otherwise unchanged."""
-    short = _plain(path)
-    if "[" in short or '"' in short:
-        return path
-    exact = _place(checkpoint.graph, short)
-    if exact is not None:
-        return short if exact.path == path else path
-    whole = {reading.path for reading in _readings(checkpoint.graph, short) if _plain(reading.path) == short}
-    return short if whole == {path} else path
+    step = command("get", checkpoint.path, near[0]) if near else tree_step(checkpoint.path)
+    return TargetError(f"there is nothing at {text!r}{reached}{meant}", path=checkpoint.path, next=step)
 
 
 def _plain(path: str) -> str:

@@ -21,6 +21,7 @@ from .objects import (
     callable_name,
     class_name,
     device_text,
+    holds_constants,
     mapping,
     module_fields,
     plain_parts,
@@ -170,27 +171,15 @@ _PARAMETER = regex(
 #: Last segments under which modules keep values other than tensors (nn.Module.get_extra_state, quantized Linear).
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
-#: Names in an optimizer state that DCP or Megatron-LM flattened, such as "optimizer.state.exp_avg.weight".
-_OPTIMIZER_STATE = regex(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])")
-#: Objects that ranks save, which are not parameters; Megatron-LM calls them "rng_state/shard_0.0_1.1".
-_OBJECT_OF_RANK = regex(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
-
-
-def _may_be_beside_model(keys: str) -> bool:
-    # Few keys contain one of these words, and this test is much faster than the regular expressions.
-    return "optim" in keys or "shard_" in keys or "rng_state" in keys
-
-
-def _is_beside_model(key: str) -> bool:
-    if not _may_be_beside_model(key):
-        return False
-    return _OPTIMIZER_STATE.search(key) is not None or _OBJECT_OF_RANK.search(key) is not None
-
+#: Names in an optimizer state that DCP or Megatron-LM flattened, such as "optimizer.state.exp_avg.weight", and of
+#: objects that ranks save, such as "rng_state/shard_0.0_1.1" of Megatron-LM.
+_BESIDE_MODEL = regex(
+    r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])"
+    r"|/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z"
+)
 
 #: Types of constants that the walk skips.
 _BARREN = frozenset((int, float, bool, type(None)))
-#: Types of the values in dicts of ``_metadata``.
-_PLAIN = _BARREN | {str}
 
 #: Keys under which training scripts keep a model. They support the evidence of the content, and never replace it.
 _MODEL_KEY = regex(r"state_?dict|(?:\A|[_\-.])(?:model|net|network|module|weights|params|ema)(?=[_\-.\d]|\Z)", re.I)
@@ -300,19 +289,29 @@ class _SurveyWalk:
         yield from below
 
     def enter(self, task: _Task, node: Node) -> Iterator[_Task]:
-        """Return the children of a node."""
+        """Return the children of a node; list it if it is a storage, a device or an object."""
+        graph, found = self.graph, self.survey
         ref, path, _, eligible, _, top, _ = task
-        inside = sequence(self.graph, ref)
+        inside = sequence(graph, ref)
         if inside is not None:
             if type(node) is Call:
                 self.spend(len(inside))
             return self.elements(task, inside, eligible and type(node) is not Call)
         if isinstance(node, Persistent) and self.reader.storage(ref) is not None:
-            self.survey.storages.append((path, ref, top))
+            found.storages.append((path, ref, top))
             return iter(())
+        device = device_text(graph, ref)
+        if device is not None:
+            found.devices.append(DeviceName(path, ref, device, True))
+            return iter(())
+        items = mapping(graph, ref)
         if isinstance(node, Call):
-            return self.call(task, node)
-        return self.filled(task, node, mapping(self.graph, ref) or [])
+            name = class_name(graph, ref)
+            if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
+                found.objects.setdefault(name, path)
+            if name == COMPILED or (name != "OrderedDict" and module_fields(graph, node)):
+                found.modules.append(path)
+        return self.filled(task, node, items)
 
     def spend(self, count: int) -> None:
         """Raise MalformedError once the walk has followed four times as many entries as the file has."""
@@ -361,15 +360,13 @@ class _SurveyWalk:
 
         These are tensors that are not optimizer state, and the other values that modules keep.
         """
-        nodes, tensor, model = self.graph.nodes, self.reader.tensor, []
-        keys = "\n".join([str(nodes[key]) for key, _ in items])
-        if not (_may_be_beside_model(keys) or any(tensor(value) is None for _, value in items)):
-            return items
-        for item in items:
-            key = str(nodes[item[0]])
-            kept = tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS
-            if kept and not _is_beside_model(key):
-                model.append(item)
+        nodes, tensor = self.graph.nodes, self.reader.tensor
+        named = ((item, str(nodes[item[0]])) for item in items)
+        model = [
+            item
+            for item, key in named
+            if (tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS) and not _BESIDE_MODEL.search(key)
+        ]
         return items if len(model) == len(items) else model
 
     def find_mixed_root(self) -> None:
@@ -389,8 +386,8 @@ class _SurveyWalk:
         dotted = sum("." in name for name in names)
         if dotted * 2 <= len(names) or any("/" in name or "\\" in name for name in names):
             return
-        training = (_is_beside_model(str(nodes[key])) for key, _ in items)
-        if not (any(training) or any("." in name and _PARAMETER.match(name.rpartition(".")[2]) for name in names)):
+        training = any(_BESIDE_MODEL.search(str(nodes[key])) for key, _ in items)
+        if not (training or any("." in name and _PARAMETER.match(name.rpartition(".")[2]) for name in names)):
             return
         number, inside = len(survey.state_dicts), {str(nodes[key]) for key, _ in model}
         survey.state_dicts.append(StateDict("", graph.root, class_name(graph, graph.root), model, -1, "high"))
@@ -425,18 +422,11 @@ class _SurveyWalk:
     def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
         """Yield the children of a node other than its entries; they hold no state dicts."""
         own, path, _, _, _, top, _ = task
-        base = bounded(path, own)
-        for step, ref, _ in extra_children(self.graph, own, entries):
-            if step != "._metadata" or not self.is_plain(ref):
+        graph, base = self.graph, bounded(path, own)
+        for step, ref, _ in extra_children(graph, own, entries):
+            # torch writes only numbers and strings about each module.
+            if step != "._metadata" or not all(holds_constants(graph, item) for _, item in mapping(graph, ref) or ()):
                 yield ref, joined(base, step), step.removeprefix("."), False, -1, top, own
-
-    def is_plain(self, metadata: Ref) -> bool:
-        """Return whether the dicts of a ``_metadata`` hold only strings and numbers, as torch writes them."""
-        nodes = self.graph.nodes
-        dicts = [nodes[ref] for _, ref in mapping(self.graph, metadata) or ()]
-        parts = [node.pairs for node in dicts if type(node) is Dict]
-        kinds = map(type, map(nodes.__getitem__, chain.from_iterable(parts)))
-        return len(parts) == len(dicts) and _PLAIN.issuperset(kinds)
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """Return the confidence that a mapping is a state dict: "high", "low", or "" if it is not one."""
@@ -477,19 +467,3 @@ class _SurveyWalk:
             known = next((value for value in reversed(named) if mapping(self.graph, value) is not None), -1)
             self.metadata_of[id(node)] = known
         return known
-
-    def call(self, task: _Task, node: Call) -> Iterator[_Task]:
-        graph = self.graph
-        ref, path = task[:2]
-        device = device_text(graph, ref)
-        if device is not None:
-            self.survey.devices.append(DeviceName(path, ref, device, True))
-            return iter(())
-        name = class_name(graph, ref)
-        items = mapping(graph, ref)
-        below = self.filled(task, node, items)
-        if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
-            self.survey.objects.setdefault(name, path)
-        if name == COMPILED or (name != "OrderedDict" and module_fields(graph, node)):
-            self.survey.modules.append(path)
-        return below

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.base.limits import LIMITS
-from ckptool.checkpoint.paths import children, parse_steps
+from ckptool.checkpoint.paths import NO_VALUE, children, parse_steps
 from ckptool.cli.main import run
 
 
@@ -125,7 +125,7 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
         try:
             after = ckptool.set(checkpoint, f"d{step}", value)
         except TargetError:
-            assert key not in mapping  # a key that cannot be added: it needs a module
+            assert key not in mapping or parse_steps(f"d{step}")[-1].value is NO_VALUE
             return
         out = tmp_path / "out.pth"
         ckptool.save(after, out, force=True)
@@ -137,7 +137,7 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
 
 
 @pytest.mark.parametrize(
-    "text", ["a..b", ".a", "a[", "a[b]", "a[b'x]", "a]", "[(1", "[frozenset{1}]", "a(#1)", "[#]", "[1]a"]
+    "text", ["a..b", ".a", "a[", "a[b'x]", "a]", "[(1", "[frozenset{1}]", "a(#1)", "[#]", "[1]a"]
 )
 def test_what_is_not_a_path(text: str) -> None:
     with pytest.raises(TargetError, match="is not a path"):

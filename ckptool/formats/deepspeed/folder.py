@@ -100,7 +100,7 @@ class Deepspeed(RankFiles):
         self.writer = f"{name}, {kind}: {pluralize(self._ranks, 'rank')}, step {self.rank_save.step:,}, {state}"
         if not files.in_parts:
             # The model file is complete without the partitions.
-            joined, self.whole_weights = frozenset(self._tensors), "module"
+            joined = frozenset(self._tensors)
             self.problems = [
                 problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
                 for problem in self.problems
