@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from ..base.records import NamedTuple, TypedDict
+from ..base.records import TypedDict
 from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import join_limited
 from .checkpoint import Checkpoint
@@ -16,20 +16,11 @@ from .survey import DeviceName
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
 
-class NamedDevice(NamedTuple):
-    """A device that is named where edits do not reach, such as in a file of code.
+class CodeDevice(TypedDict):
+    """A device named where edits do not reach, such as in a file of code.
 
     ``number`` counts the mentions; ``what`` names the part of the program.
     """
-
-    where: str
-    device: str
-    number: int
-    what: str = "the code"
-
-
-class CodeDevice(TypedDict):
-    """A device named where edits do not reach, such as in a file of code; ``number`` counts the mentions."""
 
     where: str
     device: str
@@ -103,7 +94,7 @@ class Program(Container):
     beside: Sequence[str]
     unnamed: Sequence[str] = ()
     described: ProgramReport
-    named_devices: Sequence[NamedDevice]
+    named_devices: Sequence[CodeDevice]
     attribute_devices: Sequence[DeviceName] = ()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..base.errors import TargetError
 from ..base.globs import Glob, Globs
 from ..base.records import NamedTuple
-from ..base.steps import as_step, command, option, tree_step
+from ..base.steps import command, option, tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
     from .graph_editor import GraphEditor
 
 
-class Place(NamedTuple):
-    """A node: its reference, its path as ``inspect`` prints it, and the reference of its container (root: -1)."""
+class Located(NamedTuple):
+    """A node and its path, as ``inspect`` prints it."""
 
     ref: Ref
     path: str
-    holder: Ref
 
 
 class Slot(NamedTuple):
@@ -44,31 +44,20 @@ class Slot(NamedTuple):
     key: Any
 
 
-def resolve(checkpoint: Checkpoint, path: str) -> Place:
-    """Return the node at a path; if there is none, raise TargetError with the part of the path that exists."""
-    place = follow(checkpoint.graph, _steps(path))
-    if isinstance(place, Place):
-        return place
-    reached = f"; {place!r} is there" if place else ""
-    message = f"there is nothing at {path!r}{reached}"
-    raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
-
-
 def _steps(path: str) -> list[PathStep]:
     return [] if path in ("", ".") else parse_steps(path)
 
 
-def follow(graph: Graph, steps: Sequence[PathStep]) -> Place | str:
-    """Return the node that the steps lead to from the root, or the path of the last node they reach."""
-    path, ref, holder = "", graph.root, -1
+def follow(graph: Graph, steps: Sequence[PathStep]) -> Located | None:
+    """Return the node that the steps lead to from the root, or None."""
+    path, ref = "", graph.root
     for step in steps:
         child = find(graph, step, ref)
         if child is None:
-            return path
-        anchored = step.step.startswith("(#")
-        path = step.step if anchored else joined(bounded(path, ref), child.step)
-        ref, holder = child.ref, -1 if anchored else ref
-    return Place(ref, path, holder)
+            return None
+        path = step.step if step.step.startswith("(#") else joined(bounded(path, ref), child.step)
+        ref = child.ref
+    return Located(ref, path)
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
@@ -81,8 +70,8 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
     graph, last = checkpoint.graph, steps[-1]
     holder = follow(graph, steps[:-1])
-    items = mapping(graph, holder.ref) if isinstance(holder, Place) else None
-    if not isinstance(holder, Place) or items is None:
+    items = mapping(graph, holder.ref) if holder is not None else None
+    if holder is None or items is None:
         return None
     entries = as_children(graph, items)
     entry = match_step(graph, entries, last)
@@ -117,7 +106,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if key is None:
         return [item for item in state_dicts if item.confidence == "high"]
     place = follow(checkpoint.graph, _steps(key))
-    chosen = [item for item in state_dicts if isinstance(place, Place) and item.ref == place.ref]
+    chosen = [item for item in state_dicts if place is not None and item.ref == place.ref]
     if not chosen:
         known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
@@ -178,15 +167,6 @@ class ChosenKeys:
         return self._containers[path]
 
 
-def selected_tensors(checkpoint: Checkpoint, key: str | None) -> list[TensorEntry]:
-    """Return the tensors of the state dict at the path ``key``; for None, all tensors of the file.
-
-    Raises TargetError if there is no state dict at that path.
-    """
-    survey = checkpoint.survey
-    return survey.tensors if key is None else survey.tensors_in([item.path for item in selected(checkpoint, key)])
-
-
 def normal_path(key: str) -> str:
     """Return the path as the survey spells it; "" and "." are the root."""
     path = ""
@@ -201,13 +181,6 @@ _READINGS: Final = 10_000
 _SHOWN: Final = 10_000
 
 
-class Located(NamedTuple):
-    """A node and its path, as ``inspect`` prints it."""
-
-    ref: Ref
-    path: str
-
-
 def lookup(checkpoint: Checkpoint, text: str) -> Located:
     """Return the node that ``text`` leads to.
 
@@ -218,9 +191,10 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
     graph = checkpoint.graph
     if text in ("", "."):
         return Located(graph.root, "")
-    exact = _place(graph, text)
-    if exact is not None:
-        return Located(exact.ref, exact.path)
+    with suppress(TargetError):
+        exact = follow(graph, parse_steps(text))
+        if exact is not None:
+            return exact
     matches: dict[Ref, str] = {}
     deepest = Located(graph.root, "")
     for reading in _readings(graph, text):
@@ -236,15 +210,6 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
         message = f"{text!r} can be read as {join_limited(spelled, most=4)}"
         raise TargetError(message, path=checkpoint.path, next=f"name one: {quote(spelled[0])}")
     raise _nothing(checkpoint, text, deepest)
-
-
-def _place(graph: Graph, text: str) -> Place | None:
-    """Return the place at a path as ``inspect`` prints it, or None."""
-    try:
-        result = follow(graph, parse_steps(text))
-    except TargetError:
-        return None
-    return result if isinstance(result, Place) else None
 
 
 def _readings(graph: Graph, text: str) -> Iterator[Located]:
@@ -330,21 +295,12 @@ def candidates(checkpoint: Checkpoint, key: str | None, everything: bool) -> lis
     """Return the tensors among which the patterns of ``select_entries`` choose."""
     survey = checkpoint.survey
     if everything and key is not None:
-        top = resolve(checkpoint, key)
+        top = lookup(checkpoint, key)
         inside = survey.inside(top.ref)
         below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
         if not below:
             step = command("keys", checkpoint.path, all=True)
             raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
         return below
-    try:
-        chosen = {item.ref for item in selected(checkpoint, key)} if not everything else set()
-    except TargetError as error:
-        place = follow(checkpoint.graph, _steps(key or ""))
-        if isinstance(place, Place) and any(within(entry.path, place.path) for entry in survey.tensors):
-            error.step = as_step("to list all tensors in it, add `--all`")
-        raise
-    if not chosen:
-        return survey.tensors
-    numbers = {number for number, item in enumerate(survey.state_dicts) if item.ref in chosen}
-    return [entry for entry in survey.tensors if entry.state_dict in numbers]
+    chosen = [] if everything else selected(checkpoint, key)
+    return survey.tensors_in([item.path for item in chosen]) if chosen else survey.tensors

@@ -134,7 +134,7 @@ def storage_mention(graph: Graph, ref: Ref) -> tuple[str, int]:
 #: Classes that torch 0.1 to 0.3 pickled as Parameter(data[, requires_grad]), built with (requires_grad, ...).
 OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
 #: The function that makes a dense tensor; nearly all calls use it.
-_USUAL: Final = "torch._utils._rebuild_tensor_v2"
+USUAL: Final = "torch._utils._rebuild_tensor_v2"
 #: Functions that take (function, class, arguments, state); the call of the inner function is not a separate node.
 _FROM_TYPE: Final = frozenset(("_rebuild_from_type_v2", "_rebuild_from_type"))
 #: Functions that take (tensor, requires_grad, hooks[, state]), and the number of their arguments.
@@ -272,7 +272,7 @@ class TensorReader:
 
     def is_usual(self, call: Call) -> bool:
         """Return whether a call whose tensor was read is to ``_rebuild_tensor_v2``, which makes nearly every tensor."""
-        return self._functions.get(call.func) == _USUAL
+        return self._functions.get(call.func) == USUAL
 
     def tensor(self, ref: Ref) -> Tensor | None:
         """Return the tensor at a reference; None for another node."""
@@ -286,7 +286,7 @@ class TensorReader:
         name, args = self._functions.get(node.func), nodes[node.args]
         if name is None:
             name = self._functions[node.func] = self._global(node.func)
-        if name == _USUAL and type(args) is tuple and len(args) > 4 and self._depth < LIMITS.tensor_depth:
+        if name == USUAL and type(args) is tuple and len(args) > 4 and self._depth < LIMITS.tensor_depth:
             plain = self._dense(args, nodes[args[4]] is True, None)  # nearly every tensor, and no other is inside
             if plain is not None:
                 tensors[ref] = plain
@@ -379,7 +379,7 @@ class TensorReader:
         return offset, size
 
     def _rebuilt(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref] = ()) -> Tensor | None:
-        if name == _USUAL and len(args) >= 4:
+        if name == USUAL and len(args) >= 4:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         count = len(args)

@@ -16,14 +16,12 @@ from ..base.text import words
 from ..pickles import opcodes as op
 from ..pickles.nodes import CONTAINERS, Buffer, Call, Dict, Global, Graph, Instance, Node, Persistent, Ref, children
 from .objects import MAPPING_CLASSES, callable_name, initial_pairs, list_items, mapping, state_items
-from .tensors import OLD_PARAMETERS, TensorReader, view_id
+from .tensors import OLD_PARAMETERS, USUAL, TensorReader, view_id
 
 #: Classes that copy their argument when called.
 _COPYING: Final = MAPPING_CLASSES | words(
     "builtins.set builtins.frozenset builtins.list builtins.tuple builtins.bytearray torch.Size collections.deque"
 )
-#: The function that makes a dense tensor; nearly all calls use it.
-_USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
 #: Functions that make a Parameter from their first argument; None gives an empty Parameter.
 _PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_STATE}
@@ -57,7 +55,7 @@ def unsupported(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         if name not in MAPPING_CLASSES:
             if name not in _COPYING and (fetched is None or node.args in fetched or type(args) is not tuple):
                 parts.add(node.args)
-            usual = name == _USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
+            usual = name == USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
         else:
             usual = args == ()
         if not usual or node.filling is not None:
@@ -70,7 +68,10 @@ def unsupported(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         if fetched is None or mention.pid in fetched or type(nodes[mention.pid]) is not tuple:
             parts.add(mention.pid)
         if storage(ref) is None:
-            if _is_unread(graph, mention):
+            # Torch may read the id as a storage although ``TensorReader`` does not.
+            pid = nodes[mention.pid]
+            tag = nodes[pid[0]] if type(pid) is tuple and pid else None
+            if isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage":
                 texts[ref] = "a storage is described in a way that no version of torch writes"
         elif mention.filling is not None and (mention.items or mention.pairs or mention.states):
             texts[ref] = "a storage is changed after it is created"
@@ -97,26 +98,6 @@ def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
     return parts.intersection(chain(chain.from_iterable(tuples), chain.from_iterable(held)))
 
 
-def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """Return whether the call is ``tuple(tensor)`` or ``set(tensor)``, whose elements only torch can make."""
-    args = list_items(graph.nodes[node.args])
-    return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
-
-
-def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """Return whether ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, ...)`` changes the dtype."""
-    args = list_items(graph.nodes[node.args])
-    tensor, dtype = (reader.tensor(args[0]), graph.nodes[args[1]]) if len(args) > 1 else (None, None)
-    return tensor is not None and isinstance(dtype, Global) and dtype.name != tensor.dtype
-
-
-def _is_unread(graph: Graph, node: Persistent) -> bool:
-    """Return whether torch may read a persistent id as a storage although ``TensorReader`` does not."""
-    pid = graph.nodes[node.pid]
-    tag = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
-    return isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage"
-
-
 def _is_watched(name: str) -> bool:
     if name in _COPYING or name in OLD_PARAMETERS:
         return True
@@ -130,31 +111,31 @@ def _call_text(
     graph: Graph, reader: TensorReader, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]]
 ) -> str:
     """Describe the unsupported construct in a call, or return "". Add a call that copies its argument to ``copies``."""
-    args = graph.nodes[node.args]
-    if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor" and _is_cast(graph, reader, node):
-        return "a tensor becomes one of another dtype when it is read"
+    nodes, args = graph.nodes, graph.nodes[node.args]
+    given = list_items(args)
+    first = reader.tensor(given[0]) if given else None
+    if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor" and first is not None and len(given) > 1:
+        dtype = nodes[given[1]]
+        if isinstance(dtype, Global) and dtype.name != first.dtype:
+            return "a tensor becomes one of another dtype when it is read"
     if name in _COPYING:
-        if _takes_apart(graph, reader, node):
+        if first is not None and isinstance(nodes[given[0]], Call | Persistent):
             return "a container is made from the elements of a tensor"
-        if args and type(args) is tuple:
+        if given:
             copies.append((ref, node))
         return _mapping_text(graph, node, name, args) if name in MAPPING_CLASSES else ""
-    if name in _PARAMETERS and (not args or (type(args) is tuple and graph.nodes[args[0]] is None)):
+    if name in _PARAMETERS and (not args or (given and nodes[given[0]] is None)):
         return "a parameter is created without a tensor"
-    if name in OLD_PARAMETERS:
-        if node.filling is not None and (node.items or node.pairs or not _is_parameter_state(graph, node.states)):
-            return "a parameter is changed after it is created"
-        return ""
-    if node.filling is not None and (node.items or node.pairs or node.states):
+    filled = node.filling is not None and (node.items or node.pairs or node.states)
+    if filled and not (name in OLD_PARAMETERS and _is_parameter_state(graph, node)):
         return "a tensor is changed after it is created"
+    if name in OLD_PARAMETERS:
+        return ""
     if name.endswith("Tensor"):
         return f"a tensor is created by {name}"
-    if type(args) is not tuple:
-        return ""
-    if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, reader, name, args):
+    if name in _STATEFUL and len(given) > 3 and _sets_descriptor(graph, reader, name, given):
         return "a special attribute of a tensor is set"
-    changed = graph.filled_at
-    is_late = not changed.keys().isdisjoint(args) and any(changed.get(arg, 0) > ref for arg in args)
+    is_late = any(graph.filled_at.get(arg, 0) > ref for arg in given)
     return "an argument of a tensor is changed after the call" if is_late else ""
 
 
@@ -174,12 +155,10 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     return ""
 
 
-def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
-    """Return whether the state is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it, or absent."""
-    if not states:
-        return True
-    state = graph.nodes[states[0]]
-    return len(states) == 1 and type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
+def _is_parameter_state(graph: Graph, node: Call) -> bool:
+    """Return whether the state is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it."""
+    state = graph.nodes[node.states[0]] if len(node.states) == 1 and not (node.items or node.pairs) else None
+    return type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
 
 
 def _sets_descriptor(graph: Graph, reader: TensorReader, name: str, args: Sequence[Ref]) -> bool:
@@ -202,29 +181,25 @@ def _sets_descriptor(graph: Graph, reader: TensorReader, name: str, args: Sequen
 
 def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
     """Describe copied containers that change after the call, and copied mappings that are also used elsewhere."""
-    nodes = graph.nodes
-    sources: dict[Ref, Ref] = {}
-    #: The argument of each mapping call.
+    nodes, filled_at, texts = graph.nodes, graph.filled_at, dict[Ref, str]()
+    #: The argument of each mapping call, and when each argument was filled last.
     contents: dict[Ref, Ref] = {}
-    opened: set[Ref] = set()
+    latest: dict[tuple[Ref, bool], int] = {}
     for ref, node in copies:
         if node.op in (op.NEWOBJ, op.NEWOBJ_EX):
             continue
         args, is_mapping = list_items(nodes[node.args]), callable_name(graph, node.func) in MAPPING_CLASSES
-        if is_mapping:
-            contents[ref] = args[-1]
         for source in args:
-            sources[source] = ref
-            if is_mapping and source not in opened:
-                opened.add(source)
-                for inner in list_items(nodes[source]):
-                    if type(nodes[inner]) is not tuple:
-                        sources.setdefault(inner, ref)
-    text = "a container is changed after a call copied it"
-    changed = {ref: text for source, ref in sources.items() if graph.filled_at.get(source, 0) > ref}
+            if (source, is_mapping) not in latest:
+                copied = (source, *list_items(nodes[source])) if is_mapping else (source,)
+                latest[source, is_mapping] = max(filled_at.get(part, 0) for part in copied)
+        if any(latest[source, is_mapping] > ref for source in args):
+            texts[ref] = "a container is changed after a call copied it"
+        elif is_mapping:
+            contents[ref] = args[-1]
     wanted = {ref for ref in contents.values() if isinstance(nodes[ref], Dict | Call) or list_items(nodes[ref])}
     uses: Counter[Ref] = Counter()
     for other in nodes if wanted else ():
         uses.update(wanted.intersection(children(other)))
     text = "a mapping is made from one that is used elsewhere, too"
-    return {ref: text for ref, content in contents.items() if uses[content] > 1} | changed
+    return texts | {ref: text for ref, content in contents.items() if uses[content] > 1}

@@ -28,7 +28,7 @@ from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object, read_object
 from ..files.folders import open_folder
 from ..files.sources import FolderSource
-from ..formats.empty_weights import empty_weights, gather_step
+from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
@@ -198,7 +198,7 @@ def _check_tensors(adapter: Adapter) -> None:
     """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
     checkpoint = adapter.checkpoint
     if empty := empty_weights(checkpoint):
-        raise adapter.refusal(empty, gather_step(checkpoint))
+        raise adapter.refusal(empty, GATHER)
     if len(adapter.tensors) < len(checkpoint.survey.tensors):
         raise adapter.refusal("two of its tensors have the same name")
     for entry in checkpoint.survey.tensors:

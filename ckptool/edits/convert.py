@@ -31,7 +31,7 @@ from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
 from ..files.folders import open_folder
 from ..formats import folder_format
-from ..formats.empty_weights import empty_weights, gather_step
+from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
@@ -169,7 +169,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
         checkpoint = unflatten(checkpoint, match_target(request.unflatten))
     refuse_flat(checkpoint, key)
     if empty := empty_weights(checkpoint):
-        raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
+        raise RefusedError(empty, path=checkpoint.path, next=GATHER)
     if request.use_ema:
         from .averages import use_ema  # imported only for averages
 

@@ -190,9 +190,9 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
     program = program_of(checkpoint)
     changes = []
     for named in program.named_devices if program is not None else ():
-        if devices(named.device) != named.device:
-            summary = f"{named.what} names {named.device} {pluralize(named.number, 'time')}"
-            changes.append(Change("remap-code", named.where, 0, named.number, summary, ("it stays as it is",)))
+        if devices(named["device"]) != named["device"]:
+            summary = f"{named['what']} names {named['device']} {pluralize(named['number'], 'time')}"
+            changes.append(Change("remap-code", named["where"], 0, named["number"], summary, ("it stays as it is",)))
     return changes
 
 

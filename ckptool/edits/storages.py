@@ -12,7 +12,7 @@ from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
-from ..checkpoint.selection import dotted, selected_tensors
+from ..checkpoint.selection import dotted, selected
 from ..checkpoint.survey import StateDict, TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
@@ -52,7 +52,8 @@ def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
 
 def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> list[TensorEntry]:
     """Return the tensors that match ``only``, in the state dict at ``key`` unless it is None."""
-    tensors = selected_tensors(checkpoint, key)
+    survey = checkpoint.survey
+    tensors = survey.tensors if key is None else survey.tensors_in([item.path for item in selected(checkpoint, key)])
     only = dotted(only, checkpoint)
     return [entry for entry in tensors if only.match(entry.key, entry.path)] if only else tensors
 

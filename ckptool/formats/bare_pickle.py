@@ -24,7 +24,6 @@ from ..files.sources import BytesSource, Source, Span
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref
 from ..safety.calls import bytes_at
-from .search.budget import RECOGNISED
 from .search.pickle_search import nested_pickles
 from .torch import legacy_reader, zip_reader
 
@@ -112,21 +111,14 @@ class BarePickle(Container):
         yield from nested_pickles(self._saved, "pickle 1")
 
 
-#: The small pickle that ``sniff`` recognised last, until ``read`` takes it.
-_recognised: Final[list[BarePickle]] = []
-
-
 def sniff(head: bytes, source: Source) -> bool:
     """Return whether a source is one pickle with tensors or arrays, and not of another framework."""
-    container = _recognise(source)
-    _recognised[:] = [container] if container is not None and source.size <= RECOGNISED else []
-    return container is not None
+    return _recognise(source) is not None
 
 
 def read(source: Source) -> BarePickle:
     """Read a pickle that was recognised."""
-    known = _recognised.pop() if _recognised else None
-    container = known if known is not None and known.source is source else _recognise(source)
+    container = _recognise(source)
     assert container is not None
     return container
 

@@ -6,12 +6,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
 from ..base.errors import (
-    CkptoolError,
     MalformedError,
     NotACheckpointError,
     UnreadableError,
@@ -21,10 +19,9 @@ from ..base.records import NamedTuple
 from ..base.steps import NextStep, command, is_remote
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
-from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import SEPARATOR, checkpoints_in, is_address, open_any
 from ..files.zips.reader import read_archive
-from . import BARE_PICKLE, FORMATS, as_folder, folder_format, read_container
+from . import BARE_PICKLE, FORMATS, as_folder, folder_format
 from .zip_kinds import kind_of
 
 if TYPE_CHECKING:
@@ -349,9 +346,9 @@ def _recognised(path: str) -> tuple[str, bool]:
         archive = read_archive(source) if known.name == "torch-zip" and not _begins_with_pickle(head) else None
         plain = archive is None or archive.find("data.pkl") is not None or kind_of(archive) is not None
         other = None if archive is None or plain else explain_zip(archive)
-        claims = other is None or (named and other.kind not in others) or bool(checkpoints_in(source))
         if other is None:
             return "", False
+        claims = (named and other.kind not in others) or checkpoints_in(source)
         return "" if claims else other.what, other.kind in _ARCHIVES
     except MalformedError:
         return "", False
@@ -396,39 +393,15 @@ def explain_directory(path: str) -> UnreadableError:
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     # Subfolders may be checkpoints, as in a diffusers pipeline or a training run with other files next to them.
     folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
-    beside = {name for name, _ in side_files(checkpoints)}
-    checkpoints.sort(key=lambda name: name in beside)
-    if checkpoints and not folders:
-        first = os.path.join(path, checkpoints[0])
-        what = f"it is a directory; it holds {join_limited(checkpoints)}"
-        if message := _part_message(first):
-            return UnreadableError(
-                f"{what}, which are parts: of {checkpoints[0]}, {message}", path=path, next=command("inspect", first)
-            )
-        return UnreadableError(what, path=path, next=f"name a file, such as {quote(first)}")
+    checkpoints.sort(key=lambda name: bool(side_files([name])))
     if folders:
         what = f"it is {'a diffusers pipeline' if 'model_index.json' in names else 'a directory'} "
-        what += "with checkpoints in its folders"
-    else:
-        deeper = (item for item in walk_folder(path) if isinstance(item, Candidate) and _is_folder(item.path))
-        folders = [os.path.relpath(item.path, path) for item in islice(deeper, _EXAMINED)]
-        what = "it is a directory, with checkpoints in the folders of its folders"
-    if not folders:
-        plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
-        return _foreign_files(folder, path) or plain
-    # The highest step, among folders whose names differ from the first one only in numbers.
-    alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
-    latest = max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-    step = f"name {quote(os.path.join(path, latest))}"
-    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)
-
-
-def _part_message(path: str) -> str:
-    from .rank_part import part_of
-
-    try:
-        with closing(open_any(path)) as source:
-            part = part_of(Checkpoint.of(path, source, read_container(source)))
-    except CkptoolError:
-        return ""
-    return part.message if part is not None else ""
+        what += f"with checkpoints in its folders: {join_limited(folders)}"
+        latest = max(folders, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+        return UnreadableError(what, path=path, next=f"name {quote(os.path.join(path, latest))}")
+    if checkpoints:
+        what = f"it is a directory; it holds {join_limited(checkpoints)}"
+        step = f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
+        return UnreadableError(what, path=path, next=step)
+    plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+    return _foreign_files(folder, path) or plain

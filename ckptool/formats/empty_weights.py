@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from math import prod
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.prefixes import adapter_keys
-from ..base.steps import NextStep, as_step, command, folder_of
+from ..base.steps import as_step, folder_of
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address
@@ -21,7 +22,10 @@ from ..files.folders import open_folder
 from ..files.sources import FolderSource
 from .rank_part import part_of
 
-_GATHER: Final = "save again on all ranks, with trainer.save_model()"
+#: The next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices.
+GATHER: Final = as_step(
+    "save again on all ranks, with trainer.save_model(), or convert the folder global_stepN of DeepSpeed"
+)
 _EMPTY: Final = (0,)
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -57,23 +61,6 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     return next((message for message in found if message), "")
 
 
-def gather_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices."""
-    from .names.deepspeed import step_folder  # only for empty weights
-
-    if isinstance(checkpoint.source, FolderSource):
-        folder = checkpoint.path
-    else:
-        folder = "" if is_address(checkpoint.path) else folder_of(checkpoint.path)
-    place = open_folder(folder)
-    step = step_folder(place, place.names()) if folder else None
-    if step is not None:
-        return f"{_GATHER}; or convert the folder that DeepSpeed saved, which has all slices: " + command(
-            "inspect", step.folder.path
-        )
-    return as_step(f"{_GATHER}, or convert the folder global_stepN of DeepSpeed")
-
-
 def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
     """Return the message about one state dict, or "". ``sure``: no weight of this folder may be empty."""
     weights = [name for name in shapes if name.rpartition(".")[2] == "weight" or adapter_keys([name])]
@@ -82,29 +69,19 @@ def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
     if empty and all(shape == _EMPTY for shape in shapes.values()):
         what = "the adapter is empty: all its tensors have" if adapter else "it holds no weights: every tensor has"
         return f"{what} the shape [0]; {cause}"
-    bad = [name for name in empty if sure or _is_contradicted(name, shapes)]
+    bad = [name for name in empty if sure or adapter_keys([name]) or any(_sizes_beside(name, shapes))]
     if not bad and len(empty) * 2 > len(weights):
-        bad = [name for name in empty if not _module_is_empty(name, shapes)]
+        bad = [name for name in empty if not _sizes_beside(name, shapes)]  # nn.LayerNorm(0) has an empty bias
     if not bad:
         return ""
     count = f"{len(bad):,} of {pluralize(len(weights), 'weight')}"
     return f"{count} have the shape [0]: {join_limited(bad, most=3)}; {cause}"
 
 
-def _is_contradicted(name: str, shapes: Shapes) -> bool:
-    """Return whether a weight must have elements: it belongs to an adapter, or other tensors of its module have
-    some."""
-    if adapter_keys([name]):
-        return True
+def _sizes_beside(name: str, shapes: Shapes) -> list[int]:
+    """Return the numbers of elements of the other tensors in the module of a weight."""
     module = name.rpartition(".")[0]
-    return any(0 not in shapes.get(f"{module}.{other}", _EMPTY) for other in _BESIDE)
-
-
-def _module_is_empty(name: str, shapes: Shapes) -> bool:
-    """Return whether a module has other tensors and all have size 0, like ``nn.LayerNorm(0)``."""
-    module = name.rpartition(".")[0]
-    others = [shape for other in _BESIDE if (shape := shapes.get(f"{module}.{other}")) is not None]
-    return bool(others) and all(0 in shape for shape in others)
+    return [prod(shapes[key]) for other in _BESIDE if (key := f"{module}.{other}") in shapes]
 
 
 def _names_beside(checkpoint: Checkpoint) -> Collection[str]:

@@ -33,7 +33,7 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step
 from ..files.sources import FolderSource
-from ..formats.empty_weights import empty_weights, gather_step
+from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import storage_flaws
@@ -87,7 +87,7 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
         message = f"storage {quoted(key)} is described in two ways; torch takes the first"
         yield Finding.of("storage-twice", "warning", message, key)
     if empty := empty_weights(checkpoint):
-        yield Finding.of(EMPTY_WEIGHTS, "error", empty, next=gather_step(checkpoint))
+        yield Finding.of(EMPTY_WEIGHTS, "error", empty, next=GATHER)
     for message, count in Counter(survey.unsupported.values()).items():
         times = f" ({count:,} times)" if count > 1 else ""
         yield Finding.of("not-followed", "error", f"{message}{times}, which ckptool does not follow")

@@ -23,7 +23,7 @@ from ...checkpoint.sharding import sharding_summary
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
-from ...formats.empty_weights import empty_weights, gather_step
+from ...formats.empty_weights import GATHER, empty_weights
 from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
@@ -123,8 +123,7 @@ def match_checkpoint(
     elif part is not None:
         next_step = part.message if part.folder else f"{part.message}; {part.whole}", _whole_step(case, part)
     elif not solved and (empty := empty_weights(checkpoint)):
-        gather = gather_step(checkpoint)
-        next_step = advised(empty, gather), gather.line
+        next_step = advised(empty, GATHER), GATHER.line
     else:
         next_step = _next(case, steps, [*causes, *solvable], fix, other_model)
         next_step = ("", str(own_step)) if own_step and not complete else next_step

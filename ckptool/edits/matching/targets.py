@@ -20,7 +20,7 @@ from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import parse_steps
-from ...checkpoint.selection import Place, follow, normal_path, only_one, selected
+from ...checkpoint.selection import follow, normal_path, only_one, selected
 from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
@@ -144,7 +144,7 @@ def _keys_around(checkpoint: Checkpoint) -> set[str]:
             continue  # the path is too long to be spelled
         for end in range(len(steps)):
             place = follow(graph, steps[:end])
-            entries = mapping(graph, place.ref) if isinstance(place, Place) else None
+            entries = mapping(graph, place.ref) if place is not None else None
             keys.update(str(graph.nodes[key]) for key, _ in entries or ())
     return keys
 

@@ -6,6 +6,7 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from shlex import quote
 from typing import Final, cast
 
@@ -136,10 +137,10 @@ def _json(head: bytes, source: Source) -> NotACheckpointError:
 
 #: The first bytes of compressed data, what it is, and the command that unpacks it.
 _COMPRESSED: Final = (
-    (b"\x1f\x8b", "gzip", "gunzip -c"),
-    (b"BZh", "bzip2", "bunzip2 -c"),
-    (b"\xfd7zXZ\0", "xz", "unxz -c"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd -c"),
+    (b"\x1f\x8b", "gzip", "gunzip"),
+    (b"BZh", "bzip2", "bunzip2"),
+    (b"\xfd7zXZ\0", "xz", "unxz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
     (b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
     (b"Rar!", "rar", "unrar x"),
     *((b"\x78" + level, "zlib", "zlib-flate -uncompress") for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
@@ -155,14 +156,12 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
     if kind == "zlib" and plain[:1] == b"\x80":
         what = "it is a pickle that zlib compressed, as joblib does"
         return _error("joblib", what, source, "joblib.load reads it, and runs what it names")
+    unpack = by_place(name, f"unpack it with {tool}, then name what it holds", _UNPACK)
     if plain[257:262] == b"ustar" and plain[:4] != b"PK\x03\x04":
-        unpack = by_place(name, f"tar -xzf {quote(name)}, then name what it holds", _UNPACK)
         error = _archive_error(source, kind, "a gzipped tar archive", unpack)
         return error or _error(kind, "it is gzip data of a tar", source, unpack)
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
-    output = name.removesuffix(f".{kind}") if name.endswith(f".{kind}") else f"{name}.unpacked"
-    unpack = f"{tool} {quote(name)}" if tool.endswith("x") else f"{tool} < {quote(name)} > {quote(output)}"
-    step = as_step(by_place(name, f"{unpack}, then name what it holds", _UNPACK))
+    step = as_step(unpack)
     # gzip data ends with its inflated size in bytes, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
         step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
@@ -170,12 +169,10 @@ def _compressed(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _inflated(head: bytes, kind: str) -> bytes:
-    try:
-        return (
-            zlib.decompressobj(31 if kind == "gzip" else 15).decompress(head, 512) if kind in ("gzip", "zlib") else b""
-        )
-    except zlib.error:
-        return b""
+    with suppress(zlib.error):
+        if kind in ("gzip", "zlib"):
+            return zlib.decompressobj(31 if kind == "gzip" else 15).decompress(head, 512)
+    return b""
 
 
 def _tensor_files(head: bytes, source: Source) -> NotACheckpointError | None:
@@ -325,12 +322,9 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"
         what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
-        return MalformedError(
-            what, path=source.name, next=by_place(source.name, "copy or download it again, whole", WHOLE_COPY)
-        )
-    only_end = ", only its end is missing or damaged" if left.whole == left.tensors else ""
+        step = by_place(source.name, "copy or download it again, whole", WHOLE_COPY)
+        return MalformedError(what, path=source.name, next=step)
     what = f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
-    what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole{only_end}"
-    return MalformedError(
-        what, path=source.name, next=f"{by_place(source.name, 'download it again', WHOLE_COPY)}, or " + rescue
-    )
+    what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole"
+    step = f"{by_place(source.name, 'download it again', WHOLE_COPY)}, or " + rescue
+    return MalformedError(what, path=source.name, next=step)

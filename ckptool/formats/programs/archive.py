@@ -14,7 +14,7 @@ from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
-from ...checkpoint.programs import AttributeDevice, CodeDevice, NamedDevice, Program, ProgramDevices, ProgramFacts
+from ...checkpoint.programs import AttributeDevice, CodeDevice, Program, ProgramDevices, ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import SliceSource, Source
 from ...files.zips.audit import audit
@@ -54,22 +54,13 @@ class ProgramArchive(Program):
         self.inner: dict[str, Container] = {}
         self.byteorder = "big" if archive.text("byteorder") == b"big" else "little"
         self.writer = ""
-        self.beside: list[str] = []
-        self.named_devices: list[NamedDevice] = []
+        self.named_devices: list[CodeDevice] = []
         self.graph = Graph([None], 0, self.builder.graph(0).style)
         self.problems: list[Finding] = archive.oddities[: LIMITS.listed]
 
     def names(self) -> list[str]:
         """Return the record names without the archive's folder."""
         return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
-
-    def describe(self, what: str, facts: ProgramFacts, consequence: str) -> None:
-        """Add the problems and the facts of the program; ``consequence`` says what the devices in its code mean."""
-        describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
-        away = [item for item in self.named_devices if item.device != "cpu"]
-        if away:
-            what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
-            self.problems.append(Finding.of("code-devices", "warning", what))
 
     def damaged(self, name: str, flaw: str) -> MalformedError:
         """Return the error for a damaged record; ``flaw`` follows its name."""
@@ -150,9 +141,9 @@ class ProgramArchive(Program):
             raise self.damaged(record.name, " has no data.pkl")
         return TorchZip(inner, pickle, inner.read(pickle, LIMITS.pickle_bytes))
 
-    def devices_in_sources(self, names: Iterable[str]) -> list[NamedDevice]:
+    def devices_in_sources(self, names: Iterable[str]) -> list[CodeDevice]:
         """Return the devices that source files name, searching up to ``_MAX_SOURCES`` bytes of code."""
-        devices: list[NamedDevice] = []
+        devices: list[CodeDevice] = []
         left = _MAX_SOURCES
         for name in names:
             record = self.archive.find(name)
@@ -163,37 +154,63 @@ class ProgramArchive(Program):
                 text = self.archive.read(record, record.size).decode("utf-8", "replace")
             except MalformedError:
                 continue  # the checksum check reports it
-            devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
+            devices += [code_device(name, device, number) for device, number in sorted(devices_in(text).items())]
         return devices
 
 
+#: The facts that are contents beside the weights: the noun for one of them, and what follows the noun.
+_CONTENTS: Final = {
+    "code_files": ("file", " of code"),
+    "compiled_files": ("file", " of compiled code"),
+    "sources": ("file", " of Python source"),
+    "attributes": ("tensor", " in plain attributes"),
+    "constants": ("constant", ""),
+    "reduced": ("object", " that only its own code rebuilds, here None"),
+    "restored_by_code": ("module", " that only code restores"),
+    "extern": ("external module", ""),
+    "extra_files": ("extra file", ""),
+}
+
+
 def describe(
-    program: Program, what: str, facts: ProgramFacts, beside: str, attributes: list[AttributeDevice] | None = None
+    program: Program,
+    what: str,
+    facts: ProgramFacts,
+    others: Iterable[str] = (),
+    attributes: list[AttributeDevice] | None = None,
 ) -> None:
     """Report that a file is a program and what it contains, and set its JSON-ready facts.
 
-    ``beside`` introduces the content other than weights. ``attributes`` lists devices named by objects outside the
-    code, None if the program has no such objects.
+    ``others`` are contents that are no facts. ``attributes`` lists devices named by objects outside the code, None if
+    the program has no such objects.
     """
-    named: list[CodeDevice] = [
-        {"where": item.where, "device": item.device, "number": item.number, "what": item.what}
-        for item in program.named_devices
-    ]
+    named = list(program.named_devices)
     devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}
     program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
     program.problems.insert(0, Finding.of(PROGRAM, "warning", what, refused=True))
+    beside = []
+    for fact, (noun, rest) in _CONTENTS.items():
+        value: Any = facts.get(fact, 0)
+        beside += name_parts(noun, value, rest=rest) if isinstance(value, list) else []
+        beside += [pluralize(value, noun) + rest] if isinstance(value, int) and value else []
+    program.beside = [*beside, *others]
     if program.beside:
-        program.problems.append(Finding.of("program-parts", "note", f"{beside} {'; '.join(program.beside)}"))
+        program.problems.append(Finding.of("program-parts", "note", f"it also holds {'; '.join(program.beside)}"))
+    counts, files = Counter[str](), dict[str, None]()
+    for item in named:
+        if item["device"] != "cpu":
+            counts[item["device"]] += item["number"]
+            files[item["where"]] = None
+    if counts:
+        names = [f"{device} ({pluralize(number, 'time')})" for device, number in counts.items()]
+        places = f"{join_limited(names, most=3)} in {join_limited(list(files), most=3)}"
+        what = f"its program names devices: {places}; neither remap nor map_location changes them"
+        program.problems.append(Finding.of("code-devices", "warning", what))
 
 
-def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
-    """Return ``cuda:0 (2 times) in code/a.py``, with at most ``most`` devices."""
-    counts = Counter[str]()
-    for item in devices:
-        counts[item.device] += item.number
-    names = [f"{device} ({pluralize(number, 'time')})" for device, number in counts.items()]
-    files = list(dict.fromkeys(item.where for item in devices))
-    return f"{join_limited(names, most=most)} in {join_limited(files, most=3)}"
+def code_device(where: str, device: str, number: int, what: str = "the code") -> CodeDevice:
+    """Return a device that a part of a program names ``number`` times."""
+    return {"where": where, "device": device, "number": number, "what": what}
 
 
 def graph_of(archive: Archive, name: str) -> Graph | None:

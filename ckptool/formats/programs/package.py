@@ -11,14 +11,14 @@ from typing import Final
 from ...base.errors import PickleError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import pluralize, quoted
 from ...checkpoint.programs import ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Graph, Persistent, Ref
 from ..torch.zip_reader import version_problem
-from .archive import ProgramArchive, name_parts
+from .archive import ProgramArchive, describe, name_parts
 
 _STORAGE: Final = ".data/"
 _SUFFIX: Final = ".storage"
@@ -71,16 +71,10 @@ class TorchPackage(ProgramArchive):
         self.named_devices = self.devices_in_sources(sources)
         version = (archive.text(".data/python_version") or b"").strip()[:20].decode("ascii", "replace")
         self.writer = "torch.package" + (f", Python {version}" if version else "")
-        self.beside = [
-            *([f"{pluralize(reduced, 'object')} that only its own code rebuilds, here None"] if reduced else []),
-            *name_parts("file", sources, rest=" of Python source"),
-            *name_parts("other file", others),
-            *([f"the names of external modules ({join_limited(extern, most=4)})"] if extern else []),
-        ]
         what = f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, which holds code:"
         what += " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
         facts: ProgramFacts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
-        self.describe(what, {**facts, "reduced": reduced}, "neither remap nor map_location changes code")
+        describe(self, what, {**facts, "reduced": reduced}, name_parts("other file", others))
         if problem := version_problem(archive):
             self.problems.append(problem)
 

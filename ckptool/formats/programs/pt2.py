@@ -16,12 +16,12 @@ from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
 from ...base.lazy import regex
-from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.programs import NamedDevice, ProgramFacts
+from ...base.text import quoted
+from ...checkpoint.programs import ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Ref
-from .archive import ProgramArchive, name_parts
+from .archive import ProgramArchive, code_device, describe, name_parts
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
 SCALAR_TYPES: Final = {
@@ -75,18 +75,9 @@ class Pt2(ProgramArchive):
         extra = [name.removeprefix("extra/") for name in names if name.startswith("extra/")]
         if compiled and not models and not programs:
             self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
-        inside = name_parts("constant", constants)
         pickled = name_parts("pickled object", objects)
         old = [name for name in names if _OTHER_OLD.fullmatch(name) and self._has_tensors(name)]
-        self.unnamed = [*inside, *name_parts("file", old, rest=" of constants"), *pickled]
-        self.beside = [
-            *([f"the program ({join_limited(programs, most=3)})"] if programs else []),
-            *inside,
-            *([f"{pluralize(len(compiled), 'file')} of compiled code"] if compiled else []),
-            *(["sample inputs"] if inputs else []),
-            *pickled,
-            *name_parts("extra file", extra),
-        ]
+        self.unnamed = [*name_parts("constant", constants), *name_parts("file", old, rest=" of constants"), *pickled]
         self._search_programs(programs)
         for name in names:
             if _CONSTANTS.fullmatch(name) or _COMPILED.fullmatch(name):
@@ -102,7 +93,8 @@ class Pt2(ProgramArchive):
             what += ", and pickles within it run when it is loaded"
         facts: ProgramFacts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers}
         facts = {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra}
-        self.describe(what, facts, "nothing moves them when it is loaded")
+        others = [*name_parts("program", programs), *name_parts("file", inputs, rest=" of sample inputs"), *pickled]
+        describe(self, what, facts, others)
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
         # Nested torch.save files are normal here.
@@ -173,7 +165,7 @@ class Pt2(ProgramArchive):
         for (kind, index, key), count in sorted(Counter(_DEVICE.findall(text)).items()):
             device = (kind or key).decode() + (f":{int(index)}" if index not in (b"", b"null") else "")
             what = "the compiled code" if key else "the program"
-            self.named_devices.append(NamedDevice(name, device, count, what))
+            self.named_devices.append(code_device(name, device, count, what))
 
     def _add_locations(self, name: str) -> None:
         """Add the devices of sample inputs, if they are a file of torch.save."""
@@ -181,7 +173,7 @@ class Pt2(ProgramArchive):
         with suppress(MalformedError, PickleError):
             storages = TensorReader(self.nested_file(record).graph).storages.values() if record else ()
             for tag, count in sorted(Counter(storage.location for storage in storages).items()):
-                self.named_devices.append(NamedDevice(name, tag, count, "a sample input"))
+                self.named_devices.append(code_device(name, tag, count, "a sample input"))
 
 
 def _location(device: Any) -> str:

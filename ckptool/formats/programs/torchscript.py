@@ -7,7 +7,7 @@ pickles. Source: ``torch/csrc/jit/serialization/export_module.cpp``, ``unpickler
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from ...base.errors import MalformedError, PickleError
@@ -17,7 +17,7 @@ from ...base.records import NamedTuple
 from ...base.steps import in_shell
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, StoredRecord, Traits
-from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
+from ...checkpoint.programs import AttributeDevice, Program, ProgramFacts
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -25,7 +25,7 @@ from ...pickles.decode import decode
 from ...pickles.nodes import Graph, Node, Persistent, Ref, Style, relocated
 from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
-from .archive import describe, describe_devices, name_parts
+from .archive import code_device, describe
 from .script_modules import add_state_dict, module_tensors, read_code
 
 #: The folder of the storages of constants.pkl.
@@ -89,13 +89,12 @@ class TorchScript(TorchZip, Program):
             for name in survey(part.graph).devices
         ]
         literals = sorted(self.code.devices.items())
-        self.named_devices = [NamedDevice(f"code/{file}", device, number) for (file, device), number in literals]
+        self.named_devices = [code_device(f"code/{file}", device, number) for (file, device), number in literals]
         start = f"{archive.prefix}extra/"
         self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         named = {ref for _, ref in self.modules.state}
         self.plain = [name for name, ref in self.modules.plain if ref not in named]
-        self.unnamed = self._parts_unnamed(self.reader, len(own.nodes))
-        self.beside = self._parts_beside()
+        self.unnamed = self._unnamed()
         self._add_problems()
 
     def _check_protocol(self, record: Record, data: bytes) -> None:
@@ -132,45 +131,30 @@ class TorchScript(TorchZip, Program):
             nodes.append(name)
         self.parts.append(ScriptPickle(record, graph, base, keys))
 
-    def _parts_unnamed(self, reader: TensorReader, end: Ref) -> list[str]:
-        """Describe the tensors that share no storage with the state dict; data.pkl ends at ``end`` in the arena."""
-
-        def keys(refs: Iterable[Ref]) -> set[str | None]:
-            tensors = filter(None, map(reader.tensor, refs))
-            return {part.storage for tensor in tensors for part in reader.parts(tensor)}
-
-        named = keys(ref for _, ref in self.modules.state)
-        stored = {storage.key for ref, storage in reader.uses() if ref < end and storage.nbytes} - named
-        plain = [name for name, ref in self.modules.plain if name in self.plain and keys([ref]) & stored]
-        rest = stored - keys(ref for _, ref in self.modules.plain)
+    def _unnamed(self) -> list[str]:
+        """Describe the storages that no tensor of the state dict uses."""
+        reader = self.reader
+        tensors = filter(None, (reader.tensor(ref) for _, ref in self.modules.state))
+        named = {part.storage for tensor in tensors for part in reader.parts(tensor)}
         # A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
-        in_code = [storage for storage in reader.storages.values() if storage.key.startswith(_CONSTANTS)]
-        numbers = sum(storage.numel == 1 and storage.dtype.name in ("float64", "int64", "bool") for storage in in_code)
-        constants = sum(storage.numel > 0 for storage in in_code) - numbers
-        parts = name_parts("tensor", plain, rest=" in plain attributes")
-        if constants:
-            parts.append(f"{pluralize(constants, 'constant')} of the code")
-        objects = f"{pluralize(len(rest), 'storage')} of lists and objects"
-        hidden = join_limited(self.modules.hidden, most=3)
-        return parts + ([f"what only code restores ({hidden})" if hidden else objects] if rest else [])
-
-    def _parts_beside(self) -> list[str]:
-        parts = [f"the program ({pluralize(len(self.code.files), 'file')} of code)"]
-        parts += name_parts("tensor", self.plain, rest=" in plain attributes")
-        if self.constants:
-            frozen = "" if self.modules.state else ", its weights among them: it is frozen"
-            parts.append(f"{pluralize(self.constants, 'constant')} of the code{frozen}")
-        if self.modules.hidden:
-            parts.append(f"what only code restores ({join_limited(self.modules.hidden, most=3)})")
-        else:
-            parts += [part for part in self.unnamed if part.endswith("of lists and objects")]
-        return parts + name_parts("extra file", self.extra)
+        left = [
+            storage.key
+            for storage in reader.storages.values()
+            if storage.nbytes
+            and storage.key not in named
+            and not storage.key.startswith("bytecode/")
+            and not (
+                storage.key.startswith(_CONSTANTS)
+                and storage.numel == 1
+                and storage.dtype.name in ("float64", "int64", "bool")
+            )
+        ]
+        return [f"{pluralize(len(left), 'storage')} outside of its parameters and buffers"] if left else []
 
     def _add_problems(self) -> None:
         modules = self.modules
         what = f"it is {self.kind}, which holds code: torch.jit.load reads it, torch.load(weights_only=True) refuses"
         what += " it, and its code runs when it is called"
-        beside = "it also holds" if modules.state else f"{NO_WEIGHTS}; it holds"
         attributes: list[AttributeDevice] = [
             {"path": name.path, "device": name.device} for name in self.attribute_devices
         ]
@@ -185,7 +169,8 @@ class TorchScript(TorchZip, Program):
             "restored_by_code": self.modules.hidden,
             "extra_files": self.extra,
         }
-        describe(self, what, facts, beside, attributes=attributes)
+        known = self.plain or self.constants or modules.hidden
+        describe(self, what, facts, () if known else self.unnamed, attributes)
         if self.code.unread:
             names = join_limited([f"code/{name}" for name in self.code.unread], most=3)
             what = "too large or damaged, not searched to the end for devices and names of parameters"
@@ -197,11 +182,6 @@ class TorchScript(TorchZip, Program):
         if modules.hidden:
             what = "only code restores this state, and ckptool runs no code: its tensors have no names"
             self._note("hidden-state", "warning", f"{join_limited(modules.hidden, most=3)}: {what}")
-        if self.named_devices:
-            what = f"its code names devices: {describe_devices(self.named_devices)}"
-            what += "; neither remap nor map_location changes code"
-            level = "note" if all(item.device == "cpu" for item in self.named_devices) else "warning"
-            self._note("code-devices", level, what)
         if self.attribute_devices:
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
-from ...base.text import pluralize, quoted
+from ...base.text import quoted
 from ...checkpoint.objects import callable_name, list_items, scalar
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
-from .archive import ProgramArchive, graph_of
+from .archive import ProgramArchive, describe, graph_of
 
 _MODEL: Final = "model.json"
 #: ``TensorProto.DataType`` of caffe2, where the lower-case name is not torch's.
@@ -46,13 +46,8 @@ class JsonScript(ProgramArchive):
         self.named_devices = self.devices_in_sources(files)
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
-        self.beside = [f"the program ({pluralize(len(files), 'file')} of code)"]
         what = "it is a TorchScript archive of torch 1.0 to 1.3, which holds code: no later torch loads it"
-        self.describe(
-            what,
-            {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)},
-            "nothing moves them when it is loaded",
-        )
+        describe(self, what, {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)})
 
     def _items(self, main: dict[str, Any]) -> list[tuple[str, Ref]]:
         items: list[tuple[str, Ref]] = []

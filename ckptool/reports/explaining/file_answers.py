@@ -30,7 +30,7 @@ from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
 from ...edits.sanitize.trial import loadable
 from ...files.sources import FolderSource
-from ...formats.empty_weights import empty_weights, gather_step
+from ...formats.empty_weights import GATHER, empty_weights
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
@@ -284,7 +284,7 @@ def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Det
     if _is_another_file(checkpoint, error, names):
         return Answer(f"{_ANOTHER}: {path} has other keys or shapes.", cause="elsewhere")
     if any(item.saved == (0,) for item in error.mismatched) and (empty := empty_weights(checkpoint)):
-        return Answer(f"{path}: {empty}", gather_step(checkpoint))
+        return Answer(f"{path}: {empty}", GATHER)
     log = "error.txt" if details["log"] == STDIN else details["log"]
     try:
         report, steps, edited = match_checkpoint(checkpoint, target_in_error(checkpoint, text, log))
