@@ -15,7 +15,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.paths import as_children, joined, spell_key, within
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, view_id
-from ..pickles.nodes import Graph, List, Persistent, Ref, children
+from ..pickles.nodes import Graph, List, Persistent, Ref
 
 #: A description of each kind of loss, for messages.
 KINDS: Final = {
@@ -104,19 +104,8 @@ class Fit(NamedTuple):
 
 def storages_within(checkpoint: Checkpoint, ref: Ref) -> list[str]:
     """Return the nonempty storages within a value at any depth, each once and in order."""
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
-    keys: dict[str, None] = {}  # a set would give messages a different order in each run
-    seen, work = set[Ref](), [ref]
-    while work:
-        part = work.pop()
-        if part in seen:
-            continue
-        seen.add(part)
-        storage = reader.storage(part)
-        if storage is not None and storage.nbytes:
-            keys[storage.key] = None
-        work += children(graph.nodes[part])
-    return list(keys)
+    used = map(checkpoint.survey.reader.storage, checkpoint.graph.reachable(ref))
+    return list(dict.fromkeys(storage.key for storage in used if storage is not None and storage.nbytes))
 
 
 def refuse(
@@ -208,9 +197,11 @@ def entries_outside(
     minor, other, dropped = Loss("entries", (), minor=True), Loss("entries", ()), Loss("entries", (), drops=True)
     beside = [] if named else _outside(checkpoint, state_dict)
     tensors = {entry.ref: entry.tensor for entry in checkpoint.survey.tensors} if beside else {}
+    barred = {*training, *(ref for ref, tensor in tensors.items() if not _may_be_weights(tensor))}
+    storage = checkpoint.survey.reader.storage
     for path, ref in beside:
-        is_optimizer = path.rpartition(".")[2].lower().startswith("optim")
-        weights = not is_optimizer and _may_hold_weights(checkpoint, ref, tensors, training)
+        held = () if path.rpartition(".")[2].lower().startswith("optim") else graph.reachable(ref, barred=barred)
+        weights = any(part in tensors or ((bare := storage(part)) is not None and bare.nbytes) for part in held)
         places.setdefault(Loss("entries", (), key=state_dict.path or ".") if weights else minor, []).append(path)
     for key, ref in state_dict.items:
         if graph.nodes[key] not in inside:
@@ -237,29 +228,12 @@ def _is_copy(checkpoint: Checkpoint, state_dict: StateDict, key: Ref, ref: Ref) 
     return all(view_id(tensor) in own for tensor in entries) and {*storages} <= {tensor.storage for tensor in entries}
 
 
-def _may_hold_weights(
-    checkpoint: Checkpoint, ref: Ref, tensors: Mapping[Ref, Tensor], training: Collection[Ref]
-) -> bool:
-    """Return whether a value outside the state dict holds what may be weights: tensors of special kinds, bare storages,
-    floating-point tensors with several elements, and matrices. Others are metrics, counters and random states."""
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
-    seen, work = set[Ref](training), [ref]
-    while work:
-        part = work.pop()
-        if part in seen:
-            continue
-        seen.add(part)
-        if (tensor := tensors.get(part)) is not None:
-            is_float = tensor.dtype.startswith(("float", "bfloat", "complex"))
-            is_list = tensor.numel > 1 and (is_float or len(tensor.shape) > 1)
-            if is_list or tensor.kind not in ("dense", "array", "meta"):
-                return True
-            continue
-        storage = reader.storage(part)
-        if storage is not None and storage.nbytes:
-            return True
-        work += children(graph.nodes[part])
-    return False
+def _may_be_weights(tensor: Tensor) -> bool:
+    """Return whether a tensor outside the state dict may be a weight: it is of a special kind, a matrix, or has several
+    floating-point elements. Others are metrics, counters and random states."""
+    is_float = tensor.dtype.startswith(("float", "bfloat", "complex"))
+    is_list = tensor.numel > 1 and (is_float or len(tensor.shape) > 1)
+    return is_list or tensor.kind not in ("dense", "array", "meta")
 
 
 def paths_beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ Nothing here imports or calls anything that a pickle names.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import compress
@@ -351,10 +351,15 @@ class Graph:
             index.default_factory = None
         return index
 
-    def reachable(self) -> Iterator[Ref]:
-        """Yield every reference that is reachable from the root, once, parents before children."""
+    def reachable(self, *roots: Ref, barred: Iterable[Ref] = ()) -> Iterator[Ref]:
+        """Yield every reference that is reachable from the root, or from ``roots``, once, parents before children.
+
+        ``barred`` nodes are neither yielded nor entered.
+        """
         nodes, seen = self.nodes, bytearray(len(self.nodes))
-        work = [self.root]
+        for ref in barred:
+            seen[ref] = 1
+        work = [*reversed(roots)] if roots else [self.root]
         while work:
             ref = work.pop()
             if seen[ref]:

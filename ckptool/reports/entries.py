@@ -38,7 +38,7 @@ from ..edits.sanitize.numpy_values import with_plain_numpy
 from ..files.downloads import expect_reads
 from ..files.sources import Piece
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..pickles.nodes import Graph, Ref
+from ..pickles.nodes import Ref
 from ..values import objects
 from ..values.elements import read_for, storage_reader
 from ..values.interpretation import Reading, excessive_repeats, interpret, numbers_in
@@ -108,7 +108,7 @@ def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
 
 def _read(checkpoint: Checkpoint, ref: Ref) -> Iterator[Piece | None]:
     """Yield what is read for the tensors in an object."""
-    for inner in Graph(checkpoint.graph.nodes, ref, checkpoint.graph.style).reachable():
+    for inner in checkpoint.graph.reachable(ref):
         tensor = checkpoint.survey.reader.tensor(inner)
         if tensor is not None and tensor.storage:
             yield read_for(storage_reader(checkpoint, tensor.storage), tensor)

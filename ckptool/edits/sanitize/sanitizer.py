@@ -7,7 +7,7 @@ plain value, so that shared objects stay shared. Nothing is executed to find thi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Final
 
@@ -53,7 +53,6 @@ from ...pickles.nodes import (
     Ref,
     Set,
     Style,
-    children,
     non_utf8_strings,
 )
 from ...pickles.opcodes import PYTHON2_STRINGS
@@ -160,7 +159,8 @@ def _make_plain(
     owners = unknown.keys() & leading_to(checkpoint.graph, lost) if lost else set[Ref]()
     if owners or ((unknown or sanitizer.bad_keys) and not drop_unknown):
         raise _refusal(checkpoint, sanitizer, False, owners)
-    rest = lost - _leading_below(checkpoint.graph, gone)
+    known = [ref for ref in gone if ref < len(checkpoint.graph.nodes)]
+    rest = lost.difference(checkpoint.graph.reachable(*known) if known else ())
     if rest:
         count, words = _left_out(checkpoint, rest)
         if not sanitizer.state_dicts:
@@ -263,20 +263,10 @@ def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> 
     arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
     if arrays:
         # A generator's seed array goes with it, because only its state matters.
-        random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
-        lost |= arrays - _leading_below(graph, random)
+        random = [ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random.")]
+        lost |= arrays.difference(graph.reachable(*random)) if random else arrays
     lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
     return lost.intersection(graph.reachable()) if lost else lost
-
-
-def _leading_below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
-    found, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
-    while work:
-        ref = work.pop()
-        if ref not in found:
-            found.add(ref)
-            work += children(graph.nodes[ref])
-    return found
 
 
 def _left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
