@@ -45,17 +45,16 @@ def account(survey: Survey) -> Account:
     """Add up a survey."""
     reader, storages = survey.reader, survey.reader.storages
     entry_bytes, entry_tensors = [0] * len(survey.entries), [0] * len(survey.entries)
-    located: dict[str, int] = {}
+    located, others, users = Counter[str](), Counter[str](), Counter[str]()
     typed: dict[str, list[int]] = {}
     views: dict[str, list[tuple[int, int, int]]] = {}
     first: dict[str, str] = {}
-    users: dict[str, int] = {}
     seen: set[object] = set()
     # Width of an element, extent and distinct bytes of a layout. Many tensors share one.
     sizes: dict[tuple[tuple[int, ...], tuple[int, ...], int], tuple[int, int, int]] = {}
     for entry in survey.tensors:
         tensor = entry.tensor
-        located[tensor.location] = located.get(tensor.location, 0) + 1
+        located[tensor.location] += 1
         sums = typed.setdefault(tensor.dtype, [0, 0])
         sums[0] += 1
         identity = view_id(tensor) if tensor.storage else entry.ref
@@ -68,7 +67,7 @@ def account(survey: Survey) -> Account:
             key = part.storage
             if not key:
                 continue
-            users[key] = users.get(key, 0) + 1
+            users[key] += 1
             if key not in first:
                 first[key] = entry.path
                 if entry.top >= 0:
@@ -76,7 +75,7 @@ def account(survey: Survey) -> Account:
             layout = (part.shape, part.stride, part.own_bytes)
             if layout not in sizes:
                 width = part.own_bytes // max(part.numel, 1) or 1
-                sizes[layout] = (width, extent(part.shape, part.stride) * width, distinct_elements(part) * width)
+                sizes[layout] = (width, extent(part.shape, part.stride) * width, _distinct_elements(part) * width)
             width, size, distinct = sizes[layout]
             views.setdefault(key, []).append((part.offset * width, size, distinct))
     for path, ref, top in survey.storages:
@@ -86,34 +85,29 @@ def account(survey: Survey) -> Account:
                 entry_bytes[top] += storage.nbytes
             first.setdefault(storage.key, path)
             views.setdefault(storage.key, []).append((0, storage.nbytes, storage.nbytes))
-    devices: dict[str, int] = dict.fromkeys(located, 0)
-    others: Counter[str] = Counter()
-    total = unused = 0
+    devices = Counter[str](dict.fromkeys(located, 0))
     wasteful = []
     for key, storage in storages.items():
         nbytes = storage.nbytes
-        devices[storage.location] = devices.get(storage.location, 0) + nbytes
-        total += nbytes
+        devices[storage.location] += nbytes
         spans = views.get(key)
         if spans is None:
             others[storage.location] += nbytes
             continue
         waste = nbytes - min(_covered(spans), nbytes) if spans[0][2] != nbytes or len(spans) > 1 else 0
         if waste > 0:
-            unused += waste
             wasteful.append((first[key], nbytes - waste, nbytes))
     wasteful.sort(key=lambda item: item[1] - item[2])
+    unused = sum(nbytes - used for _, used, nbytes in wasteful)
     by_device = [Share(name, located.get(name, 0), size, others[name]) for name, size in devices.items()]
     by_dtype = [Share(name, number, size) for name, (number, size) in typed.items()]
     shared = sum(number > 1 for number in users.values())
-    return Account(by_device, by_dtype, entry_bytes, entry_tensors, total, unused, shared, wasteful)
+    return Account(by_device, by_dtype, entry_bytes, entry_tensors, devices.total(), unused, shared, wasteful)
 
 
-def distinct_elements(tensor: Tensor) -> int:
+def _distinct_elements(tensor: Tensor) -> int:
     """Return the number of distinct storage elements that a view reads; dimensions with stride 0 repeat elements."""
-    if not tensor.stride:
-        return tensor.numel
-    return prod(size for size, step in zip(tensor.shape, tensor.stride) if step or not size)
+    return prod(size for size, step in zip(tensor.shape, tensor.stride or tensor.shape) if step or not size)
 
 
 def _covered(spans: list[tuple[int, int, int]]) -> int:

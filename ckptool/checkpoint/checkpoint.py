@@ -388,10 +388,6 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         """Return a copy whose survey lists constructs that ckptool does not follow, instead of raising."""
         return self.replace(is_lenient=True)
 
-    def regraphed(self, graph: Graph) -> Checkpoint:
-        """Return a lenient copy with an equal graph: the graph decoded from the pickle to be written."""
-        return self.replace(graph=graph, is_lenient=True)
-
     def close(self) -> None:
         """Close the file. Metadata that was read stays available."""
         self.source.close()

@@ -53,23 +53,24 @@ def checksums(
                 progress(size)
 
     def read_batch() -> None:
-        sums: dict[int, int] = {}
-        errors: dict[int, str] = {}
+        results: dict[int, int | str] = {}  # a checksum, or why there is none
 
         def read(number: int) -> None:
             record = batch[number]
-            crc = (
-                known.get(record.span) if known and not record.compressed and record.size == record.span.size else None
-            )
+            whole = not record.compressed and record.size == record.span.size
+            crc = known.get(record.span) if known and whole else None
             try:
-                sums[number] = crc if crc is not None else checksum(record, advance if progress else None)
+                results[number] = crc if crc is not None else checksum(record, advance if progress else None)
             except MalformedError as error:
-                errors[number] = error.what
+                results[number] = error.what
 
         expect_reads(record.span for record in batch)
         run_in_threads(range(len(batch)), read, [record.size for record in batch])
-        lost.extend((batch[number].name, errors[number]) for number in sorted(errors))
-        wrong.extend(record for number, record in enumerate(batch) if sums.get(number, record.crc) != record.crc)
+        for record, result in ((record, results[number]) for number, record in enumerate(batch)):
+            if isinstance(result, str):
+                lost.append((record.name, result))
+            elif result != record.crc:
+                wrong.append(record)
         batch.clear()
 
     try:

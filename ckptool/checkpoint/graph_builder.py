@@ -5,7 +5,7 @@ This way every command sees one kind of checkpoint, whatever the container.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Final
 
@@ -150,10 +150,6 @@ class Constants:
     def tensor(self, tensor: PlainTensor) -> Ref:
         """Add a tensor."""
         return self.add(self.new_tensor(tensor))
-
-    def pairs(self, refs: Sequence[Ref]) -> Ref:
-        """Add a dict of alternating key and value references."""
-        return self.add(Dict(list(refs)))
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
         """Add a persistent id of a storage; dtypes without a storage class get an untyped storage."""

@@ -240,7 +240,7 @@ def test_two_files_of_shards_exchanged(
         return
     found = told(folder, tmp_path, capsys)
     assert found.validate == 0
-    assert any(f"{a} and {b} may have been swapped" in found.text for a, b in ((one, two), (two, one)))
+    assert "in another shard than the index says" in found.text
     loaded = torch.load(tmp_path / "out.pth")
     assert all(torch.equal(loaded[name], value) for name, value in state().items())
 

@@ -121,7 +121,8 @@ def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
 
 def _checked(edited: Checkpoint) -> Checkpoint:
     """Return the checkpoint as it would be read back; raise RefusedError if ``validate`` would refuse it."""
-    written = edited.regraphed(decode(encode(edited.graph)).graph) if edited.edited else edited
+    decoded = decode(encode(edited.graph)).graph if edited.edited else edited.graph
+    written = edited.replace(graph=decoded, is_lenient=edited.edited or edited.is_lenient)
     flaws = storage_flaws(written)
     blockers = weights_only(written, flaws).blockers
     left = [blocker.name or blocker.rule for blocker in blockers if blocker.rule != WRONG_SUFFIX]

@@ -207,7 +207,9 @@ class HfFolder(ShardedContainer):
             what = f"{pluralize(len(lost), 'tensor')} of {len(files):,} are in files that cannot be read"
             self.note_lost(f"{what}: {join_limited(lost)}")
         if moved:
-            self.note("wrong-shard", "warning", _moved_text(moved), moved[0][1])
+            name, listed, actual = moved[0]
+            what = f"{pluralize(len(moved), 'tensor')} in another shard than the index says"
+            self.note("wrong-shard", "warning", f"{what}: {quoted(name)} in {actual}, not {listed}", listed)
         twice = [name for name, owners in copies.items() if len(owners) > 1]
         if twice:
             shards = [self.shards[number].name for number in copies[twice[0]]]
@@ -341,15 +343,6 @@ class HfFolder(ShardedContainer):
     def texts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         for shard in self.shards:
             yield from ((shard.name, texts) for _, texts in shard.container.texts())
-
-
-def _moved_text(moved: list[tuple[str, str, str]]) -> str:
-    """Return the message about misplaced tensors, given as (name, shard in the index, actual shard)."""
-    name, listed, actual = moved[0]
-    what = f"{pluralize(len(moved), 'tensor')} in another shard than the index says"
-    what += f": {quoted(name)} in {actual}, not {listed}"
-    swapped = any(other[1:] == (actual, listed) for other in moved)
-    return what + (f"; {listed} and {actual} may have been swapped" if swapped else "")
 
 
 def _shard(source: Source, name: str) -> Shard:

@@ -15,7 +15,7 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.survey import StateDict
 from ...files.sources import FolderPlan, Plan
-from ...pickles.nodes import Graph, Ref
+from ...pickles.nodes import Dict, Graph, Ref
 from ...values.elements import tensor_size
 from ..losses import Fit, refuse_emptied, refuse_texts, whole_state_dict
 from ..names.hf import index_name
@@ -186,7 +186,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
 def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
     builder = Builder()
     places: dict[Ref, Ref] = {}
-    return builder.graph(builder.pairs([builder.graft(graph, ref, places) for ref in pairs]))
+    return builder.graph(builder.add(Dict([builder.graft(graph, ref, places) for ref in pairs])))
 
 
 def _files(

@@ -183,46 +183,35 @@ class _Ids:
         self.problems.append(Finding.of(DAMAGED, "error", what, refused=True))
 
     def _resolve(self, pid: Node) -> None:
-        nodes = self.graph.nodes
-        kind = nodes[pid[0]] if type(pid) is tuple and pid else None
-        if type(pid) is not tuple or kind not in ("storage", b"storage", "module", b"module"):
-            self._refuse("a persistent id of a kind that torch does not know")
+        parts = [self.graph.nodes[ref] for ref in pid] if type(pid) is tuple else []
+        if len(parts) == 4 and parts[0] in ("module", b"module"):
             return
-        parts = 4 if kind in ("module", b"module") else 6
-        if len(pid) != parts:
-            self._refuse(f"a persistent id of {len(pid)} parts: in the legacy format torch takes {parts}")
-            return
-        if parts == 4:
-            return
-        cls, key, location, numel, view = (nodes[ref] for ref in pid[1:])
+        if len(parts) != 6 or parts[0] not in ("storage", b"storage") or not self._storage(*parts[1:]):
+            self._refuse("a persistent id that torch refuses, or that no version of torch writes")
+
+    def _storage(self, cls: Node, key: Node, location: Node, numel: Node, view: Node) -> bool:
+        """Note a storage; return False if torch does not read its persistent id, or another id contradicts it."""
         is_place = type(location) is str or (type(location) is bytes and location.isascii())
         if type(cls) is not Global or not isinstance(key, str | int) or not _is_key(key) or not is_place:
-            self._refuse("a persistent id whose class, key or location has a type that torch does not write")
-        elif type(numel) is not int or not 0 <= numel < 1 << 63:
-            self._refuse(f"storage {key!r} has a size that is not a number")
-        elif key in self._views:
-            self._refuse(f"the key {key!r} names both a view and a storage")
-        elif not self.roots.get(key, numel) and numel:
-            self._refuse(f"storage {key!r} is described as empty first, then with {numel:,} elements")
-        else:
-            self.roots.setdefault(key, numel)
-            if view is not None:
-                self._view(key, view)
+            return False
+        if type(numel) is not int or not 0 <= numel < 1 << 63 or key in self._views:
+            return False
+        if numel and not self.roots.setdefault(key, numel):
+            return False  # described as empty first
+        self.roots.setdefault(key, numel)
+        return view is None or self._view(key, view)
 
-    def _view(self, root: str | int, view: Node) -> None:
-        nodes = self.graph.nodes
-        parts = [nodes[ref] for ref in view] if type(view) is tuple else []
+    def _view(self, root: str | int, view: Node) -> bool:
+        """Note a view of a storage; return False as ``_storage`` does."""
+        parts = [self.graph.nodes[ref] for ref in view] if type(view) is tuple else []
         key, offset, size = parts if len(parts) == 3 else (None, None, None)
         if not isinstance(key, str | int) or not _is_key(key) or type(offset) is not int or type(size) is not int:
-            self._refuse(f"storage {root!r} has a view that is not a key, an offset and a size")
-        elif key in self.roots:
-            self._refuse(f"the key {key!r} names both a view and a storage")
-        elif offset < 0 or size < 0 or offset + size > self.roots[root]:
-            self._refuse(f"view {key!r} reaches beyond storage {root!r} of {pluralize(self.roots[root], 'element')}")
-        elif self._views.setdefault(key, (root, offset, size)) != (root, offset, size):
-            self.differ = True
-            if self._views[key][0] != root:
-                self._refuse(f"two storages have a view {key!r}")
+            return False
+        if key in self.roots or offset < 0 or size < 0 or offset + size > self.roots[root]:
+            return False
+        known = self._views.setdefault(key, (root, offset, size))
+        self.differ |= known != (root, offset, size)
+        return known[0] == root
 
 
 def _is_key(node: Node) -> bool:
