@@ -24,7 +24,7 @@ from ..reports.scan import (
     skipped,
     unread,
 )
-from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
+from ..safety.rules import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
 from .help import GroupedCommand
 from .inputs import Inputs, input_options

@@ -35,7 +35,7 @@ from ..reports.validate import (
     unreadable_report,
     validation_report,
 )
-from ..safety.outcomes import UNSAFE
+from ..safety.rules import UNSAFE
 from ..safety.torch_lists import DEFAULT
 from .help import GroupedCommand
 from .inputs import FolderFile, Inputs, input_options

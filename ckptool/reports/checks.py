@@ -24,8 +24,8 @@ from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..pickles.nodes import Ref
 from ..safety.torch_lists import VERSIONS, list_of
-from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
-from ..safety.weights_only import LoadPrediction
+from ..safety.verdict import ExaminedPickle, examine, is_name
+from ..safety.weights_only import ALLOWED, CALLED, LoadPrediction
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
 from .facts import WEIGHTS_ONLY, Facts, dangerous_call, facts

@@ -23,7 +23,7 @@ from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
-from ..safety.outcomes import UNKNOWN
+from ..safety.rules import UNKNOWN
 from ..safety.verdict import Verdict
 from ..safety.weights_only import LoadPrediction
 from .facts import facts

@@ -22,7 +22,7 @@ from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.opening import CheckpointOrPath, file_of, in_several_files, open_checkpoint, read_checkpoint
 from ..formats.search.inert import inert_kind
 from ..formats.search.pickle_search import find_pickles, is_followed
-from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
+from ..safety.rules import UNKNOWN, VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT
 from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict
 from .file_rows import PASSED_OVER, UNREADABLE, FileVerdict

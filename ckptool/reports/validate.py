@@ -38,7 +38,7 @@ from ..formats import folder_format
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.search.pickle_search import find_pickles
 from ..safety.calls import has_acting_call
-from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
+from ..safety.rules import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
 from ..safety.verdict import ExaminedPickle, examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, read_for, storage_reader

@@ -41,14 +41,7 @@ _FLOATS: Final = ("float", "bfloat", "complex", "bcomplex")
 _QUANTIZED: Final = ("qint", "quint")
 
 
-def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refusal]:
-    """Return the calls of functions in ``names`` (torch's list) and the containers at which torch fails, by
-    reference.
-    """
-    return _CallChecker(graph, reader).refused(names)
-
-
-class _CallChecker:
+class CallChecker:
     """One pass over a graph. Names are cached by the reference of the function."""
 
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
@@ -57,6 +50,7 @@ class _CallChecker:
         self.tuples: dict[Ref, Refusal | None] = {}  # as keys; many keys may share a tuple
 
     def refused(self, names: frozenset[str]) -> dict[Ref, Refusal]:
+        """Return the calls of functions in ``names`` (torch's list) and the containers at which torch fails."""
         nodes, refused = self.nodes, dict[Ref, Refusal | None]()
         for ref, node in self.graph.of_type(Call):
             name = self.name(node.func)
@@ -222,7 +216,7 @@ _VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
     "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams",
 )
 
-_KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
+_KINDS: Final[Mapping[str, Callable[[CallChecker, Ref], bool]]] = {
     "bool": lambda checker, ref: type(checker.nodes[ref]) is bool,
     "string": lambda checker, ref: type(checker.nodes[ref]) is str,
     "device index": lambda checker, ref: type(node := checker.nodes[ref]) is int and 0 <= node < 1 << 31,
@@ -257,18 +251,18 @@ _META: Final = ("dtype or None", "size", "size", "bool or None")
 _V3: Final = ("bool or None", "", "dtype or None", "dict or None")
 _MOVED: Final = ("tensor", "dtype", "", "bool")
 RULES: Final[Mapping[str, _Rule]] = {
-    "torch._utils._rebuild_tensor": _Rule(4, _VIEW, _CallChecker.dense, True),
-    _V2: _Rule(6, (*_VIEW, "bool", "", "dict or None"), _CallChecker.tensor_v2, True),
-    "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, *_V3), _CallChecker.tensor_v3, True),
-    "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), _CallChecker.quantized, True),
-    "torch._utils._rebuild_parameter": _Rule(3, (*_PARAMETER, ""), _CallChecker.parameter),
-    "torch._utils._rebuild_parameter_with_state": _Rule(4, (*_PARAMETER, "", ""), _CallChecker.parameter),
-    "torch.nn.parameter.Parameter": _Rule(0, _PARAMETER, _CallChecker.parameter),
+    "torch._utils._rebuild_tensor": _Rule(4, _VIEW, CallChecker.dense, True),
+    _V2: _Rule(6, (*_VIEW, "bool", "", "dict or None"), CallChecker.tensor_v2, True),
+    "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, *_V3), CallChecker.tensor_v3, True),
+    "torch._utils._rebuild_qtensor": _Rule(7, (*_VIEW, "tuple", "bool", ""), CallChecker.quantized, True),
+    "torch._utils._rebuild_parameter": _Rule(3, (*_PARAMETER, ""), CallChecker.parameter),
+    "torch._utils._rebuild_parameter_with_state": _Rule(4, (*_PARAMETER, "", ""), CallChecker.parameter),
+    "torch.nn.parameter.Parameter": _Rule(0, _PARAMETER, CallChecker.parameter),
     "torch._utils._rebuild_sparse_tensor": _Rule(2, ("layout", "tuple")),
     "torch._utils._rebuild_nested_tensor": _Rule(4, ("tensor",) * 4),
     "torch._utils._rebuild_meta_tensor_no_storage": _Rule(4, _META),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Rule(4, _MOVED),
-    _FROM_TYPE: _Rule(4, ("function", "", "tuple", ""), _CallChecker.from_type),
+    _FROM_TYPE: _Rule(4, ("function", "", "tuple", ""), CallChecker.from_type),
     "torch.nested._internal.nested_tensor._rebuild_njt": _Rule(1, ("",), None, True),
     "torch.serialization._get_layout": _Rule(1, ("name of a layout",)),
     "torch.Size": _Rule(0, ("size",)),

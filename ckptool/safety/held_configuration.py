@@ -14,8 +14,7 @@ from ..base.lazy import regex
 from ..base.text import human_bytes
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, children
-from .outcomes import UNKNOWN
-from .rules import acting_rules, word_lists
+from .rules import UNKNOWN, acting_rules, word_lists
 
 if TYPE_CHECKING:
     from .configuration import ActivePart

@@ -1,6 +1,6 @@
-"""The tables by which text is judged, read from ``text_rules.json`` and ``plain_keys.json`` when first needed.
+"""The words of a verdict on what loading a file may do, and the tables by which text is judged.
 
-A source of the libraries that read a key stands beside it; ``fixtures/generators/plain_keys.py`` makes the second file.
+They are read from ``text_rules.json`` and ``plain_keys.json`` when first needed. A source of the libraries that read a key stands beside it; ``fixtures/generators/plain_keys.py`` makes the second file.
 """
 
 from __future__ import annotations
@@ -8,11 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
+from ..base.findings import PROGRAM
 from ..base.lazy import table
 from ..base.records import NamedTuple
 from ..base.text import words
+
+#: Every pickle names only globals on torch's weights_only list, or there is no pickle; nothing is run.
+WEIGHTS_ONLY: Final = "weights-only"
+#: Something acts on the machine when it is unpickled.
+UNSAFE: Final = "unsafe"
+#: A pickle names something that is not on the list, or cannot be followed to its end.
+UNKNOWN: Final = "unknown"
+#: All verdicts, the worst first.
+VERDICTS: Final = (UNSAFE, PROGRAM, UNKNOWN, WEIGHTS_ONLY)
 
 
 class ActingRule(NamedTuple):

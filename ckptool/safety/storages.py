@@ -14,7 +14,7 @@ from ..checkpoint.objects import callable_name
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
 from ..pickles.nodes import Call, Persistent, Ref
-from .arguments import Refusal, refused_calls
+from .arguments import CallChecker, Refusal
 from .torch_lists import ever_listed
 
 _NESTED: Final = "torch._utils._rebuild_nested_tensor"
@@ -73,11 +73,11 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
     # of the checkpoint's own graph, except for unreachable nodes.
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
         known_refs = checkpoint.container.read_with_object(other)
-        for ref, refusal in refused_calls(other, TensorReader(other), names).items():
+        for ref, refusal in CallChecker(other, TensorReader(other)).refused(names).items():
             if ref not in known_refs:
                 message = f"in a pickle beside the checkpoint's: {refusal.message}"
                 yield Finding.of("arguments", "error", message, refused=refusal.certain)
-    refused = refused_calls(checkpoint.graph, survey.reader, names)
+    refused = CallChecker(checkpoint.graph, survey.reader).refused(names)
     if checkpoint.traits.storages_in_sequence and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
         calls = checkpoint.graph.of_type(Call)

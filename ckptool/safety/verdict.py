@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Final
 
 from ..base.errors import UnreadableError, of_file
@@ -12,66 +11,20 @@ from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.text import join_limited, words
 from ..checkpoint.container import FoundPickle
-from ..checkpoint.objects import mapped_name
-from ..pickles.nodes import Call, Extension, Global, Graph, Node, Persistent, Ref
+from ..pickles.nodes import Call, Extension, Global, Graph, Persistent
 from .calls import suspicious_calls
 from .held_configuration import held_findings
-from .outcomes import UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
-from .torch_lists import allowed, list_of, registered
-from .weights_only import NOT_A_STORAGE, broken_rules, exploits
+from .rules import UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
+from .torch_lists import list_of
+from .weights_only import ALLOWED, EXTENSION, NOT_A_STORAGE, NamedGlobal, broken_rules, exploits, named_globals
 
-ALLOWED: Final = "allowed"
-NOT_LISTED: Final = "not on torch's list"
-CALLED: Final = "called when loaded"
-_EXTENSION: Final = "copyreg extension"
 #: All names that a pickle can use from this module; another name there is a flipped bit.
 _COLLECTIONS: Final = words("OrderedDict Counter defaultdict deque ChainMap UserDict UserList UserString namedtuple")
 
 
-class NamedGlobal(NamedTuple):
-    """A global as one pickle names it.
-
-    ``module`` and ``name`` are spelled as in the pickle. ``mapped`` is ``module.name`` as Python 3 resolves it.
-    ``word`` is one of the constants above; only a global that is not on torch's list is CALLED. ``times`` counts how
-    often it is named. ``pickle`` is the place of the pickle.
-    """
-
-    module: str
-    name: str
-    mapped: str
-    word: str
-    times: int
-    pickle: str
-
-
-def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]:
-    """Yield the globals of a pickle, each once, in the order of first use."""
-    named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
-    listed = allowed(torch) | registered(torch)
-    times: dict[tuple[str, str], int] = {}
-    called: set[tuple[str, str] | None] = set()
-    for _, node in sorted(named, key=itemgetter(0)):
-        spelling = _spelling(node)
-        assert spelling is not None
-        times[spelling] = times.get(spelling, 0) + 1
-        if node.filling is not None:
-            called.add(spelling)
-    called.update(_spelling(graph.nodes[func]) for func in {node.func for _, node in graph.of_type(Call)})
-    for spelling, count in times.items():
-        mapped = mapped_name(Global(*spelling))
-        word = ALLOWED if mapped in listed else CALLED if spelling in called else NOT_LISTED
-        yield NamedGlobal(*spelling, mapped, word, count, where)
-
-
-def _spelling(node: Node) -> tuple[str, str] | None:
-    if type(node) is Global:
-        return (node.module, node.name)
-    return (_EXTENSION, str(node.code)) if type(node) is Extension else None
-
-
 def is_name(item: NamedGlobal) -> bool:
     """Return whether such a name can exist in Python, unlike ``LongStor!ge``, or ``OrderedDigt`` in ``collections``."""
-    if item.module == _EXTENSION:
+    if item.module == EXTENSION:
         return True
     words = (*item.module.split("."), *item.name.split("."))
     # Nested functions have <locals> in their qualified name.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Final
 
 from ..base.findings import Finding
@@ -15,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..pickles import opcodes as op
-from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
+from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node, Persistent, Ref, non_utf8_strings
 from .torch_lists import (
     DEFAULT,
     Rules,
@@ -48,6 +49,12 @@ _FLAWS: Final = {
     "storage-size": "a storage has another size than the pickle says",
     "geometry": "a tensor reaches beyond its storage",
 }
+
+
+ALLOWED: Final = "allowed"
+NOT_LISTED: Final = "not on torch's list"
+CALLED: Final = "called when loaded"
+EXTENSION: Final = "copyreg extension"
 
 
 class Blocker(NamedTuple):
@@ -102,26 +109,62 @@ def graph_blockers(graph: Graph, torch: str = DEFAULT) -> list[Blocker]:
         broken["opcode BINFLOAT"] += 1
     broken.update(broken_rules(graph, torch))
     broken.update(NOT_UTF8 for _ in non_utf8_strings(graph))
-    return globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
+    return _globals_outside(graph, torch) + [Blocker("", rule, count) for rule, count in broken.items()]
 
 
-def globals_outside(graph: Graph, torch: str = DEFAULT) -> list[Blocker]:
+def _globals_outside(graph: Graph, torch: str) -> list[Blocker]:
     """Return every global in the pickle that is not on torch's list, including popped ones, most frequent first."""
     listed = allowed(torch) | registered(torch)
     mapped = maps_python2(torch, graph.style.protocol)
-    counts: Counter[str] = Counter()
-    called: set[str] = set()
-    outside: dict[Ref, str] = {}
-    for ref, node in graph.of_type(Global):
-        name = mapped_name(node)
-        if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in BLOCKED_MODULES:
-            outside[ref] = name
-            counts[name] += 1
-            if node.states:
-                called.add(name)
-    if outside:
-        called.update(outside[node.func] for _, node in graph.of_type(Call) if node.func in outside)
+    counts, called = Counter[str](), set[str]()
+    for item in named_globals(graph, "", torch):
+        name = item.mapped if mapped else f"{item.module}.{item.name}"
+        if item.module != EXTENSION and (name not in listed or item.module in BLOCKED_MODULES):
+            counts[item.mapped] += item.times
+            if item.word == CALLED:
+                called.add(item.mapped)
     return [Blocker(name, "", count, name in called) for name, count in counts.most_common()]
+
+
+class NamedGlobal(NamedTuple):
+    """A global as one pickle names it.
+
+    ``module`` and ``name`` are spelled as in the pickle. ``mapped`` is ``module.name`` as Python 3 resolves it.
+    ``word`` is one of the constants above; only a global that is not on torch's list is CALLED. ``times`` counts how
+    often it is named. ``pickle`` is the place of the pickle.
+    """
+
+    module: str
+    name: str
+    mapped: str
+    word: str
+    times: int
+    pickle: str
+
+
+def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]:
+    """Yield the globals of a pickle, each once, in the order of first use."""
+    named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
+    listed = allowed(torch) | registered(torch)
+    times: dict[tuple[str, str], int] = {}
+    called: set[tuple[str, str] | None] = set()
+    for _, node in sorted(named, key=itemgetter(0)):
+        spelling = _spelling(node)
+        assert spelling is not None
+        times[spelling] = times.get(spelling, 0) + 1
+        if node.filling is not None:
+            called.add(spelling)
+    called.update(_spelling(graph.nodes[func]) for func in {node.func for _, node in graph.of_type(Call)})
+    for spelling, count in times.items():
+        mapped = mapped_name(Global(*spelling))
+        word = ALLOWED if mapped in listed else CALLED if spelling in called else NOT_LISTED
+        yield NamedGlobal(*spelling, mapped, word, count, where)
+
+
+def _spelling(node: Node) -> tuple[str, str] | None:
+    if type(node) is Global:
+        return (node.module, node.name)
+    return (EXTENSION, str(node.code)) if type(node) is Extension else None
 
 
 def broken_rules(graph: Graph, torch: str) -> Counter[str]:

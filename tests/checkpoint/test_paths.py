@@ -136,9 +136,7 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
     assert loaded["d"][key] == value
 
 
-@pytest.mark.parametrize(
-    "text", ["a..b", ".a", "a[", "a[b'x]", "a]", "[(1", "[frozenset{1}]", "a(#1)", "[#]", "[1]a"]
-)
+@pytest.mark.parametrize("text", ["a..b", ".a", "a[", "a[b'x]", "a]", "[(1", "[frozenset{1}]", "a(#1)", "[#]", "[1]a"])
 def test_what_is_not_a_path(text: str) -> None:
     with pytest.raises(TargetError, match="is not a path"):
         parse_steps(text)

@@ -22,7 +22,7 @@ from ...files.sources import BytesSource, ExpectedChecksum, SliceSource, Source,
 from ...files.zips.reader import Nearby, Record, Window, checksum, read_archive
 from ...files.zstd import ZstdSource
 from ...pickles.nodes import Graph, Persistent, non_utf8_strings
-from ...safety.arguments import refused_calls
+from ...safety.arguments import CallChecker
 from ...safety.torch_lists import NEWEST, ever_listed
 from ...safety.weights_only import graph_blockers
 from ..pieces.boxes import Box
@@ -417,4 +417,4 @@ def _tensor_flaw(graph: Graph) -> str:
     for blocker in graph_blockers(graph, NEWEST):
         return f"it names {blocker.name}" if blocker.name else blocker.rule
     reader = _cached(graph, "reader of an item", TensorReader)
-    return next((refusal.message for refusal in refused_calls(graph, reader, ever_listed()).values()), "")
+    return next((refusal.message for refusal in CallChecker(graph, reader).refused(ever_listed()).values()), "")

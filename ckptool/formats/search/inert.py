@@ -129,7 +129,7 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     if not kind and (word or not (encoding or head.startswith(_HDF5))):
         return []
     from ...safety.configuration import ActivePart, keras_parts, text_findings  # only for texts
-    from ...safety.outcomes import UNKNOWN
+    from ...safety.rules import UNKNOWN
 
     if kind:
         return [ActivePart(kind)]
