@@ -1,6 +1,7 @@
 """The words of a verdict on what loading a file may do, and the tables by which text is judged.
 
-They are read from ``text_rules.json`` and ``plain_keys.json`` when first needed. A source of the libraries that read a key stands beside it; ``fixtures/generators/plain_keys.py`` makes the second file.
+The tables are read from ``text_rules.json`` and ``plain_keys.json`` when first needed. A source of the libraries that
+read a key stands beside it; ``fixtures/generators/plain_keys.py`` makes the second file.
 """
 
 from __future__ import annotations
