@@ -496,11 +496,12 @@ def load(
     """
     from .edits.keys import renamed_modules, stripping
     from .reports.loads import load_whole
-    from .values.torch.loads import at_path
 
     with open_checkpoint(file_of(path)) as checkpoint:
         steps = parse_path(only_one(checkpoint, selected(checkpoint, key)).path)
-    tensors: Any = at_path(load_whole(checkpoint.path, map_location), steps)
+    tensors: Any = load_whole(checkpoint.path, map_location)
+    for step in steps:
+        tensors = tensors[step]
     if strip_prefix is None:
         return tensors  # type: ignore[no-any-return]
     rename = stripping(strip_prefix)

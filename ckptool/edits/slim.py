@@ -30,7 +30,6 @@ from ..pickles.nodes import Ref
 from ..values.elements import (
     StorageReader,
     as_in_file,
-    dtype_of,
     elements,
     reblocked,
     storage_reader,
@@ -122,7 +121,7 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster]:
     """Group uses that overlap or nearly touch; return [] if any of them is not understood."""
     spans = []
     for use in users:
-        dtype = dtype_of(use.tensor)
+        dtype = BY_NAME.get(use.tensor.dtype)
         if dtype is None or dtype.packed > 1 or len(use.tensor.stride) != len(use.tensor.shape):
             return []
         size = extent(use.tensor.shape, use.tensor.stride) * dtype.itemsize

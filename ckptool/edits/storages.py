@@ -125,7 +125,7 @@ def has_bits(graph: Graph, use: Use) -> bool:
 
 def refuse_bits(checkpoint: Checkpoint, ref: Ref, name: str) -> None:
     """Raise RefusedError for a tensor with a conjugate or negative bit: its values are not the bytes in its storage."""
-    if any(lazy_bits(checkpoint, ref)):
+    if any(lazy_bits(checkpoint.survey.reader, ref)):
         what = f"{quoted(name)} carries a conjugate or negative bit, so its values are not the bytes in the file"
         step = "load it with torch, and save it again after resolve_conj() and resolve_neg()"
         raise RefusedError(what, path=checkpoint.path, next=step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.records import new_tuple
 from ..base.steps import salvage_step
@@ -12,7 +13,7 @@ from ..checkpoint.objects import callable_name, mapping
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Call, Graph, Ref
-from ..values.elements import dtype_of, elements, storage_reader, swapped_width, tensor_size
+from ..values.elements import elements, storage_reader, swapped_width, tensor_size
 from ..values.interpretation import Reading, lazy_bits, resolved_bytes
 
 #: Classes that only say how a tensor takes gradients.
@@ -56,7 +57,7 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[
     conjugation and negation that torch applies when reading. ``where`` names the tensor in errors. Raises RefusedError
     if bytes are missing.
     """
-    size, dtype = tensor_size(tensor), dtype_of(tensor)
+    size, dtype = tensor_size(tensor), BY_NAME.get(tensor.dtype)
     if not size or dtype is None:
         return b"", None
     body = checkpoint.body(tensor.storage)
@@ -65,7 +66,7 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[
     if body is None or tensor.location == "meta" or (in_rows and begin + size > body.size):
         what = f"the bytes of {where} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    negated, conjugated = lazy_bits(checkpoint, ref)
+    negated, conjugated = lazy_bits(checkpoint.survey.reader, ref)
     as_stored = in_rows and swapped_width(checkpoint, tensor.storage) == 1 and not (negated or conjugated)
     if as_stored and isinstance(body.piece, Span) and not body.compressed:
         crc = body.crc if size == body.size else None

@@ -43,7 +43,7 @@ from ..values import objects
 from ..values.elements import read_for, storage_reader
 from ..values.interpretation import Reading, excessive_repeats, interpret, numbers_in
 from ..values.numeric import Number, json_number
-from ..values.python_values import ContainerValue, ScalarValue, ValueMember, python_value
+from ..values.objects import ContainerValue, ScalarValue, ValueMember, python_value
 from ..values.tensor_text import interpret_for_display, shown_parts, tensor_lines, tensor_summary
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from ..base.dtypes import is_complex
+from ..base.dtypes import BY_NAME, is_complex
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.records import NamedTuple, TypedDict
@@ -23,7 +23,6 @@ from ..formats.opening import CheckpointOrPath, opened
 from ..values.elements import (
     Filling,
     StorageReader,
-    dtype_of,
     elements,
     filling,
     in_storage_order,
@@ -32,9 +31,8 @@ from ..values.elements import (
 )
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
-from ..values.torch.blocks import PACKED, ElementRule, rule_of
 from ..values.torch.loads import need_torch, one_thread
-from ..values.torch.measure import Measured, measure
+from ..values.torch.measure import PACKED, ElementRule, Measured, measure, rule_of
 from .keys import TensorReport, tensor_report
 
 if TYPE_CHECKING:
@@ -223,7 +221,7 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, reading: Reading) -> _Work:
-        tensor, affine, dtype = reading.tensor, reading.affine, dtype_of(reading.tensor)
+        tensor, affine, dtype = reading.tensor, reading.affine, BY_NAME.get(reading.tensor.dtype)
         # The scales of channels depend on the order of the elements; everything else can be read in storage order.
         in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
         stored, times = (tensor, 1) if in_order else in_storage_order(tensor)

@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from ..base.dtypes import is_complex
+from ..base.dtypes import BY_NAME, is_complex
 from ..base.errors import (
     CkptoolError,
     MalformedError,
@@ -41,7 +41,7 @@ from ..safety.calls import has_acting_call
 from ..safety.rules import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
 from ..safety.verdict import ExaminedPickle, examine_all, verdict_of
-from ..values.elements import dtype_of, elements, in_storage_order, read_for, storage_reader
+from ..values.elements import elements, in_storage_order, read_for, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, broken_check, check_checkpoint, check_pickles
 from .companions import (
@@ -383,7 +383,7 @@ def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress
 
 
 def _may_be_nonfinite(tensor: Tensor) -> bool:
-    dtype = dtype_of(tensor)
+    dtype = BY_NAME.get(tensor.dtype)
     if not tensor.storage or tensor.location == "meta" or dtype is None or 0 in tensor.shape:
         return False
     return (dtype.floating or is_complex(dtype.name)) and dtype.name not in _ALWAYS_FINITE

@@ -35,14 +35,9 @@ _RUN: Final = 32
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-def dtype_of(tensor: Tensor) -> Dtype | None:
-    """Return the dtype of a tensor's elements, or None for a dtype that torch does not have."""
-    return BY_NAME.get(tensor.dtype)
-
-
 def tensor_size(tensor: Tensor) -> int:
     """Return the size in bytes of a tensor's own elements, as yielded by ``elements``."""
-    dtype = dtype_of(tensor)
+    dtype = BY_NAME.get(tensor.dtype)
     if dtype is None or not tensor.storage:
         return 0
     return -(-tensor.numel // dtype.packed) * dtype.itemsize
@@ -54,7 +49,7 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     Use this for results that do not depend on the order: a transposed tensor is read from beginning to end, an expanded
     one only once.
     """
-    dtype = dtype_of(tensor)
+    dtype = BY_NAME.get(tensor.dtype)
     if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
         return tensor, 1
     # The axes along which stored elements differ, those with large strides first.
@@ -104,8 +99,7 @@ class StorageReader(NamedTuple):
             raise MalformedError(message, path=self.path, next=salvage_step(self.path))
         left = body.size - begin if size is None else size
         if isinstance(body.piece, Span) and not body.compressed:
-            sums = self.cache.checksums if begin == 0 and left == body.size == body.piece.size else None
-            crc = 0
+            sums, crc = self._sums(Span(body.piece.source, body.piece.offset + begin, left)), 0
             while left:
                 data = body.piece.source.read(body.piece.offset + begin, min(step, left))
                 if not data:
@@ -289,7 +283,7 @@ def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
     of its own, or is on meta. Raise MalformedError if bytes are missing, the dtype is unknown, or shape and strides are
     impossible.
     """
-    dtype = dtype_of(tensor)
+    dtype = BY_NAME.get(tensor.dtype)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return
     if dtype is None:
@@ -326,7 +320,7 @@ def stored_span(storage: StorageReader, tensor: Tensor) -> Span | None:
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
     """Return the offset and size of contiguous elements in their storage, in bytes; None for other tensors."""
-    dtype = dtype_of(tensor)
+    dtype = BY_NAME.get(tensor.dtype)
     if dtype is None or dtype.packed > 1 or not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:
         return None
     if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or not is_contiguous(tensor):

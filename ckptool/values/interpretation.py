@@ -73,7 +73,7 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
             return f"{tensor.dtype} without a scale that can be read"
         reading = Reading(tensor, storage, "dequantized", affine=affine)
     else:
-        reading = Reading(tensor, storage, of, *lazy_bits(checkpoint, inner))
+        reading = Reading(tensor, storage, of, *lazy_bits(checkpoint.survey.reader, inner))
     if tensor.dtype in _BITS:
         return "bits without a value"
     if tensor.dtype not in BY_NAME:
@@ -146,17 +146,12 @@ def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
     return sign if negated and dtype.floating else b""
 
 
-def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
+def lazy_bits(reader: TensorReader, ref: Ref) -> tuple[bool, bool]:
     """Return (negated, conjugated): the operations that torch applies to the elements of a tensor on reading.
 
     They are "neg" and "conj" in the tensor's metadata. A flag is set by its presence, whatever its value: see
     torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
     """
-    return lazy_bits_in(checkpoint.survey.reader, ref)
-
-
-def lazy_bits_in(reader: TensorReader, ref: Ref) -> tuple[bool, bool]:
-    """Return the same for a tensor of a reader."""
     graph = reader.graph
     if not reader.has_lazy_bits:
         return False, False

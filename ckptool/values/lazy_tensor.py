@@ -120,7 +120,8 @@ class TensorValue:
             what = "it is on meta, without values" if tensor.location == "meta" else what
             raise RefusedError(f"{self.path or 'the tensor'} ({tensor.kind}): {what}", path=checkpoint.path)
         storage = storage_reader(checkpoint, tensor.storage)
-        return b"".join(resolved_bytes(Reading(tensor, storage, "elements", *lazy_bits(checkpoint, self._ref))))
+        bits = lazy_bits(checkpoint.survey.reader, self._ref)
+        return b"".join(resolved_bytes(Reading(tensor, storage, "elements", *bits)))
 
     def __len__(self) -> int:
         if not self.shape:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.values.torch.blocks import STEP
+from ckptool.values.torch.measure import STEP
 
 FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
 

@@ -19,7 +19,7 @@ from zip_copies import rewritten
 import ckptool
 from ckptool.cli.main import run
 from ckptool.safety.weights_only import weights_only
-from ckptool.values.torch.blocks import STEP
+from ckptool.values.torch.measure import STEP
 
 #: Torch 2.13 warns of its own when it makes quantized and nested tensors.
 pytestmark = pytest.mark.filterwarnings("ignore")

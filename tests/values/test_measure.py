@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.files import threads
 from ckptool.values.torch import measure as measure_module
-from ckptool.values.torch.blocks import STEP, ElementRule
-from ckptool.values.torch.measure import measure
+from ckptool.values.torch.measure import STEP, ElementRule, measure
 
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")
 NARROW = (*FLOAT8, "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool")

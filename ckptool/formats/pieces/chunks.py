@@ -20,7 +20,7 @@ from ...files.sources import AssembledSource, BytesSource, Seen, Source, Span
 from ...files.threads import READ_SIZE
 from ...pickles.nodes import Ref
 from ...values.elements import gather_into
-from ...values.interpretation import flipped_signs, lazy_bits_in
+from ...values.interpretation import flipped_signs, lazy_bits
 from .boxes import Box
 
 _NOTHING: Final = BytesSource(b"")
@@ -61,7 +61,7 @@ def tensor_rows(reader: TensorReader, ref: Ref, stored: Callable[[str], Span], n
     source, begin = span.source, span.offset + tensor.offset * dtype.itemsize
     if not is_contiguous(tensor):
         source, begin = RowSource(source, begin, shape, stride, dtype.itemsize, name), 0
-    negated, conjugated = lazy_bits_in(reader, ref)
+    negated, conjugated = lazy_bits(reader, ref)
     if (negated or conjugated) and not (is_complex(dtype.name) or (dtype.floating and not conjugated)):
         raise MalformedError(f"torch does not load it: {dtype.name} negated or conjugated")
     if signs := flipped_signs(dtype, negated, conjugated):

@@ -227,7 +227,7 @@ def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) ->
         if not _is_plain(entry.tensor):
             continue
         if tied == "keep-first" and tensor_size(entry.tensor):
-            view = view_id(entry.tensor, lazy_bits(checkpoint, entry.ref))
+            view = view_id(entry.tensor, lazy_bits(checkpoint.survey.reader, entry.ref))
             if view in kept:
                 chosen.names[entry.key] = kept[view]
                 continue

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
+from ...base.dtypes import BY_NAME
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children
@@ -21,7 +22,6 @@ from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
 from ...values.elements import (
     BitDifference,
-    dtype_of,
     elements,
     filling,
     read_for,
@@ -172,7 +172,7 @@ class BitComparison:
     def compare(self, number: int) -> None:
         """Compare a pair up to its end, or to the first difference if differing elements are not counted."""
         left = self.pairs[number][0]
-        dtype, at, total = dtype_of(left), 0, tensor_size(left)
+        dtype, at, total = BY_NAME.get(left.dtype), 0, tensor_size(left)
         width = dtype.itemsize if dtype else 1
         for ours, theirs in () if self.is_one_place(number) else self.blocks(number):
             size = max(len(ours), len(theirs))

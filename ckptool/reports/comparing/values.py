@@ -15,7 +15,7 @@ from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
 from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import BitDifference, dtype_of, read_for, storage_reader, tensor_size
+from ...values.elements import BitDifference, read_for, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread
@@ -211,7 +211,7 @@ class ValueComparison:
             # One side may store resolved values that the other negates or conjugates lazily.
             lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
             readings = tuple(
-                Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
+                Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side.survey.reader, ref))
                 for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
             )
             # Two quantizers make different numbers from the same bytes.
@@ -222,7 +222,7 @@ class ValueComparison:
                 if readings:
                     self.readings[self.numbers[views]] = (readings[0], readings[1])
             jobs.append((name, self.numbers[views]))
-            dtype = dtype_of(a)
+            dtype = BY_NAME.get(a.dtype)
             if name and dtype is not None and not dtype.floating and not is_complex(dtype.name):
                 self.exact.add(self.numbers[views])
         self.jobs.append(jobs)

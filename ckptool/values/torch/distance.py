@@ -9,9 +9,8 @@ from typing import Any, Final
 from ...base.records import NamedTuple
 from ..elements import BitDifference, Filling, filling
 from ..interpretation import Reading, resolved_bytes
-from .blocks import PACKED, doubles, rule_of
 from .loads import need_torch
-from .measure import Block, blocks
+from .measure import PACKED, Block, blocks, doubles, rule_of
 
 #: Numbers of each side compared at a time. They and the intermediate results fit in the cache.
 _SLICE: Final = 1 << 15

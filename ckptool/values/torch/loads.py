@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from operator import attrgetter
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -161,13 +162,6 @@ def tensors_in(loaded: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def at_path(loaded: Any, steps: list[str | int]) -> Any:
-    """Return the object that the steps lead to: keys of mappings, indices of sequences."""
-    for step in steps:
-        loaded = loaded[step]
-    return loaded
-
-
 def model_state(spec: str) -> Mapping[str, Any]:
     """Return the state dict of the model that ``package.module:callable`` makes, built on the meta device.
 
@@ -190,8 +184,8 @@ def model_state(spec: str) -> Mapping[str, Any]:
         with redirect_stdout(sys.stderr):
             with _user_code(spec, f"importing {name}", f"run ckptool where 'python -c \"import {name}\"' works"):
                 model: Any = import_module(name)
-            for part in attribute.split("."):
-                model = _attribute(spec, model, part)
+            with _user_code(spec, f"looking for {attribute} in {name}", "name what makes the model there"):
+                model = attrgetter(attribute)(model)
             if not isinstance(model, torch.nn.Module | Mapping):
                 step = "name a function without parameters that builds the model and reads no weights"
                 with _user_code(spec, "calling it on the meta device", step), torch.device("meta"):
@@ -214,14 +208,3 @@ def _user_code(spec: str, action: str, step: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         message = f"{action} ends with {type(error).__name__}: {_cause(error)}"
         raise TargetError(message, path=spec, next=step) from error
-
-
-def _attribute(spec: str, owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        from difflib import get_close_matches
-
-        matches = get_close_matches(name, [other for other in dir(owner) if not other.startswith("_")], 1)
-        message = f"there is no {name!r} in {getattr(owner, '__name__', type(owner).__name__)}"
-        raise TargetError(message, path=spec, next=f"did you mean {matches[0]!r}?" if matches else "") from error
