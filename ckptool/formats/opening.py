@@ -160,21 +160,12 @@ def _part_of_folder(source: Source, error: CkptoolError | None = None) -> NotACh
     if not (part or kind == "json") or isinstance(source, MemberSource):
         return None  # do not list the folder, which may have many files
     known = folder_format(folder or os.curdir, by_names=True)
-    if known is None:
+    if known is None or (part and known.name != "dcp"):
         return None
-    if known.name == "dcp" and part:
-        kind = "dcp-part"
-        words = "the index of its tensors" if name == ".metadata" else "tensors without their names"
-        what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"
-    elif kind == "json":
-        from .names.hf import side_files
-
-        words = next((f", {words}" for _, words in side_files([name])), "")
-        what = f"it is JSON text{words}, not the weights: they are in the same folder"
-    else:
-        return None
+    what = "it is a part of a DCP folder" if part else "it is JSON text beside the weights"
     step = command("inspect", folder or os.curdir)
-    return NotACheckpointError(what, kind=kind, path=source.name, next=step)
+    kind = "dcp-part" if part else kind
+    return NotACheckpointError(f"{what}: the folder is the checkpoint", kind=kind, path=source.name, next=step)
 
 
 def checkpoint_of(source: Source) -> Checkpoint:

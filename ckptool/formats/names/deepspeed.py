@@ -20,7 +20,7 @@ from ...checkpoint.objects import callable_name, list_items
 from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
 from ..folders import read_tag
-from .ranks import MAX_RANKS, StepFolder, by_number, numbered
+from .ranks import StepFolder, by_number, numbered
 
 OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3, each rank writes its own model file.
@@ -116,45 +116,24 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     layers = list(filter(None, map(LAYER.match, names)))
     experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
-    parts = (*optimizer, *zero3)
-    data = max((rank[0] + 1 for rank in parts), default=1)
-    ranks = (*(rank[1] for rank in parts), *(rank[0] for rank in models), *(int(layer[2] or 0) for layer in layers))
-    model = max(ranks, default=0) + 1
-    missing = _missing_parts(optimizer, zero3, models, data, model)
-    if not (optimizer or layers or experts):
-        missing.append("the optimizer's files ([bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt)")
-    elif not (zero3 or models):
-        missing.append("the model's files: the names and shapes of the weights are in them")
-    what = f"it is a DeepSpeed checkpoint of {pluralize(data, 'data-parallel rank')}"
-    what += f" x {pluralize(model, 'model-parallel rank')}" * (model > 1)
+    lacks = "" if zero3 or models else "the model's files, which have the names and shapes of the weights"
+    lacks = lacks if optimizer or layers or experts else "the optimizer's files (zero_pp_rank_N_..._optim_states.pt)"
     counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
     files = [*counts, (experts, "expert file")]
-    what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
-    what += f"; missing: {join_limited(missing)}" if missing else ", all there; its tensors are cut in ways that only"
-    what += "" if missing else " the model knows: they are not joined"
+    what = (
+        f"it is a DeepSpeed checkpoint of {join_limited([pluralize(len(part), noun) for part, noun in files if part])}"
+    )
+    what += f"; missing: {lacks}" if lacks else "; its tensors are cut in ways that only the model knows: not joined"
     step: AnyStep = "its files: " + command("inspect", folder.join("*.pt"))
     if zero_files(names) is not None:
         step = "it is read as one: " + command("inspect", folder.path)
-    elif len(models) == model == 1 and not zero3 and not layers:
+    elif len(models) == 1 and not zero3 and not layers and not any(rank[-1] for rank in (*optimizer, *models)):
         # Up to stage 2, the model file has all weights in the training dtype: mostly bfloat16 or float16.
         file, output = folder.join(*models.values()), suggested_output(folder.path, "module", ".pth")
         step = "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
-    elif not (optimizer or layers or experts) or not (zero3 or models):
+    elif lacks:
         step = "no part of it is of use without the other: get the folder again"
     return NotACheckpointError(what, kind="deepspeed", path=folder.path, next=step)
-
-
-def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
-    grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= MAX_RANKS else []
-    missing = [
-        f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
-        for part, ranks in (("optimizer", optimizer), ("model", zero3))
-        for one, two in (grid if ranks else ())
-        if (one, two) not in ranks
-    ]
-    if models and not zero3:
-        missing += [f"mp_rank_{number:02d}_model_states.pt" for number in range(model) if (number,) not in models]
-    return missing
 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Final
 
 from ...base.errors import MalformedError
@@ -26,14 +25,9 @@ from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Dict, Graph, Node, Ref
 from ...pickles.opcodes import REDUCE
 
-#: The most bytes of inflated code that are read: real models have a few hundred thousand.
-_MAX_CODE: Final = 32 << 20
-#: The most code files that are read: each module class has at most one.
-_MAX_FILES: Final = 200_000
-#: The most classes that are recorded, and the most characters in their attribute names: a hostile file may have
-#: millions of either. A module with 200,000 parameters has three million characters of names.
-_MAX_CLASSES: Final = 200_000
-_MAX_NAMES: Final = 16 << 20
+#: The most bytes of inflated code that are read: real models have a few hundred thousand. It also bounds the classes
+#: and names that are recorded.
+_MAX_CODE: Final = 8 << 20
 
 #: The relevant lines: a class begins a line, and its declarations are indented by two spaces.
 _LINE: Final = regex(
@@ -84,28 +78,21 @@ def read_code(archive: Archive) -> ScriptCode:
     """Read the records ``code/**.py`` of an archive, bounded in number and size."""
     code = ScriptCode([], {}, Counter(), [])
     start = f"{archive.prefix}code/"
-    left, names = _MAX_CODE, _MAX_NAMES
+    left = _MAX_CODE
     for record in archive.records:
         if not (record.name.startswith(start) and record.name.endswith(".py")):
             continue
         file = record.name[len(start) :]
         code.files.append(file)
-        text = None
-        if len(code.files) <= _MAX_FILES:
-            with suppress(MalformedError):
-                text = archive.read(record, left).decode("utf-8", "replace")
-        if text is None:
+        try:
+            text = archive.read(record, left).decode("utf-8", "replace")
+        except MalformedError:
             code.unread.append(file)
             continue
         left -= record.size
         code.devices.update({(file, device): number for device, number in devices_in(text).items()})
         module = file.removesuffix(".py").replace("/", ".")
-        for name, script_class in _classes(text):
-            names -= sum(map(len, (*script_class.parameters, *(script_class.buffers or ()))))
-            if names < 0 or len(code.classes) >= _MAX_CLASSES:
-                code.unread.append(file)
-                break
-            code.classes[f"{module}.{name}"] = script_class
+        code.classes.update((f"{module}.{name}", script_class) for name, script_class in _classes(text))
     return code
 
 
