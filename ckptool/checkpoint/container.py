@@ -298,10 +298,7 @@ class Container:
 
     def other_weights(self, name: str) -> Graph:
         """Return the object with another version of its weights from the files; raise TargetError if it has none."""
-        raise TargetError(
-            f"there are no weights called {name!r} beside these",
-            next="leave `--deepspeed-16bit=` out",
-        )
+        raise TargetError(f"there are no weights called {name!r} beside these", next="leave `--deepspeed-16bit=` out")
 
     def plan(self, pickle: bytes) -> Plan:
         """Return the output file with another pickle; raise RefusedError if the format is read-only."""

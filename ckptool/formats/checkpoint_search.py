@@ -9,12 +9,7 @@ from contextlib import closing
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
-from ..base.errors import (
-    MalformedError,
-    NotACheckpointError,
-    UnreadableError,
-    lost_a_slash,
-)
+from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, lost_a_slash
 from ..base.records import NamedTuple
 from ..base.steps import NextStep, command, is_remote
 from ..base.suffixes import CHECKPOINTS

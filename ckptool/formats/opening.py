@@ -9,13 +9,7 @@ from functools import wraps
 from shlex import quote
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
-from ..base.errors import (
-    CkptoolError,
-    MalformedError,
-    NotACheckpointError,
-    PickleError,
-    RefusedError,
-)
+from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError
 from ..base.steps import as_step, command, concealed, is_remote, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any

@@ -17,16 +17,7 @@ from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Extension, Global, Graph, Instance, Node, Persistent, Ref, non_utf8_strings
-from .torch_lists import (
-    DEFAULT,
-    Rules,
-    allowed,
-    maps_python2,
-    newobj_targets,
-    refused_opcodes,
-    registered,
-    rules,
-)
+from .torch_lists import DEFAULT, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
 #: Modules that torch always refuses, whatever the user lists.
 BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))

@@ -10,13 +10,7 @@ from contextlib import suppress
 from shlex import quote
 from typing import Final, cast
 
-from ...base.errors import (
-    MalformedError,
-    NotACheckpointError,
-    PickleError,
-    TruncatedPickleError,
-    UnreadableError,
-)
+from ...base.errors import MalformedError, NotACheckpointError, PickleError, TruncatedPickleError, UnreadableError
 from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.steps import WHOLE_COPY, AnyStep, NextStep, as_step, by_place, command, salvage_step
@@ -30,14 +24,7 @@ from ..rescue import measure_cut_zip
 from ..search.budget import RECOGNISED, decode_start
 from ..search.inert import is_text
 from ..zip_kinds import kind_of
-from .frameworks import (
-    ForeignFormat,
-    archive_producer,
-    foreign_archive,
-    foreign_pickle,
-    match_magic,
-    match_structure,
-)
+from .frameworks import ForeignFormat, archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
 
 #: The advice for remote archives that ckptool does not read.
 _UNPACK: Final = "download it, then unpack it"

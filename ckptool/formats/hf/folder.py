@@ -29,16 +29,7 @@ from ..folders import ShardedContainer, in_file, open_listing, opening, with_sto
 from ..foreign.identification import explain, explain_placeholder
 from ..names.dcp import fsdp_folders
 from ..names.deepspeed import step_folder
-from ..names.hf import (
-    Index,
-    Weights,
-    companions,
-    index_name,
-    is_checkpoint,
-    read_index,
-    side_files,
-    weights_of,
-)
+from ..names.hf import Index, Weights, companions, index_name, is_checkpoint, read_index, side_files, weights_of
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import SHARDING_INFO, common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader

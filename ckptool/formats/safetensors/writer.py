@@ -77,9 +77,7 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
 def refuse_unfit(checkpoint: Checkpoint, state_dict: StateDict) -> None:
     """Raise RefusedError for edited content that the file's format cannot hold."""
     refuse_edited(
-        checkpoint,
-        lambda: [*entries_outside(checkpoint, state_dict), *_losses(checkpoint, state_dict)],
-        "safetensors",
+        checkpoint, lambda: [*entries_outside(checkpoint, state_dict), *_losses(checkpoint, state_dict)], "safetensors"
     )
 
 

@@ -93,12 +93,7 @@ class AdapterStep(NamedTuple):
 
 
 def merged_elements(
-    weight: StoredTensor,
-    dtype: Dtype,
-    steps: tuple[AdapterStep, ...],
-    width: int,
-    begin: int,
-    size: int,
+    weight: StoredTensor, dtype: Dtype, steps: tuple[AdapterStep, ...], width: int, begin: int, size: int
 ) -> Iterator[bytes]:
     """Yield ``size`` bytes from ``begin`` on of a weight with all steps applied, in row-major order.
 
