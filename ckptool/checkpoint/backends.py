@@ -109,24 +109,14 @@ def _data_size(graph: Graph, ref: Ref) -> int:
     return len(node) if isinstance(node, str | bytes) else 0
 
 
-class UnknownCall(NamedTuple):
-    """A call of an unknown function or class: its name, and the storages, arrays and unknown calls in it."""
-
-    name: str
-    storages: list[Ref]
-    arrays: list[Ref]
-    calls: list[Ref]
-
-
 def unknown_call(
-    graph: Graph, node: Call, is_storage: Callable[[Ref], bool], is_unknown: Callable[[Ref], bool], budget: list[int]
-) -> UnknownCall:
-    """Find the storages, arrays and unknown calls in the arguments, keyword arguments and states of a call.
+    graph: Graph, node: Call, is_storage: Callable[[Ref], bool], budget: list[int]
+) -> tuple[str, list[Ref], list[Ref]]:
+    """Return the name of the unknown function or class in a call, and the storages and arrays in what it is given.
 
-    ``is_storage`` returns whether a persistent id is a storage; ``is_unknown``, whether a call is a tensor of unknown
-    kind. ``budget`` holds the number of nodes that may still be searched, shared by all such calls. Two kinds of array
-    do not count, because objects of any class have them: attributes in a state, and arguments of ``__new__``, which are
-    the fields of a named tuple.
+    ``is_storage`` returns whether a persistent id is a storage. ``budget`` holds the number of nodes that may still be
+    searched, shared by all such calls. Two kinds of array do not count, because objects of any class have them:
+    attributes in a state, and arguments of ``__new__``, which are the fields of a named tuple.
     """
     nodes = graph.nodes
     name, given = callable_name(graph, node.func), [node.args, *([node.kwargs] if node.kwargs >= 0 else ())]
@@ -138,15 +128,8 @@ def unknown_call(
     if not name or name in _MAKERS:
         classes = (nodes[ref] for ref in held)
         name = next((mapped_name(item) for item in classes if isinstance(item, Global)), name or "a call")
-    if name.startswith(CONTAINERS):
-        return UnknownCall(name, [], [], [])
-    direct = list_items(nodes[node.args])
-    return UnknownCall(
-        name,
-        [ref for ref in (*held, *_within(graph, node.states, budget)) if is_storage(ref)],
-        [ref for ref in held if node.op == REDUCE and array_layout(graph, ref) is not None],
-        [ref for ref in direct if isinstance(nodes[ref], Call) and is_unknown(ref)],
-    )
+    storages = [ref for ref in (*held, *_within(graph, node.states, budget)) if is_storage(ref)]
+    return name, storages, [ref for ref in held if node.op == REDUCE and array_layout(graph, ref) is not None]
 
 
 def _within(graph: Graph, refs: Iterable[Ref], budget: list[int]) -> Iterator[Ref]:

@@ -346,16 +346,14 @@ def _key_value(path: str, text: str) -> Any:
         raise TargetError(f"{path!r} is not a path: {text!r} is not a key") from None
 
 
-def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
-    """Return the child of ``ref`` that a step names, or None. A step such as ``(#7)`` names any node by its number."""
-    if not step.step.startswith("(#"):
-        return child(graph, ref, step)
-    place = int(step.step[2:-1])
-    return Child(step.step, place) if place < len(graph.nodes) else None
-
-
 def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
-    """Return the child that a step leads to, or None; in a list, a negative number counts from the end."""
+    """Return the child that a step leads to, or None. A step such as ``(#7)`` names any node by its number.
+
+    In a list, a negative number counts from the end.
+    """
+    if step.step.startswith("(#"):
+        place = int(step.step[2:-1])
+        return Child(step.step, place) if place < len(graph.nodes) else None
     inside = sequence(graph, ref)
     if inside is not None:
         place = step.value

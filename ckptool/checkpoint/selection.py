@@ -17,7 +17,7 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .objects import mapping
-from .paths import PathStep, as_children, bounded, children, find, joined, match_step, parse_steps, spell_key, within
+from .paths import PathStep, as_children, bounded, child, children, joined, match_step, parse_steps, spell_key, within
 from .survey import StateDict, Survey, TensorEntry
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def follow(graph: Graph, steps: Sequence[PathStep]) -> Located | None:
     """Return the node that the steps lead to from the root, or None."""
     path, ref = "", graph.root
     for step in steps:
-        child = find(graph, step, ref)
-        if child is None:
+        found = child(graph, ref, step)
+        if found is None:
             return None
-        path = step.step if step.step.startswith("(#") else joined(bounded(path, ref), child.step)
-        ref = child.ref
+        path = step.step if step.step.startswith("(#") else joined(bounded(path, ref), found.step)
+        ref = found.ref
     return Located(ref, path)
 
 

@@ -26,7 +26,7 @@ from .backends import (
     backend_arguments,
     unknown_call,
 )
-from .objects import by_name, callable_name, device_text, mapped_name, mapping, state_values
+from .objects import by_name, callable_name, device_text, list_items, mapped_name, mapping, state_values
 
 #: The number of elements in a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``).
 #: Legacy ids also have a view.
@@ -533,21 +533,21 @@ class TensorReader:
 
     def _unknown(self, node: Call) -> Tensor | None:
         """Return a tensor of unknown kind, or None: a call of an unknown function that holds storages or arrays."""
-        call = unknown_call(self.graph, node, self._uses.__contains__, self._is_unknown, self._search)
-        if not (call.storages or call.arrays or call.calls):
+        name, held, arrays = unknown_call(self.graph, node, self._uses.__contains__, self._search)
+        if name.startswith(CONTAINERS):
             return None
-        storages = {storage.key: storage for storage in map(self._uses.__getitem__, call.storages)}
-        inner = [tensor for tensor in map(self.tensor, call.calls) if tensor is not None]
-        layouts = (array_layout(self.graph, ref) for ref in call.arrays)
+        direct = [(ref, self.tensor(ref)) for ref in list_items(self.graph.nodes[node.args])]
+        calls = {ref: tensor for ref, tensor in direct if tensor is not None and tensor.kind == "unknown"}
+        if not (held or arrays or calls):
+            return None
+        inner = list(calls.values())
+        storages = {storage.key: storage for storage in map(self._uses.__getitem__, held)}
+        layouts = (array_layout(self.graph, ref) for ref in arrays)
         size = sum(storage.nbytes for storage in storages.values()) + sum(tensor.own_bytes for tensor in inner)
         size += sum(layout.nbytes for layout in layouts if layout)
         first = next(((storage.dtype.name, storage.location) for storage in storages.values()), None)
         dtype, location = first or next(((part.dtype, part.location) for part in inner), ("unknown", "cpu"))
-        return Tensor("unknown", dtype, (), (), 0, "", location, False, call.name, tuple(call.calls), size)
-
-    def _is_unknown(self, ref: Ref) -> bool:
-        tensor = self.tensor(ref)
-        return tensor is not None and tensor.kind == "unknown"
+        return Tensor("unknown", dtype, (), (), 0, "", location, False, name, tuple(calls), size)
 
     def _ints(self, ref: Ref) -> tuple[int, ...] | None:
         nodes = self.graph.nodes

@@ -180,18 +180,6 @@ def _distance(torch: Any, a: Block, b: Block, tolerance: tuple[float, float]) ->
     if not size.min() > 0:
         relative = torch.where(size > 0, relative, 0.0)
     gap, ours, theirs = (torch.view_as_real(x).flatten() if x.is_complex() else x for x in (gaps, left, right))
-    found = Distance(
-        len(gaps),
-        nonfinite,
-        differing,
-        -1,
-        (differing if far is None else int(far.sum()) + nonfinite),
-        float(gaps.max()),
-        float(relative.max()),
-        float(gap.sum()),
-        float(torch.dot(gap, gap)),
-        float(torch.dot(ours, ours)),
-        float(torch.dot(theirs, theirs)),
-        float(torch.dot(ours, theirs)),
-    )
-    return found, unequal
+    counts = len(gaps), nonfinite, differing, -1, differing if far is None else int(far.sum()) + nonfinite
+    products = (torch.dot(*pair) for pair in ((gap, gap), (ours, ours), (theirs, theirs), (ours, theirs)))
+    return Distance(*counts, *map(float, (gaps.max(), relative.max(), gap.sum(), *products))), unequal

@@ -336,8 +336,10 @@ class Gauge:
         for factor in factors_of(shift):
             finite = finite * factor
         if finite.dtype == torch.int64:
-            # The sum is exact, and so are distances from the smallest number as long as they fit in 64 bits.
-            mean = (_exact_sum(finite) + bias * count) / count
+            # The sum of at most 2**31 numbers is exact, and so are distances from the smallest number as long as they
+            # fit in 64 bits.
+            exact = (int((finite >> 32).sum()) << 32) + int((finite & 0xFFFFFFFF).sum())
+            mean = (exact + bias * count) / count
             squares = float(doubles(torch, finite, bias).square_().sum())
             finite = _above(finite, low - bias, high - low)
             middle, square = float(finite.mean()), math.inf
@@ -368,19 +370,8 @@ class Gauge:
                     finite = _finite(torch, real)[0] if self.nans or self.infs else real
                     found += _histogram(torch, finite, bias, low, high, self.bins)
             counts = tuple(found.tolist())
-        return Measured(
-            count,
-            self.nans,
-            self.infs,
-            self.zeros,
-            low,
-            high,
-            self.moments.mean,
-            self.moments.std,
-            self.moments.norm,
-            counts,
-            edges,
-        )
+        mean, std, norm = self.moments.mean, self.moments.std, self.moments.norm
+        return Measured(count, self.nans, self.infs, self.zeros, low, high, mean, std, norm, counts, edges)
 
 
 def _finite(torch: Any, numbers: Any) -> tuple[Any, Any, Any]:
@@ -405,11 +396,6 @@ def shift_of(size: float) -> int:
 def factors_of(shift: int) -> tuple[float, ...]:
     """Return 2**shift as two factors, because it may be beyond float64; empty if ``shift`` is 0."""
     return (math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)) if shift else ()
-
-
-def _exact_sum(numbers: Any) -> int:
-    """Return the exact sum of at most 2**31 64-bit integers."""
-    return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
 def _histogram(torch: Any, numbers: Any, bias: int, low: Any, high: Any, bins: int) -> Any:
