@@ -239,8 +239,8 @@ def _json_leaf(leaf: ScalarValue) -> object:
     value = leaf.value
     if isinstance(value, bytes):
         return {"base64": b64encode(value).decode()}
-    if leaf.kind in ("name", "storage"):
-        return {"global" if leaf.kind == "name" else "storage": value}
+    if leaf.type in ("global", "storage"):
+        return {leaf.type: value}
     if isinstance(value, int) and is_huge(value):
         return huge_text(value)
     return value if isinstance(value, str) else json_number(value)
@@ -339,7 +339,7 @@ def _empty(container: ContainerValue) -> str:
 
 def _text_leaf(leaf: ScalarValue, limit: int) -> str:
     value = leaf.value
-    if isinstance(value, str) and leaf.kind == "str":
+    if isinstance(value, str) and leaf.type == "str":
         return _cut(json.dumps(value, ensure_ascii=False), limit, f"{len(value):,} characters")
     if isinstance(value, bytes):
         return _cut(repr(value[:limit]), limit, f"{len(value):,} bytes")

@@ -30,14 +30,34 @@ _CLASS_ARGUMENTS: Final = {"copyreg.__newobj__": ("(0)",), "copyreg._reconstruct
 
 
 class ScalarValue(NamedTuple):
-    """A value that contains no others. ``kind`` is its type as a word.
+    """A value that contains no others. ``type`` is its type as a word.
 
-    For a class or function ``kind`` is "name" and ``value`` its name; for a storage without a tensor ``kind`` is
+    For a class or function ``type`` is "global" and ``value`` its name; for a storage without a tensor ``type`` is
     "storage" and ``value`` a description.
     """
 
-    kind: str
+    type: str
     value: bool | int | float | complex | str | bytes | None
+
+
+def scalar_value(graph: Graph, ref: Ref) -> ScalarValue | None:
+    """Return the value at a reference, or None for a container, tensor or storage."""
+    node = graph.nodes[ref]
+    if node is None or isinstance(node, bool | int | float | str | bytes):
+        return ScalarValue(class_name(graph, ref), node)
+    if isinstance(node, Call):
+        device = device_text(graph, ref)
+        if device is not None:
+            return ScalarValue("torch.device", device)
+        value = called_constant(graph, ref)
+        return None if value is None else ScalarValue(type(value).__name__, value)
+    if isinstance(node, Global):
+        return ScalarValue("global", mapped_name(node))
+    if isinstance(node, ByteArray):
+        return ScalarValue("bytearray", node.data)
+    if isinstance(node, Extension):
+        return ScalarValue("extension", node.code)
+    return ScalarValue("buffer", None) if isinstance(node, Buffer) and node.inner < 0 else None
 
 
 class ValueMember(NamedTuple):
@@ -83,12 +103,11 @@ def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerVal
     """Return the value at a reference."""
     graph = checkpoint.graph
     node = graph.nodes[ref]
-    if node is None or isinstance(node, bool | int | float | str | bytes):
-        return ScalarValue(class_name(graph, ref), node)
-    if isinstance(node, ByteArray):
-        return ScalarValue("bytearray", node.data)
-    if isinstance(node, Global):
-        return ScalarValue("name", mapped_name(node))
+    if isinstance(node, Buffer | Extension):
+        return ScalarValue("global", class_name(graph, ref))
+    scalar = scalar_value(graph, ref)
+    if scalar is not None:
+        return scalar
     inside = sequence(graph, ref)
     if inside is not None:
         cls = class_name(graph, ref).rpartition(".")[2]
@@ -98,11 +117,9 @@ def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerVal
     if isinstance(node, Persistent):
         storage = checkpoint.survey.reader.storage(ref)
         if storage is None:
-            return ScalarValue("name", callable_name(graph, ref) or "an object outside of the pickle")
+            return ScalarValue("global", callable_name(graph, ref) or "an object outside of the pickle")
         words = f"{storage.key}: {storage.cls}, {storage.nbytes:,} bytes, {storage.location}"
         return ScalarValue("storage", words)
-    if isinstance(node, Buffer | Extension):
-        return ScalarValue("name", class_name(graph, ref))
     assert isinstance(node, Call), "everything else is above"
     return _call_result(checkpoint, ref, node)
 
@@ -128,12 +145,6 @@ def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | 
     tensor = checkpoint.survey.reader.tensor(ref)
     if tensor is not None:
         return tensor
-    device = device_text(graph, ref)
-    if device is not None:
-        return ScalarValue("torch.device", device)
-    value = called_constant(graph, ref)
-    if value is not None:
-        return ScalarValue(type(value).__name__, value)
     cls, items = class_name(graph, ref), mapping(graph, ref)
     if items is not None and cls in _DICTS:
         return ContainerValue("mapping", cls.rpartition(".")[2], _entries(graph, items))

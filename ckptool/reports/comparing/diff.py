@@ -18,8 +18,9 @@ from ...checkpoint.programs import extra_records, program_of
 from ...checkpoint.selection import dotted
 from ...files.downloads import check_unchanged
 from ...formats.opening import CheckpointOrPath, opened
+from ...values.objects import ScalarValue
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
-from .places import Side, TypedValue, side_of
+from .places import Side, side_of
 from .tensors import attribute_names, has_values
 from .values import Distances, RankedDifference, ValueComparison, ValueDifference, ranked, total_distance
 
@@ -294,7 +295,7 @@ def _is_within(path: str, names: set[str]) -> bool:
     return any(path == start or path.startswith((start + ".", start + "[")) for start in starts)
 
 
-def _plain(value: TypedValue) -> object:
+def _plain(value: ScalarValue) -> object:
     return value.type if value.value is None else value.value
 
 
@@ -308,7 +309,7 @@ def _one_sided(side: Side, item: Unpaired) -> OneSided:
     return report
 
 
-def _entry_value(value: TypedValue) -> EntryValue:
+def _entry_value(value: ScalarValue) -> EntryValue:
     return {"type": value.type} if value.value is None else {"type": value.type, "value": json_value(value.value)}
 
 

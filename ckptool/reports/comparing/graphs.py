@@ -24,7 +24,8 @@ from ...checkpoint.paths import spell_key
 from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
-from .places import ChosenParts, Side, TypedValue, join_path
+from ...values.objects import ScalarValue
+from .places import ChosenParts, Side, join_path
 from .tensors import tensor_attributes
 
 
@@ -40,8 +41,8 @@ class Mismatch(NamedTuple):
     """Values or types that differ at ``path``."""
 
     path: str
-    a: TypedValue
-    b: TypedValue
+    a: ScalarValue
+    b: ScalarValue
 
 
 class InnerPair(NamedTuple):
@@ -94,7 +95,7 @@ _DICTS: Final = frozenset(("dict", "OrderedDict"))
 _SEQUENCES: Final = frozenset(("list", "tuple"))
 #: Types whose equal values are identical. Float is not one of them: 0.0 equals -0.0.
 _EXACT: Final = frozenset((int, bool, str, bytes, type(None)))
-_NOTHING: Final = TypedValue("nothing", None)
+_NOTHING: Final = ScalarValue("nothing", None)
 
 
 def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset(), only: Globs = MATCH_ALL) -> GraphComparison:
@@ -149,14 +150,14 @@ class _GraphWalk:
             elif (owner < 0 and path in self.parts) or self.union(left, ~right):
                 self.containers(left, right, path, owner)
 
-    def describe(self, number: int, ref: Ref) -> TypedValue:
+    def describe(self, number: int, ref: Ref) -> ScalarValue:
         """Return a leaf value unchanged, a container or tensor by its type."""
         side = self.sides[number]
         leaf = side.leaf(ref)
         if leaf is not None:
             return leaf
         tensor = side.tensor(ref)
-        return TypedValue(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
+        return ScalarValue(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
 
     def pass_over(self, left: Ref, right: Ref, path: str, owner: int) -> None:
         """Count the tensors in two objects that cannot be compared with each other."""
@@ -164,11 +165,11 @@ class _GraphWalk:
             for number, ref in enumerate((left, right)):
                 self.result.passed_over[number] += self.chosen_count(number, path, ref)
 
-    def mismatch(self, path: str, owner: int, a: TypedValue, b: TypedValue) -> None:
+    def mismatch(self, path: str, owner: int, a: ScalarValue, b: ScalarValue) -> None:
         mismatches = self.result.tensors[owner].mismatches if owner >= 0 else self.result.mismatches
         mismatches.append(Mismatch(path, a, b))
 
-    def one_sided(self, number: int, path: str, owner: int, value: TypedValue) -> None:
+    def one_sided(self, number: int, path: str, owner: int, value: ScalarValue) -> None:
         self.mismatch(path, owner, *((_NOTHING, value) if number else (value, _NOTHING)))
 
     def union(self, left: int, right: int) -> bool:
@@ -258,7 +259,7 @@ class _GraphWalk:
             yield left, right, join_path(path, f"[{place}]"), owner
 
     def more(self, number: int, count: int, path: str, owner: int) -> None:
-        self.one_sided(number, path, owner, TypedValue("container", f"{count:,} more values"))
+        self.one_sided(number, path, owner, ScalarValue("container", f"{count:,} more values"))
 
     def children(self, number: int, ref: Ref, path: str, owner: int) -> dict[str, Ref]:
         if self.choice is not None and owner < 0 and path in self.parts:
@@ -361,7 +362,7 @@ def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
     return float not in types and types == [*map(type, theirs)]
 
 
-def same(a: TypedValue, b: TypedValue) -> bool:
+def same(a: ScalarValue, b: ScalarValue) -> bool:
     """Return whether two values are identical, including type and the bits of a float."""
     if a.type != b.type:
         return False
@@ -371,7 +372,7 @@ def same(a: TypedValue, b: TypedValue) -> bool:
     return a.value == b.value
 
 
-def _devices(a: TypedValue, b: TypedValue) -> bool:
+def _devices(a: ScalarValue, b: ScalarValue) -> bool:
     """Return whether both are devices, as torch.device objects or as strings."""
     texts = [str(leaf.value) if leaf.type in ("str", "torch.device") else "" for leaf in (a, b)]
     return a.type == b.type and all(map(is_device, texts))

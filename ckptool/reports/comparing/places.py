@@ -19,28 +19,19 @@ from ...base.steps import tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import (
-    called_constant,
     class_name,
-    device_text,
     holds_constants,
     list_items,
-    mapped_name,
     mapping,
 )
 from ...checkpoint.paths import Child, children, key_text, parse_steps, sequence, spell_key
 from ...checkpoint.selection import selected
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor
-from ...pickles.nodes import Buffer, ByteArray, Call, Extension, Global, List, Persistent, Ref
+from ...pickles.nodes import Call, List, Persistent, Ref
+from ...values.objects import ScalarValue, scalar_value
 
 _CONSTANTS = frozenset((type(None), bool, int, float, str, bytes))
-
-
-class TypedValue(NamedTuple):
-    """A value that is not a container, and its type as a word."""
-
-    type: str
-    value: bool | int | float | complex | str | bytes | None
 
 
 class Place(NamedTuple):
@@ -88,25 +79,9 @@ class Side:
             )
         return self._storages[ref]
 
-    def leaf(self, ref: Ref) -> TypedValue | None:
+    def leaf(self, ref: Ref) -> ScalarValue | None:
         """Return the value at ``ref``, or None for a container or tensor."""
-        node = self.graph.nodes[ref]
-        kind = type(node)
-        if kind in _CONSTANTS:
-            return TypedValue("None" if node is None else kind.__name__, node)  # type: ignore[arg-type]
-        if isinstance(node, Call):
-            device = device_text(self.graph, ref)
-            if device is not None:
-                return TypedValue("torch.device", device)
-            value = called_constant(self.graph, ref)
-            return None if value is None else TypedValue(type(value).__name__, value)
-        if isinstance(node, Global):
-            return TypedValue("global", mapped_name(node))
-        if isinstance(node, ByteArray):
-            return TypedValue("bytearray", node.data)
-        if isinstance(node, Extension):
-            return TypedValue("extension", node.code)
-        return TypedValue("buffer", None) if isinstance(node, Buffer) and node.inner < 0 else None
+        return scalar_value(self.graph, ref)
 
     def type(self, ref: Ref) -> str:
         """Return the type of the object at ``ref``, as a word or a dotted name."""
