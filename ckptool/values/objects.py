@@ -121,7 +121,20 @@ def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerVal
         words = f"{storage.key}: {storage.cls}, {storage.nbytes:,} bytes, {storage.location}"
         return ScalarValue("storage", words)
     assert isinstance(node, Call), "everything else is above"
-    return _call_result(checkpoint, ref, node)
+    tensor = checkpoint.survey.reader.tensor(ref)
+    if tensor is not None:
+        return tensor
+    cls, items = class_name(graph, ref), mapping(graph, ref)
+    if items is not None and cls in _DICTS:
+        return ContainerValue("mapping", cls.rpartition(".")[2], _entries(graph, items))
+    entries = as_children(graph, items or ())
+    hidden = _CLASS_ARGUMENTS.get(callable_name(graph, node.func), ())
+    members = [
+        ValueMember(child.step.removeprefix("."), *child)
+        for child in (*extra_children(graph, ref, entries), *entries)
+        if child.step not in hidden and (child.key >= 0 or not child.step.startswith("(key "))
+    ]
+    return ContainerValue("object", cls, sorted(members, key=_attributes_first))
 
 
 def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember]:
@@ -138,24 +151,6 @@ def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember
             taken.add(name)
         members.append(ValueMember(name, step, ref, key))
     return members
-
-
-def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | ContainerValue | Tensor:
-    graph = checkpoint.graph
-    tensor = checkpoint.survey.reader.tensor(ref)
-    if tensor is not None:
-        return tensor
-    cls, items = class_name(graph, ref), mapping(graph, ref)
-    if items is not None and cls in _DICTS:
-        return ContainerValue("mapping", cls.rpartition(".")[2], _entries(graph, items))
-    entries = as_children(graph, items or ())
-    hidden = _CLASS_ARGUMENTS.get(callable_name(graph, node.func), ())
-    members = [
-        ValueMember(child.step.removeprefix("."), *child)
-        for child in (*extra_children(graph, ref, entries), *entries)
-        if child.step not in hidden and (child.key >= 0 or not child.step.startswith("(key "))
-    ]
-    return ContainerValue("object", cls, sorted(members, key=_attributes_first))
 
 
 def _attributes_first(member: ValueMember) -> int:
