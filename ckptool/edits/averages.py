@@ -18,12 +18,11 @@ from ..base.patterns import escaped
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, NextStep, Step, command, option, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited, pluralize, quoted
-from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping, values_of
 from ..checkpoint.selection import selected
-from ..checkpoint.survey import StateDict
+from ..checkpoint.survey import StateDict, account
 from ..formats.opening import takes_path
 from ..pickles.nodes import Dict, Ref
 from .entries import Scalar, drop, drop_entries, set_entry, unset

@@ -14,12 +14,12 @@ from ..base.patterns import escaped
 from ..base.prefixes import Naming, adapter_keys
 from ..base.steps import AnyStep, advised, as_step, option
 from ..base.text import human_bytes, join_limited, pluralize, shown
-from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import program_of
 from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization
+from ..checkpoint.survey import Account
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource

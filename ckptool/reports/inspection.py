@@ -11,14 +11,13 @@ from ..base.prefixes import Naming, common_prefix, naming_of
 from ..base.records import TypedDict
 from ..base.steps import as_step
 from ..base.text import json_value
-from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.container import is_complete
 from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.sharding import MeshReport, ShardingSummary
-from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..checkpoint.survey import Account, StateDict, Survey, TensorEntry, account
 from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
