@@ -246,25 +246,18 @@ def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
 
 def copied_argument(graph: Graph, node: Call) -> int:
     """Return the position of the argument whose entries a mapping copies when called, or -1."""
-    place = _SOURCE_ARGUMENT.get(callable_name(graph, node.func))
-    args = graph.nodes[node.args]
-    if place is None or type(args) is not tuple or len(args) <= place or node.op in _NEW:
-        return -1
-    return place if initial_pairs(graph, node) is not None else -1
+    place = _SOURCE_ARGUMENT.get(callable_name(graph, node.func), -1)
+    has_source = node.op not in _NEW and 0 <= place < len(list_items(graph.nodes[node.args]))
+    return place if has_source and initial_pairs(graph, node) is not None else -1
 
 
 def pair_list(graph: Graph, node: Call) -> list[Ref] | None:
-    """Return the references of the pairs in ``OrderedDict([[k, v], ...])``, in a list or a tuple; None for another
-    node.
-    """
-    args = graph.nodes[node.args]
-    if callable_name(graph, node.func) not in ("collections.OrderedDict", "builtins.dict") or node.op in _NEW:
-        return None
-    source = graph.nodes[args[0]] if type(args) is tuple and len(args) == 1 else None
-    if not isinstance(source, List | tuple):
-        return None
-    pairs = list_items(source)
-    return list(pairs) if all(len(list_items(graph.nodes[pair])) == 2 for pair in pairs) else None
+    """Return the references of the pairs in ``OrderedDict([[k, v], ...])``; None for another node."""
+    args, name = list_items(graph.nodes[node.args]), callable_name(graph, node.func)
+    is_called = name in ("collections.OrderedDict", "builtins.dict") and node.op not in _NEW and len(args) == 1
+    source = graph.nodes[args[0]] if is_called else None
+    is_list = isinstance(source, List | tuple) and initial_pairs(graph, node) is not None
+    return list(list_items(source)) if is_list else None
 
 
 def list_items(node: Node) -> tuple[Ref, ...]:
@@ -293,9 +286,7 @@ MODULE_FIELDS: Final = frozenset(("_parameters", "_buffers", "_modules"))
 #: Functions that make a module of the attributes in their first arguments, by the end of their names: torch.fx
 #: (torch/fx/graph_module.py), and StyleGAN, which has them under "state" (torch_utils/persistence.py).
 _MODULE_MAKERS: Final = (
-    "reduce_graph_module",
-    "reduce_package_graph_module",
-    "reduce_deploy_graph_module",
+    *("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module"),
     "_reconstruct_persistent_obj",
 )
 #: The class of torch.compile, called with the module that it wraps (torch/_dynamo/eval_frame.py).

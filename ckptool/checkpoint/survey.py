@@ -1,4 +1,4 @@
-"""Walk the object graph once: find tensors and their paths, state dicts, top-level entries, devices; and add them up."""
+"""Walk the object graph once: tensors and their paths, state dicts, top-level entries, devices, and their sums."""
 
 from __future__ import annotations
 
