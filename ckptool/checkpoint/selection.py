@@ -234,7 +234,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
     near = same[:3]
     if not near:
         inside = [joined(deepest.path, child.step) for child in islice(children(graph, deepest.ref), _SHOWN)]
-        places = [entry.path for entry in (*survey.entries, *survey.tensors)]
+        places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
         everything = {_plain(path): path for path in (*inside, *places)}
         near = [everything[name] for name in nearest(_plain(text), everything)]
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""

@@ -343,7 +343,7 @@ def _recognised(path: str) -> tuple[str, bool]:
         other = None if archive is None or plain else explain_zip(archive)
         if other is None:
             return "", False
-        claims = (named and other.kind not in others) or checkpoints_in(source)
+        claims = (named and other.kind not in others) or bool(checkpoints_in(source))
         return "" if claims else other.what, other.kind in _ARCHIVES
     except MalformedError:
         return "", False

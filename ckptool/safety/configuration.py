@@ -14,11 +14,12 @@ from functools import cache
 from itertools import islice
 from typing import Any, Final
 
+from ..base.findings import PROGRAM
 from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..base.text import cut, human_bytes, quoted
 from .calls import acts
-from .rules import PROGRAM, UNKNOWN, acting_rules, plain_keys, word_lists
+from .rules import UNKNOWN, acting_rules, plain_keys, word_lists
 from .templates import is_template, unclear_part
 
 #: Maximum characters, and maximum commas and brackets, of JSON that is parsed: its Python objects take up to 200 bytes

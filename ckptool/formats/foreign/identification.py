@@ -309,8 +309,8 @@ def explain_damaged_zip(source: Source, error: MalformedError) -> UnreadableErro
     if left is None:
         whose = "a torch checkpoint" if name.endswith("/data.pkl") else f"a zip archive (first record {quoted(name)})"
         what = f"{whose} that is cut: it ends after {human_bytes(source.size)}, before the directory at a zip's end"
-        step = by_place(source.name, "copy or download it again, whole", WHOLE_COPY)
-        return MalformedError(what, path=source.name, next=step)
+        again = by_place(source.name, "copy or download it again, whole", WHOLE_COPY)
+        return MalformedError(what, path=source.name, next=again)
     what = f"a torch checkpoint that is cut at {human_bytes(left.size)} of about {human_bytes(left.expected_size)}:"
     what += f" {left.whole:,} of {pluralize(left.tensors, 'tensor')} whole"
     step = f"{by_place(source.name, 'download it again', WHOLE_COPY)}, or " + rescue

@@ -94,7 +94,7 @@ class TorchScript(TorchZip, Program):
         self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
         named = {ref for _, ref in self.modules.state}
         self.plain = [name for name, ref in self.modules.plain if ref not in named]
-        self.unnamed = self._unnamed()
+        self.unnamed = self._unnamed(self.reader)
         self._add_problems()
 
     def _check_protocol(self, record: Record, data: bytes) -> None:
@@ -131,9 +131,8 @@ class TorchScript(TorchZip, Program):
             nodes.append(name)
         self.parts.append(ScriptPickle(record, graph, base, keys))
 
-    def _unnamed(self) -> list[str]:
+    def _unnamed(self, reader: TensorReader) -> list[str]:
         """Describe the storages that no tensor of the state dict uses."""
-        reader = self.reader
         tensors = filter(None, (reader.tensor(ref) for _, ref in self.modules.state))
         named = {part.storage for tensor in tensors for part in reader.parts(tensor)}
         # A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
