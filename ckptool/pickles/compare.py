@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias, cast
 
 from . import opcodes as op
-from .nodes import CONSTANTS, Call, Global, Graph, Node, Persistent, Ref, children, own_value
+from .nodes import CONSTANTS, Call, Global, Graph, Node, Persistent, Ref, own_value, parts_of
 
 Refs: TypeAlias = tuple[Ref, ...]
 #: Compares two persistent ids. Returns the references in both that must be equal, or raises ValueError with a message
@@ -83,7 +83,7 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
         else:
             if own_value(node) != own_value(twin):
                 return f"{_name(node)} became {_name(twin)}"
-            here, there = _compared(node), _compared(twin)
+            here, there = parts_of(node), parts_of(twin)
             if compare_ids is not None and type(node) is Persistent and type(twin) is Persistent:
                 one, other = ours[node.pid], theirs[twin.pid]
                 if type(one) is tuple and type(other) is tuple and node.filling is None is twin.filling:
@@ -96,13 +96,6 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
             lefts += here
             rights += there
     return ""
-
-
-def _compared(node: Node) -> Sequence[Ref]:
-    """Return the children to compare. For a global they exclude its two name strings, because the name itself is
-    compared.
-    """
-    return children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
 
 
 def _shown(node: Node) -> str:

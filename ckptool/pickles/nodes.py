@@ -352,10 +352,7 @@ class Graph:
         return index
 
     def reachable(self, *roots: Ref, barred: Iterable[Ref] = ()) -> Iterator[Ref]:
-        """Yield every reference that is reachable from the root, or from ``roots``, once, parents before children.
-
-        ``barred`` nodes are neither yielded nor entered.
-        """
+        """Yield once each reference that the root, or ``roots``, leads to, parents first, without ``barred`` nodes."""
         nodes, seen = self.nodes, bytearray(len(self.nodes))
         for ref in barred:
             seen[ref] = 1
@@ -388,6 +385,11 @@ def children(node: Node) -> Sequence[Ref]:
     if isinstance(node, List | Set):
         return node.items
     return dependencies(node)
+
+
+def parts_of(node: Node) -> Sequence[Ref]:
+    """Return the children of a node, without the strings of a global, whose name is its own value."""
+    return children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
 
 
 def own_value(node: Node) -> object:
@@ -455,14 +457,12 @@ def relocated(node: Node, places: Mapping[Ref, Ref] | range) -> Node:
 _SURROGATE: Final = regex("[\udc80-\udcff]")
 
 
-def non_ascii_strings(graph: Graph) -> Iterator[Ref]:
-    """Yield the Python 2 byte strings that are not ASCII, which ``pickle.load`` refuses without an encoding."""
+def non_utf8_strings(graph: Graph) -> Iterator[Ref]:
+    """Yield the Python 2 byte strings that are not UTF-8, which ``pickle.load`` refuses without an encoding.
+
+    Their bytes are kept as lone surrogates.
+    """
     for ref, form in graph.style.forms.items():
         node = graph.nodes[ref] if form in PYTHON2_STRINGS else None
-        if type(node) is str and not node.isascii():
+        if type(node) is str and _SURROGATE.search(node) is not None:
             yield ref
-
-
-def non_utf8_strings(graph: Graph) -> Iterator[Ref]:
-    """Yield the Python 2 byte strings that are not UTF-8; their bytes are kept as lone surrogates."""
-    return (ref for ref in non_ascii_strings(graph) if _SURROGATE.search(str(graph.nodes[ref])) is not None)

@@ -10,7 +10,7 @@ from ...base.records import NamedTuple
 from ...checkpoint.objects import holds_constants, list_items, mapping
 from ...checkpoint.paths import as_children, bounded, joined
 from ...checkpoint.tensors import Tensor, TensorReader
-from ...pickles.nodes import CONSTANTS, Global, List, Persistent, Ref, children, own_value
+from ...pickles.nodes import CONSTANTS, List, Persistent, Ref, own_value, parts_of
 
 #: The most nodes that are visited to compare values, per node of the file: values may share most of their content.
 _SHARED: Final = 4
@@ -93,7 +93,7 @@ class Digests:
                 text = "tensor"
             else:
                 numbers[ref] = len(numbers)
-                below = children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
+                below = parts_of(node)
                 text = f"{own_value(node)!r} {len(below)}"
             digest.update(f"{type(node).__name__} {text}\n".encode("utf-8", "surrogatepass"))
             work.extend(reversed(below))
