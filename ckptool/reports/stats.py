@@ -238,8 +238,10 @@ def _repeated(measured: Measured, times: int) -> Measured:
         return measured
     finite = measured.finite * times
     std, norm = measured.std, measured.norm
-    if finite > 1 and measured.finite:
-        std = 0.0 if std is None else std * ((measured.finite - 1) * times / (finite - 1)) ** 0.5
+    if measured.finite == 1:
+        std = 0.0
+    elif std is not None:
+        std *= ((measured.finite - 1) * times / (finite - 1)) ** 0.5
     return measured._replace(
         finite=finite,
         nans=measured.nans * times,

@@ -87,6 +87,13 @@ def made(dtype: str, values: list[float]) -> torch.Tensor:
     return torch.tensor(whole, dtype=getattr(torch, dtype))
 
 
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_figures_beyond_float64_are_left_out(size: float) -> None:
+    found = measured(torch.tensor([size, -size, 3 * size], dtype=torch.float64))
+    assert (found.mean, found.std, found.norm, found.counts) == (None, None, None, (3,))
+    assert (found.low, found.high) == (-size, 3 * size)
+
+
 def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float16)

@@ -185,7 +185,7 @@ def _dequantized(torch: Any, numbers: Any, rule: ElementRule, at: int) -> Any:
     return (numbers - zero_points[channel]) * scales[channel]
 
 
-#: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
+#: Squares neither overflow nor vanish if the largest number is between these bounds.
 SMALL, LARGE = 1e-130, 1e130
 #: If the square of the mean is at most this part of the mean square, squares give the deviation, less 5 bits.
 _CLOSE: Final = 1 - 2**-5
@@ -195,7 +195,8 @@ class Measured(NamedTuple):
     """Statistics of some numbers. All fields except the counts cover the ``finite`` numbers, and are None without any.
 
     ``low`` and ``high`` are exact integers for integers. ``std`` is the sample deviation (divided by n - 1), None for
-    one number; ``norm`` is the L2 norm. ``counts`` are for equal bins between ``edges``.
+    one number; ``norm`` is the L2 norm. ``counts`` are for equal bins between ``edges``. If the largest number is
+    beyond 1e130 or below 1e-130, ``mean``, ``std`` and ``norm`` are None, and one bin has all numbers.
     """
 
     finite: int
@@ -212,48 +213,21 @@ class Measured(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The count and mean of some numbers, the sum of their squares, and that of their squared distances from the mean.
-
-    The sums are of the numbers times 2**``shift``, because squares may be beyond float64.
-    """
+    """The count and mean of some numbers, the sum of their squares, and of their squared distances from the mean."""
 
     numel: int = 0
     mean: float = 0.0
     squares: float = 0.0
     apart: float = 0.0
-    shift: int = 0
 
     def plus(self, other: Moments) -> Moments:
         """Return the moments of both."""
         if not self.numel:
             return other
         numel = self.numel + other.numel
-        own, part = self.numel / numel, other.numel / numel
-        gap = other.mean - self.mean
-        mean = self.mean + gap * part if math.isfinite(gap) else self.mean * own + other.mean * part
-        shift = min((one.shift for one in (self, other) if one.squares), default=0)
-        gap = math.ldexp(other.mean, shift) - math.ldexp(self.mean, shift)
-        squares, apart = (
-            math.ldexp(mine, 2 * (shift - self.shift)) + math.ldexp(theirs, 2 * (shift - other.shift))
-            for mine, theirs in zip(self[2:4], other[2:4])
-        )
-        return Moments(numel, mean, squares, apart + gap**2 * self.numel * part, shift)
-
-    @property
-    def norm(self) -> float:
-        """The root of the sum of the squares; infinity beyond float64."""
-        return self._root(self.squares)
-
-    @property
-    def std(self) -> float | None:
-        """The sample deviation; None for one number."""
-        return self._root(self.apart / (self.numel - 1)) if self.numel > 1 else None
-
-    def _root(self, square: float) -> float:
-        try:
-            return math.ldexp(math.sqrt(square), -self.shift)
-        except OverflowError:
-            return math.inf
+        part, gap = other.numel / numel, other.mean - self.mean
+        apart = self.apart + other.apart + gap**2 * self.numel * part
+        return Moments(numel, self.mean + gap * part, self.squares + other.squares, apart)
 
 
 class Block(NamedTuple):
@@ -330,11 +304,9 @@ class Gauge:
 
     def _moments(self, finite: Any, bias: int, low: Any, high: Any) -> Moments:
         torch, count = self.torch, len(finite)
-        shift, bound = shift_of(max(abs(low), abs(high))), float(low)
+        bound = float(low)
         if low == high:
-            return Moments(count, bound, math.ldexp(bound, shift) ** 2 * count, 0.0, shift)
-        for factor in factors_of(shift):
-            finite = finite * factor
+            return Moments(count, bound, bound * bound * count)
         if finite.dtype == torch.int64:
             # The sum of at most 2**31 numbers is exact, and so are distances from the smallest number as long as they
             # fit in 64 bits.
@@ -344,12 +316,12 @@ class Gauge:
             finite = _above(finite, low - bias, high - low)
             middle, square = float(finite.mean()), math.inf
         else:
-            middle, square = float(finite.mean()), float(torch.dot(finite, finite))
-            mean, squares = math.ldexp(middle, -shift), square
-        if middle**2 * count <= square * _CLOSE < math.inf:
-            return Moments(count, mean, squares, square - middle**2 * count, shift)
+            mean = middle = float(finite.mean())
+            squares = square = float(torch.dot(finite, finite))
+        if middle * middle * count <= square * _CLOSE < math.inf:
+            return Moments(count, mean, squares, square - middle * middle * count)
         distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
-        return Moments(count, mean, squares, float(torch.dot(distances, distances)), shift)
+        return Moments(count, mean, squares, float(torch.dot(distances, distances)))
 
     def measured(self, read: Callable[[], Iterable[bytes] | Filling]) -> Measured:
         """Return the statistics of all added numbers; ``read`` reads them again if there are many."""
@@ -359,7 +331,9 @@ class Gauge:
         low, high = (int(end) if self.rule.whole else end for end in (self.low, self.high))
         counts: tuple[int, ...] = (count,)
         edges: tuple[float, ...] = (float(low), float(high))
-        if low < high:
+        size = max(abs(low), abs(high))
+        in_range = not size or SMALL < size < LARGE
+        if low < high and in_range:
             edges = _edges(low, high, self.bins)
             if self.kept is not None:
                 found = _histogram(torch, self.kept, self.bias, low, high, self.bins)
@@ -370,7 +344,9 @@ class Gauge:
                     finite = _finite(torch, real)[0] if self.nans or self.infs else real
                     found += _histogram(torch, finite, bias, low, high, self.bins)
             counts = tuple(found.tolist())
-        mean, std, norm = self.moments.mean, self.moments.std, self.moments.norm
+        mean, squares, apart = self.moments[1:] if in_range else (None, None, None)
+        norm = None if squares is None else math.sqrt(squares)
+        std = None if apart is None or count < 2 else math.sqrt(apart / (count - 1))
         return Measured(count, self.nans, self.infs, self.zeros, low, high, mean, std, norm, counts, edges)
 
 
@@ -388,26 +364,13 @@ def _above(numbers: Any, low: int, width: int) -> Any:
     return (numbers - low).double() if width < 1 << 62 else numbers.double() - low
 
 
-def shift_of(size: float) -> int:
-    """Return the exponent of the power of two that brings numbers of this size to about 1; 0 if none is needed."""
-    return 0 if not size or SMALL < size < LARGE else -math.frexp(size)[1]
-
-
-def factors_of(shift: int) -> tuple[float, ...]:
-    """Return 2**shift as two factors, because it may be beyond float64; empty if ``shift`` is 0."""
-    return (math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)) if shift else ()
-
-
 def _histogram(torch: Any, numbers: Any, bias: int, low: Any, high: Any, bins: int) -> Any:
     """Return the number of finite numbers in equal bins from ``low`` to ``high``."""
     if numbers.dtype == torch.int64:
         places, width = _above(numbers, low - bias, high - low), float(high - low)
     else:
-        base, top = float(low), float(high)
-        for factor in factors_of(shift_of(max(abs(base), abs(top)))):
-            numbers, base, top = numbers * factor, base * factor, top * factor
         scratch = SCRATCH.take(torch, "distances", len(numbers), torch.float64)
-        places, width = torch.sub(numbers, base, out=scratch), top - base
+        places, width = torch.sub(numbers, float(low), out=scratch), float(high) - float(low)
     places = places.mul_(bins / width).to(torch.uint8).clamp_(max=bins - 1)
     return torch.bincount(places, minlength=bins)
 
