@@ -74,15 +74,9 @@ class CallChecker:
             self.names[func] = name
         return name
 
-    def called(self, ref: Ref) -> str:
-        """Return the name of the called function; "" if the node is not a call."""
+    def is_dtype(self, ref: Ref) -> bool:
         node = self.nodes[ref]
-        return self.name(node.func) if isinstance(node, Call) else ""
-
-    def dtype(self, ref: Ref) -> str:
-        """Return the name of a dtype; "" for other nodes."""
-        node = self.nodes[ref]
-        return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
+        return type(node) is Global and node.module == "torch" and node.name in BY_NAME
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
         """Return whether this is an ordinary tensor, which needs no further check."""
@@ -185,7 +179,8 @@ class CallChecker:
     def key(self, ref: Ref, depth: int) -> Refusal | None:
         node = self.nodes[ref]
         if type(node) is not tuple:
-            unhashable = isinstance(node, List | Dict | Set | ByteArray) or self.called(ref) in _UNHASHABLE
+            filled = self.name(node.func) in _UNHASHABLE if isinstance(node, Call) else False
+            unhashable = filled or isinstance(node, List | Dict | Set | ByteArray)
             return Refusal("a key that cannot be hashed") if unhashable else None
         if depth > _DEEP:
             return Refusal(f"a key of tuples nested more than {_DEEP} deep", False)
@@ -224,7 +219,7 @@ _KINDS: Final[Mapping[str, Callable[[CallChecker, Ref], bool]]] = {
     "tuple": lambda checker, ref: isinstance(checker.nodes[ref], tuple | List),
     "storage": lambda checker, ref: type(checker.nodes[ref]) is Persistent,
     "tensor": lambda checker, ref: checker.reader.tensor(ref) is not None,
-    "dtype": lambda checker, ref: bool(checker.dtype(ref)),
+    "dtype": CallChecker.is_dtype,
     "size": lambda checker, ref: checker.ints(ref) is not None,
     "function": lambda checker, ref: type(checker.nodes[ref]) is Global,
     "layout": lambda checker, ref: checker.layout(ref) in LAYOUTS,

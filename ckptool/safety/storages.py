@@ -102,7 +102,11 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
         tensor = reader.tensor(ref)
         if tensor is None:
             if call.func not in rebuilds:
-                rebuilds[call.func] = _rebuilds(callable_name(checkpoint.graph, call.func))
+                module, _, function = callable_name(checkpoint.graph, call.func).rpartition(".")
+                # A checkpoint names nothing else in torch._utils, so any other name there is damaged.
+                rebuilds[call.func] = module == "torch._utils" or (
+                    module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild")
+                )
             if rebuilds[call.func]:
                 message = "an impossible tensor: its shape, strides, offset or storage make no sense"
                 yield Finding.of("geometry", "error", message, paths().get(ref, ""), refused=True, ref=ref)
@@ -140,12 +144,6 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
         # and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
         if len(pid) > ID_PARTS and not (checkpoint.container.checks_ids or program_of(checkpoint) is not None):
             yield f"a storage is described by {len(pid)} values, but torch takes {ID_PARTS}"
-
-
-def _rebuilds(name: str) -> bool:
-    module, _, function = name.rpartition(".")
-    # A checkpoint names nothing else in torch._utils, so any other name there is damaged.
-    return module == "torch._utils" or (module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild"))
 
 
 def _misfit(tensor: Tensor, nbytes: int) -> str:

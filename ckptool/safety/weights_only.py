@@ -215,17 +215,12 @@ def _broken_by_filling(name: str, node: Call, version: Rules) -> Iterator[str]:
         yield _APPENDS
     if node.pairs and version.checks_setitem and name not in _DICTS:
         yield _SETITEMS
-    if node.states and not _buildable(name, version):
+    buildable = name in ("torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict")
+    if version.build_listed:  # a class that is not on the list is already a blocker by name
+        buildable = name not in ("_codecs.encode", "torch.serialization._get_layout")
+    rebuilt = name.startswith("torch._utils._rebuild") or name == "torch._tensor._rebuild_from_type_v2"
+    if node.states and not (rebuilt or buildable):
         yield "BUILD on something other than a tensor, parameter or OrderedDict"
-
-
-def _buildable(name: str, version: Rules) -> bool:
-    if name.startswith("torch._utils._rebuild") or name == "torch._tensor._rebuild_from_type_v2":
-        return True
-    if not version.build_listed:
-        return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict")
-    # A class that is not on the list is already a blocker by name.
-    return name not in ("_codecs.encode", "torch.serialization._get_layout")
 
 
 def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> Counter[str]:
