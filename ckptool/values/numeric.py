@@ -7,7 +7,7 @@ The eight-bit formats follow "FP8 Formats for Deep Learning" and the OCP specifi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from math import inf, isfinite, nan
 from struct import iter_unpack
@@ -50,8 +50,9 @@ def _decoder(dtype: str) -> Callable[[bytes], list[Number]]:
     if dtype in _ARRAY_CODES:
         return lambda data: _from_array(data, _ARRAY_CODES[dtype])
     if dtype in _COMPLEX:
+        # The parts are plain numbers here, because complex(a, b) with complex parts would lose the signs of zeros.
         parts = _decoder(_COMPLEX[dtype])
-        return lambda data: _pairs(parts(data))
+        return lambda data: list(map(complex, (numbers := parts(data))[::2], numbers[1::2]))
     if dtype == "float16":
         return lambda data: [value for (value,) in iter_unpack("<e", data)]
     if dtype == "bfloat16":
@@ -75,11 +76,6 @@ def _from_array(data: bytes, code: str) -> list[Number]:
     if byteorder == "big":
         values.byteswap()
     return list(values)
-
-
-def _pairs(parts: Sequence[Number]) -> list[Number]:
-    # The parts are plain numbers here, because complex(a, b) with complex parts would lose the signs of zeros.
-    return [complex(real, imag) for real, imag in zip(parts[::2], parts[1::2])]
 
 
 def widened_bfloat16(data: bytes) -> bytes:

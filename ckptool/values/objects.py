@@ -344,14 +344,6 @@ def _by_key(checkpoint: Checkpoint, container: ContainerValue) -> dict[Any, Valu
     return {place: container.members[place] for place in range(len(container.members))}
 
 
-def view_of(checkpoint: Checkpoint, container: ContainerValue, path: str) -> MappingView | ListView | ObjectValue:
-    """Return a mapping, list or object as a view."""
-    if container.kind == "sequence":
-        return ListView(checkpoint, container.members, path)
-    view = MappingView(checkpoint, _by_key(checkpoint, container), path)
-    return ObjectValue(container.cls, view) if container.kind == "object" else view
-
-
 def value_of(checkpoint: Checkpoint, ref: Ref, path: str, *, lazily: bool = False) -> Any:
     """Return the value at ``ref``: dicts, lists, tuples, sets and scalars as such, a tensor as a TensorValue.
 
@@ -417,12 +409,13 @@ class _Values:
             return value.value
         if isinstance(value, Tensor):
             return TensorValue(self.checkpoint, ref, value, path)
-        if self.lazily:
-            return view_of(self.checkpoint, value, path)
-        target: Any = [] if value.kind == "sequence" else {}
-        if value.cls == "set":
-            target = set()
-        self.empty.append((target, value, path))
+        target: Any = set() if value.cls == "set" else [] if value.kind == "sequence" else {}
+        if not self.lazily:
+            self.empty.append((target, value, path))
+        elif value.kind == "sequence":
+            target = ListView(self.checkpoint, value.members, path)
+        else:
+            target = MappingView(self.checkpoint, _by_key(self.checkpoint, value), path)
         return ObjectValue(value.cls, target) if value.kind == "object" else target
 
     def _fill(self, target: Any, container: ContainerValue, path: str) -> None:

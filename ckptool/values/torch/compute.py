@@ -31,8 +31,10 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     Casts between float32 and bfloat16, its upper half, use integers, because NumPy starts ten times faster than torch.
     """
     numpy = numpy_module() if {dtype, target} == {"float32", "bfloat16"} else None
+    if numpy is not None and target == "float32":
+        return bytes((numpy.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()), 0
     if numpy is not None:
-        return _widen_bfloat16(numpy, data) if target == "float32" else _round_to_bfloat16(numpy, data)
+        return _round_to_bfloat16(numpy, data)
     torch = need_torch("casting values")
     writable = bytearray(data) if isinstance(data, bytes) else data  # torch warns about other memory
     values = torch.frombuffer(writable, dtype=torch_dtype(torch, dtype))
@@ -84,13 +86,6 @@ def _round_to_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
             target[magnitude > _INFINITY] = _NAN
             overflows += int(((magnitude >= _ROUNDS_TO_INFINITY) & (magnitude < _INFINITY)).sum())
     return bytes(result.tobytes()), overflows
-
-
-def _widen_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
-    """Return bfloat16 as float32, which can express all its values, and 0 overflows."""
-    wide = numpy.frombuffer(data, "<u2").astype("<u4")
-    wide <<= 16
-    return bytes(wide.tobytes()), 0
 
 
 def _overflow_count(torch: Any, values: Any, result: Any) -> int:

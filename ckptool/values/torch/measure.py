@@ -20,6 +20,8 @@ from .loads import need_torch, torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
+#: Numbers for which a thread keeps memory.
+_ROOM: Final = STEP
 #: Dtypes that torch cannot compute with -> a dtype of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
@@ -38,15 +40,15 @@ class _Scratch(threading.local):
         self.kept: dict[tuple[str, object], Any] = {}
 
     def take(self, torch: Any, name: str, count: int, dtype: Any) -> Any:
-        """Return memory for at most ``STEP`` numbers; the same name gives the same memory."""
+        """Return memory for numbers; the same name gives the same memory."""
         if (name, dtype) not in self.kept:
-            self.kept[name, dtype] = torch.empty(STEP, dtype=dtype)
+            self.kept[name, dtype] = torch.empty(_ROOM, dtype=dtype)
         return self.kept[name, dtype][:count]
 
     def bytes(self, name: str, width: int) -> bytearray:
-        """Return memory for ``STEP`` elements of ``width`` bytes; the same name gives the same memory."""
+        """Return memory for elements of ``width`` bytes; the same name gives the same memory."""
         if (name, width) not in self.kept:
-            self.kept[name, width] = bytearray(STEP * width)
+            self.kept[name, width] = bytearray(_ROOM * width)
         return cast("bytearray", self.kept[name, width])
 
 
