@@ -70,7 +70,7 @@ ADVICE = [
     ("look into it, then download the checkpoint itself", "name the checkpoint itself"),
     ("copy or download it again, whole", "get a whole copy of the file"),
     ("download it again, or save", "get a whole copy of the file, or save"),
-    ("unzstd -c <.*?, then name what it holds", "download it, then unpack it"),
+    ("unpack it with unzstd, then name what it holds", "download it, then unpack it"),
     ("In Python:", "In Python, with the file downloaded:"),
 ]
 
