@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.base.addresses import Address, conceal, join, name, parent, parse, reveal, shown, split_member
-from ckptool.base.steps import folder_of, is_remote
+from ckptool.base.addresses import Address, conceal, join, parse, reveal, shown, split_member
+from ckptool.base.steps import is_remote
 
 #: (address, its parts, the text to show)
 CASES = [
@@ -51,16 +51,6 @@ def test_files_of_a_folder() -> None:
     assert join("s3://b/run", "../other/./x") == "s3://b/other/x"
     assert join("s3://b/run", "../../../x") == "s3://b/x"
     assert join("az://box/run?sig=a", "x") == "az://box/run/x?sig=a"
-
-
-def test_names_and_parents() -> None:
-    assert parent("s3://b/run/x.pth") == parent("s3://b/run/y/") == folder_of("s3://b/run/x.pth") == "s3://b/run"
-    assert parent("s3://b/x") == parent("s3://b") == "s3://b"
-    assert parent("https://h/a/x?t") == "https://h/a?t"
-    assert name("s3://b/run/x.pth") == "x.pth"
-    assert name("s3://b/run/") == "run"
-    assert name("s3://b/") == "b"
-    assert name("https://h/o.zip!run/a.pth?t") == "a.pth"
 
 
 def test_a_text_stands_for_an_address() -> None:

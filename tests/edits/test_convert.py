@@ -250,6 +250,3 @@ def test_a_header_too_large_to_be_read_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("ckptool.formats.safetensors.writer.MAX_HEADER", 1000)
     with pytest.raises(RefusedError, match="reads none of more than 1,000"):
         converted({"a" * 1000: torch.ones(1)}, "safetensors", tmp_path)
-
-
-# -- names: none is left out silently, none of another format is taken -----------------------------------------

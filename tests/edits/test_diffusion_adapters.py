@@ -252,9 +252,6 @@ def test_a_file_of_the_whole_pipeline_is_a_base(style: str, tmp_path: Path) -> N
     assert_merged(merged(base, adapter, tmp_path), base, added)
 
 
-# -- models that the base does not hold
-
-
 # -- refusals
 
 

@@ -14,7 +14,6 @@ from output_checks import VIEWS, WHOLE, at, checked, saved
 from torch import nn
 
 import ckptool
-from ckptool import Checkpoint
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.base.globs import Globs
 from ckptool.checkpoint.paths import parse_path
@@ -120,22 +119,6 @@ def test_the_versions_of_new_modules_come_along(tmp_path: Path, out: Path) -> No
     theirs.load_state_dict(found, strict=True)
 
 
-def test_three_files_and_a_cast(tmp_path: Path, out: Path) -> None:
-    """What was merged can be edited further, and merged into another."""
-    first = saved({"a.w": torch.ones(3)}, tmp_path / "1.pth")
-    second = saved({"b.w": torch.full((2,), 2.0)}, tmp_path / "2.pth", _use_new_zipfile_serialization=False)
-    third = saved({"b.w": torch.full((2,), 3.0), "c.w": torch.ones(1)}, tmp_path / "3.pth")
-    with ckptool.open(first) as a, ckptool.open(second) as b, ckptool.open(third) as c:
-
-        def edit(checkpoint: Checkpoint) -> Checkpoint:
-            inner = ckptool.cast(ckptool.merge(b, c), "float64")
-            return ckptool.slim(ckptool.cast(ckptool.merge(checkpoint, inner), "bfloat16"))
-
-        ckptool.save(edit(a), out)
-    state = {"a.w": torch.ones(3), "b.w": torch.full((2,), 3.0), "c.w": torch.ones(1)}
-    assert oracle.difference({k: v.bfloat16() for k, v in state.items()}, checked(out, first)) == ""
-
-
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     path = saved({"a.w": torch.ones(3)}, tmp_path / "1.pth")
     other = saved({"a.w": torch.ones(2)}, tmp_path / "2.pth")
@@ -150,6 +133,3 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
             ckptool.merge(checkpoint, foreign, entry=[("nowhere", "x")])
         with pytest.raises(TargetError, match="no mapping"):
             ckptool.merge(checkpoint, foreign, entry=[(".", 'nowhere["x"]')])
-
-
-# -- linear time -----------------------------------------------------------------------------------------------

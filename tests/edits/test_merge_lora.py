@@ -241,17 +241,6 @@ def test_torch_files_keep_what_shares_a_storage_apart(legacy: bool, base: Path, 
     assert result["epoch"] == 3 and torch.equal(result["model"]["rest"], torch.ones(3))
 
 
-def test_new_modules_are_added(base: Path, tmp_path: Path) -> None:
-    """A classifier that was trained with the adapter is not in the base."""
-    new = torch.randn(3, 8)
-    tensors = {**factors(LAYER, 150, 8), "base_model.model.score.weight": new}
-    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["classifier", "score"])
-    assert is_same(merged(base, adapter, out=tmp_path / "out")["score.weight"], new)
-    adapter = write_adapter(tmp_path / "adapter", tensors)
-    with pytest.raises(RefusedError, match=r"1 of 2 modules matched; not in .*: 'score'"):
-        merged(base, adapter, out=tmp_path / "again")
-
-
 @pytest.mark.parametrize("where", ["head", "embedding", "both"])
 def test_a_tied_head_gets_weights_of_its_own(where: str, base: Path, tmp_path: Path) -> None:
     tied(base)
@@ -438,6 +427,3 @@ def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     save_file(other, tmp_path / "mlx.safetensors")
     with pytest.raises(RefusedError, match="names as of mlx or torchtune"):
         merged(base, tmp_path / "mlx.safetensors", out=tmp_path / "out")
-
-
-# -- inspect and match

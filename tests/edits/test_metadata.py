@@ -98,19 +98,6 @@ def test_add_gives_the_metadata_of_the_wrapped_model(model: nn.Module, tmp_path:
     assert [item for item in metadata(found) if item[0]] == below
 
 
-def test_wrappers_in_the_middle(tmp_path: Path) -> None:
-    """torch.compile inside DataParallel: the names of both go, and so do their entries."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    state: Any = model.state_dict()
-    renamed = OrderedDict((f"module._orig_mod.{key}", value) for key, value in state.items())
-    entries = {"": {"version": 1}, "module": {"version": 1}}
-    entries |= {f"module._orig_mod.{key}".rstrip("."): value for key, value in state._metadata.items()}
-    renamed._metadata = OrderedDict(entries)  # type: ignore[attr-defined]
-    found = edited(renamed, "strip_wrappers", tmp_path)
-    assert metadata(found) == metadata(state)
-    assert list(found) == list(state)
-
-
 @pytest.mark.parametrize("edit", ["strip_module", "add_module", "strip_wrappers"])
 def test_without_a_key_to_rename_the_metadata_stays(edit: str, tmp_path: Path) -> None:
     """A part without parameters that is called ``module`` is no wrapper; torch's function takes it for one."""

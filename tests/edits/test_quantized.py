@@ -410,17 +410,6 @@ def test_subclasses_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert say("merge-lora", path, path, "-o", tmp_path / "a.pth").code in (1, 3, 4)
 
 
-def test_layers_of_torch_ao(tmp_path: Path) -> None:
-    """The scale of a quantized layer is a float tensor beside the packed weight."""
-    model = torch.ao.nn.quantized.Linear(4, 2)
-    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
-    torch.save({"fc": model.state_dict(), "plain": {"weight": floats(4, 4), "bias": floats(4)}}, path)
-    assert say("cast", path, "--to-dtype", "bf16", "-o", out).code == 0
-    before, after = torch.load(path, weights_only=False), torch.load(out, weights_only=False)
-    assert after["fc"]["scale"].dtype == before["fc"]["scale"].dtype == torch.float32
-    assert after["plain"]["weight"].dtype == torch.bfloat16
-
-
 def test_states_of_an_8_bit_optimizer(tmp_path: Path) -> None:
     state = {"state1": codes(256, 2), "state2": codes(256, 2), "absmax1": floats(2), "absmax2": floats(2)}
     state |= {"qmap1": floats(256), "qmap2": floats(256), "step": 3}

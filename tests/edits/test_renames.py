@@ -221,6 +221,3 @@ def test_an_optimizer_that_may_belong_to_another_model_stays(tmp_path: Path, out
     path = saved(training | {"ema": copy.deepcopy(training["model"])}, tmp_path / "in.pth")
     found = edited(path, out, lambda c: ckptool.rename(c, glob=("0.*", "first.*"), key="ema"))
     assert found["optimizer"]["param_groups"][0]["param_names"] == list(found["model"])
-
-
-# -- wrappers ----------------------------------------------------------------------------------------------------------

@@ -275,30 +275,6 @@ def test_an_output_by_a_symbolic_link_is_written_to_where_it_leads(
     assert names_in(tmp_path / "real") == ["target.pth"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "two\nlines.pth",
-        "-dash.pth",
-        "--force",
-        " .pth",
-        "\x1b[31m.pth",
-        "\udcff.pth",
-        "a" * 251 + ".pth",
-        "\u6a21" * 80 + ".pth",
-    ],
-    ids=["newline", "dash", "option", "space", "escape", "no-utf8", "longest", "longest-multibyte"],
-)
-def test_any_name_that_the_file_system_takes(
-    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: bytes
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    strip_to(source, name)
-    assert (tmp_path / name).read_bytes() == expected
-    strip_to(source, tmp_path / name, force=True)
-    assert names_in(tmp_path) == sorted(["in.pth", name])
-
-
 # -- how it is done -----------------------------------------------------------------------------------------
 
 
@@ -539,25 +515,6 @@ def test_a_file_size_limit_is_a_full_disk(limit: int, source: Path, out: Path) -
     assert str(out) in done.stderr and os.strerror(errno.EFBIG) in done.stderr
     assert "Traceback" not in done.stderr
     assert state(out) == before
-
-
-def test_a_small_tmpfs_is_a_full_disk(source: Path) -> None:
-    """A full disk for real, in a mount namespace that ends with the command."""
-    script = (
-        'mount -t tmpfs -o size=8k,mode=0777 none "$1" && printf old > "$1/out.pth" || exit 99; '
-        '"$2" -m ckptool strip-module "$3" -o "$1/out.pth" --force; echo "exit $?"; cat "$1/out.pth"; ls -A "$1"'
-    )
-    place = source.parent / "small"
-    place.mkdir()
-    enter = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
-    command = [*enter, "sh", "-c", script, "sh", str(place), sys.executable, str(source)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or "exit" not in done.stdout:
-        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
-    assert done.stdout == "exit 5\noldout.pth\n"
-    assert f"{place}/out.pth" in done.stderr and os.strerror(errno.ENOSPC) in done.stderr
 
 
 # -- an input that does not keep still --------------------------------------------------------------------------
@@ -827,21 +784,6 @@ def test_output_that_cannot_be_written_is_exit_5() -> None:
 
 
 # -- the command line keeps the same promises --------------------------------------------------------------------------
-
-
-def test_several_outputs_stand_or_fall_one_by_one(
-    source: Path, tmp_path: Path, expected: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "many"
-    folder.mkdir()
-    (folder / "collision.pth").write_bytes(b"old")
-    inputs = [str(FIXTURES / "collision.pth"), str(FIXTURES / "truncated.pth"), str(source)]
-    assert run(["strip-module", *inputs, "--out-dir", str(folder), "--force"]) == 3
-    assert (folder / "collision.pth").read_bytes() == b"old"
-    assert (folder / "in.pth").read_bytes() == expected
-    assert names_in(folder) == ["collision.pth", "in.pth"]
-    told = capsys.readouterr()
-    assert "collision.pth" in told.err and "truncated.pth" in told.err and "in.pth" in told.out
 
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -172,22 +172,6 @@ def test_inspect_predicts_the_device(written: Path, location: str | None) -> Non
     }
 
 
-def test_convert_to_safetensors(written: Path, tmp_path: Path) -> None:
-    """safetensors loads the converted weights onto the GPU with torch's values."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    out = tmp_path / "model.safetensors"
-    ran = _ckptool("convert", str(written), "-o", str(out))
-    if ran.returncode:
-        assert ran.stderr.strip() and not out.exists()
-        return
-    values = [value.detach() for value in _leaves(_load(written)).values() if value.layout is torch.strided]
-    for name, tensor in safetensors.load_file(out, device="cuda:0").items():
-        assert any(
-            twin.shape == tensor.shape and twin.dtype == tensor.dtype and torch.equal(twin.to(GPU), tensor)
-            for twin in values
-        ), name
-
-
 def test_a_device_that_is_hidden(written: Path, tmp_path: Path) -> None:
     """With no visible GPU, torch refuses the file, and the command that ``explain`` prints makes it load."""
     program = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"

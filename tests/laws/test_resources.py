@@ -145,13 +145,6 @@ def forged_versions(count: int) -> bytes:
     return b"".join(parts)
 
 
-def nested_pickles(levels: int) -> bytes:
-    data = dumped(1)
-    for _ in range(levels):
-        data = dumped([data, data])
-    return data
-
-
 def safetensors(head: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(head) if length is None else length) + head
 
@@ -163,8 +156,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a length of 2^31 in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\x7f."),
     "a negative length in LONG4": lambda: plain(pickled=b"\x80\x02\x8b\xff\xff\xff\xff."),
     "PUT 2^32-1": lambda: plain(pickled=b"\x80\x02Nr\xff\xff\xff\xffj\xff\xff\xff\xff."),
-    "PUT of a thousand digits": lambda: plain(pickled=b"Np" + b"9" * 1000 + b"\n."),
-    "PUT 2^32-1, then MEMOIZE": lambda: plain(pickled=b"\x80\x04Nr\xff\xff\xff\xff\x94\x94."),
     "a million digits": lambda: plain(pickled=b"I" + b"9" * 1_000_000 + b"\n."),
     "an int of a million bytes": lambda: plain(
         pickled=b"\x80\x02}(" + put("w") + b"\x8b" + struct.pack("<I", 1_000_000) + b"\x7f" * 1_000_000 + b"u."
@@ -175,15 +166,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "billion laughs": lambda: plain(pickled=laughs()),
     "a million nested tuples": lambda: plain(pickled=b"\x80\x02)" + b"\x85" * 1_000_000 + b"."),
     "a million nested lists": lambda: plain(pickled=b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."),
-    "100,000 nested dicts": lambda: plain(
-        pickled=b"\x80\x02" + (b"}" + put("a")) * 100_000 + b"N" + b"s" * 100_000 + b"."
-    ),
-    "a million MARKs": lambda: plain(pickled=b"\x80\x02" + b"(" * 1_000_000 + b"N."),
     "lists that contain themselves": lambda: plain(pickled=itself()),
     "many globals": lambda: plain(pickled=b"\x80\x02(" + b"ca\nb\n" * many(1_000_000) + b"t."),
-    "a global of 100,000 parts": lambda: plain(pickled=b"\x80\x02c" + b"a." * 50_000 + b"\n" + b"b." * 50_000 + b"\n."),
     "a name of a megabyte": lambda: plain({"x" * 1_000_000: TENSOR}),
-    "a name of a megabyte of models": lambda: plain({"model_" * 160_000 + "\n": {"a": TENSOR}}),
     "60,000 entries": lambda: many_entries(60_000),
     "many pickles": lambda: archive(
         [*entries().values(), *(Entry(f"{ROOT}/x{number}.pkl", b"\x80\x02N.") for number in range(many(60_000)))]
@@ -192,7 +177,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a zip64 count of 2^40": lambda: archive(
         entries().values(), End(count=0xFFFF, zip64={"here": 1 << 40, "count": 1 << 40})
     ),
-    "a zip64 offset of 2^63": lambda: archive(entries().values(), End(offset=0xFFFFFFFF, zip64={"offset": 1 << 63})),
     "a record of 4 GB that is not there": lambda: altered(
         "data.pkl", listed={"size": 0xFFFFFFF0, "packed": 0xFFFFFFF0}
     ),
@@ -209,14 +193,12 @@ FILES: dict[str, Callable[[], bytes]] = {
     "hidden pickles, one over the others": lambda: hidden_pickles(many(5_000)),
     "small bombs": lambda: bombs(many(30)),
     "10,000 forged versions": lambda: forged_versions(10_000),
-    "pickles in pickles": lambda: nested_pickles(14),
     "10,000 bare pickles": lambda: dumped(1) * 10_000,
     "local headers without an end": lambda: b"PK\x03\x04" * 250_000,
     "descriptors without an end": lambda: plain()[:400] + b"PK\x07\x08" * 250_000,
     "a legacy list of a million keys": lambda: legacy(keys=b"\x80\x02](" + b"K\x01" * 1_000_000 + b"e."),
     "a legacy count of 2^62": lambda: legacy(storages={"0": (1 << 62, b"")}),
     "safetensors, a head of 2^63": lambda: safetensors(b"{}", 1 << 63),
-    "safetensors, a head of 99 MB": lambda: safetensors(b"{}", 99_000_000),
     "safetensors, holes and overlaps": lambda: (
         safetensors(
             b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]},"b":{"dtype":"F32","shape":[9],"data_offsets":[9,45]}}'
@@ -239,7 +221,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 HEAVY = {
     "many short templates",
     *("a million nested tuples", "a million nested lists", "many globals"),
-    *("100,000 nested dicts", "a million MARKs", "60,000 entries", "many pickles", "60,000 duplicates"),
+    *("60,000 entries", "many pickles", "60,000 duplicates"),
     *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage"),
     *("archives in archives that share a payload", "1,000 names of one header with 16,000 fields"),
     *("20,000 headers within each other", "hidden pickles, one over the others"),

@@ -122,8 +122,3 @@ def test_ckptool_misses_nothing_and_gives_no_false_alarm(item: Sample, tmp_path:
     if item.hostile:
         # Of lz4 it says that it does not unpack it.
         assert found == ALARM or item.name == "lz4.joblib"
-
-
-# -- how answers are read --------------------------------------------------------------------------------------------
-
-# -- the table -------------------------------------------------------------------------------------------------------

@@ -124,24 +124,6 @@ def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) 
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", EVERY, ids=str)
-def test_no_bits_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    empty, few = any_bits(dtype, 1, (0, 3)), any_bits(dtype, 2, (4, 3))
-    report = compared(tmp_path, {"x": empty, "y": few}, {"x": empty, "y": few})
-    assert report["same"] and report["total"] is None
-    row, other = ckptool.stats(tmp_path / "a.pth")["tensors"]
-    assert (row["finite"], row["nans"], row["infs"], row["zeros"], row["min"]) == (0, 0, 0, 0, None)
-    numbers = np.abs(array(few)) if dtype.is_complex else array(few)
-    finite = numbers[np.isfinite(numbers)]
-    assert (other["finite"], other["nans"]) == (len(finite), int(np.isnan(numbers).sum()))
-    assert other["zeros"] == int((finite == 0).sum())
-    if len(finite):
-        assert [other["min"], other["max"]] == pytest.approx([finite.min(), finite.max()])
-        assert other["mean"] == pytest.approx(finite.mean(), abs=1e-9 * float(np.abs(finite).max()))
-
-
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("other", DTYPES, ids=str)
 def test_dtypes_of_one_shape_are_compared_as_numbers(other: torch.dtype, tmp_path: Path) -> None:
     a, b = numbers(torch.float32, 1), numbers(other, 2)

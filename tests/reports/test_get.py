@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import math
@@ -302,18 +301,6 @@ def test_values(value: Any, text: str, as_json: Any, tmp_path: Path, capsys: pyt
     assert strict(told(capsys, str(path), "value", "--json")) == as_json
     found = ckptool.get(path, "value")
     assert found == value or (value != value and found != found)
-
-
-def test_objects_are_told_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"args": argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=1))}, tmp_path / "a.pth")
-    inner = {"class": "argparse.Namespace", "attributes": {"x": 1}}
-    assert strict(told(capsys, str(tmp_path / "a.pth"), "args", "--json")) == {
-        "class": "argparse.Namespace",
-        "attributes": {"lr": 0.1, "nested": inner},
-    }
-    found = ckptool.get(tmp_path / "a.pth", "args")
-    assert isinstance(found, ckptool.ObjectValue) and found.attributes["nested"].attributes == {"x": 1}
-    assert told(capsys, str(tmp_path / "a.pth"), "args.nested.x") == "1\n"
 
 
 def test_what_is_in_itself_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,20 +68,6 @@ def test_the_figures_are_those_of_diff(tmp_path: Path) -> None:
     assert {"same", "only in A"} < set(fates)
 
 
-def test_the_rows_that_are_there_without_a_program_show_the_changes(tmp_path: Path) -> None:
-    page = written(tmp_path, *pair(tmp_path))
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page, re.S)]
-    cells = {row[0]: row for row in rows if row}
-    assert cells["layers.0.attention.weight"][1] == "same" and cells["layers.0.mlp.weight"][1] == "values differ"
-    assert "float32" in cells["layers.1.attention.weight"]
-    assert ["model[&quot;layers.3.attention.weight&quot;]", "dtype", "float32", "float16"] in rows
-    assert (
-        page.count("globals: not on torch") == 0
-        and "A: safety unknown" in page
-        and "B: loads with weights_only=True" in page
-    )
-
-
 def test_the_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     a = {f"layers.{number}.weight": torch.randn(300, 400) for number in range(4)}

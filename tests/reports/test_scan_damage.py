@@ -337,18 +337,6 @@ def test_a_folder_that_does_not_open_hides_no_file(folder: Path, change: str, tm
         files[number].write_bytes(kept)
 
 
-def test_an_index_that_does_not_open_hides_no_file(tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"w": "/x"}}')
-    (tmp_path / "training_args.bin").write_bytes(pickle.dumps(Recorded()))
-    for path in (index, tmp_path):
-        report = ckptool.scan(path)
-        assert report["files"][0]["verdict"] == "unknown"
-        assert is_named(path)
-    rows = say("scan", tmp_path, "--format", "rows").out.splitlines()
-    assert len(rows) == 1 and '"verdict": "unsafe"' in rows[0] and "posix.system" in rows[0]
-
-
 # -- the Python that runs ckptool ------------------------------------------------------------------------------------
 
 

@@ -285,9 +285,6 @@ def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
     plain.load_state_dict(torch.load(tmp_path / "out.pth"))
 
 
-# -- several reasons at once
-
-
 # -- adapters
 
 

@@ -226,39 +226,6 @@ def test_models_and_mappings_as_targets(tmp_path: Path) -> None:
         ckptool.match(FIXTURES / "no_tensors.pth", source)
 
 
-# -- lock files ---------------------------------------------------------------------------------------------------
-
-
-def locked(path: Path, **dicts: Any) -> Path:
-    path.write_text(json.dumps({"schema": "ckptool.lock/1", "layout": "bare", "state_dicts": dicts}), encoding="utf-8")
-    return path
-
-
-def lock_of(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "device": "cpu"}
-        for name, value in model.state_dict().items()
-    }
-
-
-def test_a_lock_file_is_a_target(tmp_path: Path) -> None:
-    source = saved(nn.DataParallel(filled(Net())), tmp_path / "a.pth")
-    lock = locked(tmp_path / "x.lock", **{".": lock_of(Net())})
-    report = fixed(source, lock, tmp_path / "out.pth")
-    assert (report["target_kind"], report["fix"]["command"]) == (
-        "lock",
-        f"ckptool edit {source} --strip-module -o {tmp_path / 'a.fits.pth'}",
-    )
-    Net().load_state_dict(torch.load(tmp_path / "out.pth"), strict=True)
-    lock = locked(tmp_path / "y.lock", model=lock_of(Net()), small=lock_of(Block(3)))
-    assert ckptool.match(source, lock)["target_state_dict"] == "model"
-    assert ckptool.match(source, lock, other_key="small")["target_state_dict"] == "small"
-    with pytest.raises(TargetError, match="there is 'model' and 'small'"):
-        ckptool.match(source, lock, other_key="nowhere")
-    lock = locked(tmp_path / "z.lock", **{".": {"_extra_state": {"type": "dict"}}})
-    assert ckptool.match(source, lock)["missing"] == ["_extra_state"]
-
-
 # -- models that are named ------------------------------------------------------------------------------------------
 
 
@@ -317,9 +284,6 @@ def test_a_model_that_cannot_be_made(spec: str, words: str, code: Path, capsys: 
     told = capsys.readouterr()
     assert words in told.err and told.out == ""
     assert sys.path == before
-
-
-# -- the command line ---------------------------------------------------------------------------------------------
 
 
 # -- real checkpoints -----------------------------------------------------------------------------------------------
