@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command_line import program
 from conftest import FIXTURES, ROOT
 
 import ckptool.files.sources
@@ -91,25 +92,20 @@ main()
 """
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.parametrize(
     "module", ["click", "click.core", "ckptool.cli.main", "ckptool.cli.show", "ckptool.formats.opening"]
 )
 def test_interrupted_at_an_import(module: str) -> None:
-    words = [sys.executable, "-c", AT_IMPORT, module, "inspect", str(FIXTURES / "bare.pth")]
-    done = subprocess.run(words, env=environment(), capture_output=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    assert program(module, "inspect", FIXTURES / "bare.pth", code=AT_IMPORT) == (130, "", "")
 
 
 def test_interrupted_at_any_moment() -> None:
     chance = random.Random(7)
     codes = set()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(12):
         words = [sys.executable, "-c", STARTING, "inspect", str(FIXTURES / "bare.pth")]
-        with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             assert process.stderr.read(1) == b"."
             time.sleep(chance.uniform(0, 0.15))
@@ -135,16 +131,13 @@ except BaseException as error:
 def test_a_signal_is_not_a_missing_torch(tmp_path: Path, name: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(SWALLOWS.format(name=name))
-    words = [sys.executable, "-c", "from ckptool.__main__ import main; main()"]
-    words += ["average", *[str(FIXTURES / "bare.pth")] * 2, "-o", str(tmp_path / "mean.pth")]
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(words, env=os.environ | paths, capture_output=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + getattr(signal, name), b"", b"")
+    words = ["average", *[FIXTURES / "bare.pth"] * 2, "-o", tmp_path / "mean.pth"]
+    said = program(*words, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert said == (128 + getattr(signal, name), "", "")
     assert not (tmp_path / "mean.pth").exists()
 
 
 def test_the_module_and_the_command_begin_at_the_same_place() -> None:
     assert "ckptool = ckptool.__main__:main" in (ROOT / "setup.cfg").read_text()
-    words = [sys.executable, "-m", "ckptool", "--version"]
-    done = subprocess.run(words, env=environment(), capture_output=True, timeout=600, text=True)
-    assert (done.returncode, done.stdout.split()[0]) == (0, "ckptool")
+    said = program("--version")
+    assert (said.code, said.out.split()[0]) == (0, "ckptool")

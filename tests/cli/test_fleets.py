@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from conftest import FIXTURES, ROOT
+from command_line import program
+from conftest import FIXTURES
 from docs_modules import docs_module
 
 from ckptool.base.errors import UnreadableError
@@ -74,14 +73,11 @@ cluster.Cluster.submit = submit
 if __name__ == "__main__":
     main(["scan", "--files-from", "list", "--format", "json", "--engine", "dask", "--jobs", "1"])
 """
-    (here / "main.py").write_text(code, "utf-8")
     (here / "list").write_text("gan.pth\n" * 3000, "utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "main.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "the connection to the workers was lost" in done.stderr
-    assert 5 <= len(json.loads(done.stdout)["files"]) < 3000
+    said = program(code=code)
+    assert said.code == 3, said.err
+    assert "the connection to the workers was lost" in said.err
+    assert 5 <= len(json.loads(said.out)["files"]) < 3000
 
 
 # -- lists
@@ -155,16 +151,9 @@ def peak(here: Path, *words: str) -> Iterator[int]:
     )
     for count in (100, 5_000):
         (here / "list").write_text("note\n" * count, "utf-8")
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words, "--files-from", "list"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=300,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            check=False,
-        )
-        assert f"{count:,} files: {count:,} ".encode() in done.stderr
-        yield int(done.stderr.splitlines()[-1])
+        said = program(*words, "--files-from", "list", code=code)
+        assert f"{count:,} files: {count:,} " in said.err
+        yield int(said.err.splitlines()[-1])
 
 
 @pytest.mark.sampled(every=2)

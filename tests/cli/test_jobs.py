@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import say
+from command_line import program, say
 from conftest import FIXTURES, ROOT
 
 import ckptool
@@ -45,13 +45,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    words = [sys.executable, "-m", "ckptool", *arguments]
-    return subprocess.run(
-        words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=600, check=False
-    )
-
-
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     "call",
@@ -65,10 +58,10 @@ def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[byte
     ids=" ".join,
 )
 def test_the_output_does_not_depend_on_jobs(call: list[str], runs: Path) -> None:
-    one, four = (ckptool_in(runs.parent, *call, "runs", "runs/nothing.pth", "--jobs", jobs) for jobs in ("1", "4"))
-    assert one.returncode == 3
-    assert one.stdout and b"git lfs pull" in one.stderr
-    assert (one.returncode, one.stdout, one.stderr) == (four.returncode, four.stdout, four.stderr)
+    one, four = (program(*call, "runs", "runs/nothing.pth", "--jobs", jobs) for jobs in ("1", "4"))
+    assert one.code == 3
+    assert one.out and "git lfs pull" in one.err
+    assert one == four
 
 
 def test_reports_come_in_the_order_of_the_paths(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,12 +292,10 @@ def test_an_output_of_a_process_that_died_is_not_replaced(
         shutil.copy(FIXTURES / "ddp4_training.pth", name)
     words = ["convert", "a", "b", "--to-format", style, "--allow-loss", "all", "--json"]
     assert run([*words, "--out-dir", "alone"]) == 0
-    command = [sys.executable, "-c", KILLED, text, *words, "--out-dir", "out", "--jobs", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    said = program(text, *words, "--out-dir", "out", "--jobs", "2", code=KILLED)
     assert Path("killed").exists()
-    assert done.returncode == 4, done.stderr
-    reports = json.loads(done.stdout)
+    assert said.code == 4, said.err
+    reports = json.loads(said.out)
     alone = {path.relative_to("alone"): path.read_bytes() for path in Path("alone").rglob("*") if path.is_file()}
     there = {path.relative_to("out"): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     assert sorted("the output exists" in str(report.get("error")) for report in reports) == [False, True]

@@ -6,13 +6,12 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIXTURES, ROOT
+from command_line import Said, program
+from conftest import FIXTURES
 
 import ckptool
 from ckptool.cli.main import run
@@ -177,20 +176,11 @@ def test_all_of_several_policies_is_their_union() -> None:
 # -- what is opened --------------------------------------------------------------------------------------------------
 
 
-def hung(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def hung(folder: Path, *words: str) -> Said:
     """Run validate in a folder, with a pipe for standard input that nobody writes to."""
     reading, writing = os.pipe()
     try:
-        return subprocess.run(
-            [sys.executable, "-m", "ckptool", "validate", "model.pth", *words],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdin=reading,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        return program("validate", "model.pth", *words, cwd=folder, stdin=reading)
     finally:
         os.close(reading)
         os.close(writing)
@@ -203,20 +193,20 @@ def test_a_lock_of_a_policy_that_is_found_is_a_file(lock: str, tmp_path: Path) -
     (tmp_path / "folder").mkdir()
     for policy in (f'lock = "{lock}"', f'[files."*.pth"]\nlock = "{lock}"'):
         (tmp_path / "ckptool.toml").write_text(policy)
-        done = hung(tmp_path)
-        assert done.returncode == 2, done
-        assert "cannot be read" in done.stderr and "Traceback" not in done.stderr
+        said = hung(tmp_path)
+        assert said.code == 2, said
+        assert "cannot be read" in said.err and "Traceback" not in said.err
 
 
 @pytest.mark.parametrize("option", ["--lock", "--policy"])
 def test_a_pipe_with_a_name_is_no_lock_and_no_policy(option: str, tmp_path: Path) -> None:
     shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
     os.mkfifo(tmp_path / "pipe")
-    done = hung(tmp_path, option, "pipe")
-    assert done.returncode == 2 and "a named pipe" in done.stderr, done
+    said = hung(tmp_path, option, "pipe")
+    assert said.code == 2 and "a named pipe" in said.err, said
 
 
 def test_a_policy_that_is_a_pipe_is_not_found(tmp_path: Path) -> None:
     shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
     os.mkfifo(tmp_path / "ckptool.toml")
-    assert hung(tmp_path).returncode == 0
+    assert hung(tmp_path).code == 0

@@ -9,13 +9,13 @@ import io
 import os
 import pty
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import program
 from conftest import FIXTURES, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,11 +152,9 @@ def test_no_color_is_an_option_of_every_command_and_of_the_whole(here: Path, mon
 
 
 def test_a_pipe_gets_the_full_text_without_colour(here: Path) -> None:
-    call = [sys.executable, "-m", "ckptool", "keys", "ddp4_training.pth"]
-    environment = os.environ | {"COLUMNS": "40", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=True)
-    assert "module.block.1.num_batches_tracked" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
+    said = program("keys", "ddp4_training.pth", env={"COLUMNS": "40"})
+    assert "module.block.1.num_batches_tracked" in said.out
+    assert "\x1b" not in said.all
 
 
 def test_a_real_terminal(here: Path) -> None:

@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -317,12 +316,3 @@ def test_a_bug_is_named_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("CKPTOOL_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         main.run(["keys", str(FIXTURES / "bare.pth")])
-
-
-def test_transcripts_leave_the_process_as_it_was() -> None:
-    before = (Path.cwd(), dict(os.environ), vars(main)["say_error"], stat.S_IMODE(os.umask(0o022)))
-    os.umask(before[3])
-    run.__wrapped__(FILES[0])
-    after = (Path.cwd(), dict(os.environ), vars(main)["say_error"], stat.S_IMODE(os.umask(0o022)))
-    os.umask(after[3])
-    assert before == after

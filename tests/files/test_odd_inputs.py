@@ -5,43 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from command_line import say
-from conftest import ROOT as PROJECT
+from command_line import Said, program, say
 from crafted_files import TENSOR, plain
 
 import ckptool
 
-#: Seconds to wait for a command. A command that takes longer hangs.
-PATIENCE = 600
 COMMANDS = ("inspect", "keys", "validate", "strip-module", "salvage")
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def ask(folder: Path, *arguments: str) -> Answer:
+def ask(folder: Path, *arguments: str) -> Said:
     """A process of its own: a wait in open() cannot be interrupted from within."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptool", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(PROJECT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-        timeout=PATIENCE,
-        check=False,
-    )
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return program(*arguments, cwd=folder, stdin=subprocess.DEVNULL)
 
 
 def called(command: str, name: str) -> list[str]:

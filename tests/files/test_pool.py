@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import Said, program
 from conftest import ROOT
 from dcp_folders import write_ranks
 from safetensors.torch import save_file
@@ -27,14 +26,13 @@ RANKS = 90
 DESCRIPTORS = 64
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> Said:
     """The program, which may open so many files."""
 
     def fewer() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
 
-    command = [sys.executable, "-m", "ckptool", *arguments]
-    return subprocess.run(command, preexec_fn=fewer, capture_output=True, text=True, cwd=ROOT, check=False)
+    return program(*arguments, preexec_fn=fewer, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +75,8 @@ def every_command(folder: Path, out: Path, single: str) -> None:
     ):
         found = run(*arguments)
         wanted = 2 if "nothing" in arguments else 0
-        assert found.returncode == wanted, (arguments, found.stderr)
-        assert "Too many open files" not in found.stdout + found.stderr
+        assert found.code == wanted, (arguments, found.err)
+        assert "Too many open files" not in found.all
 
 
 def test_a_dcp_folder_needs_few_descriptors(dcp: Path, tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
-"""Running a command in this process."""
+"""Running a command, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from conftest import ROOT
 
 from ckptool.cli.main import run
 
-__all__ = ["Said", "has_next_step", "say"]
+__all__ = ["Said", "has_next_step", "program", "say"]
 
 
 class Said(NamedTuple):
@@ -31,6 +36,15 @@ def say(*arguments: str | Path) -> Said:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([str(argument) for argument in arguments])
     return Said(code, out.getvalue(), err.getvalue())
+
+
+def program(*arguments: str | Path, code: str = "", env: dict[str, str] | None = None, **how: Any) -> Said:
+    """Run a command line in a process of its own, or ``code`` in its place; ``how`` is for ``subprocess.run``."""
+    words = [sys.executable, *(["-c", code] if code else ["-m", "ckptool"]), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
+    texts: dict[str, Any] = {"capture_output": True, "text": True, "errors": "surrogateescape"}
+    done = subprocess.run(words, env=environment, timeout=600, check=False, **texts, **how)
+    return Said(done.returncode, done.stdout, done.stderr)
 
 
 def has_next_step(said: Said) -> bool:

@@ -7,14 +7,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Said, say
-from conftest import CHECKPOINTS, FIXTURES, ROOT, WHOLE, sample
+from command_line import Said, program, say
+from conftest import CHECKPOINTS, FIXTURES, WHOLE, sample
 from remote.server import KEY, MIB, SECRET, Server
 
 from ckptool.cli import terminal
@@ -236,15 +234,10 @@ def test_a_folder_of_checkpoints_and_globs(
 
 
 def test_worker_processes_read_remote_files(runs: Path) -> None:
-    words = [sys.executable, "-m", "ckptool", "scan", "s3://bucket/runs/", "-v", "--format", "rows"]
-    alone, together = (
-        subprocess.run(
-            [*words, *more], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        for more in ([], ["--jobs", "2"])
-    )
-    assert alone.returncode == together.returncode == 0, together.stderr
-    assert sorted(alone.stdout.splitlines()) == sorted(together.stdout.splitlines())
+    words = ["scan", "s3://bucket/runs/", "-v", "--format", "rows"]
+    alone, together = (program(*words, *more) for more in ([], ["--jobs", "2"]))
+    assert alone.code == together.code == 0, together.err
+    assert sorted(alone.out.splitlines()) == sorted(together.out.splitlines())
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------

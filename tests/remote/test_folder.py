@@ -181,14 +181,6 @@ def test_a_shard_that_fails_does_not_fail_the_others(server: Server) -> None:
     assert caught.value.path == "s3://bucket/run/model-00005-of-00008.safetensors"
 
 
-def test_a_file_that_is_replaced_after_the_listing(server: Server) -> None:
-    found = folder(server)
-    found.names()
-    server.put("bucket", "run/config.json", b"[]")
-    with pytest.raises(ChangedError):
-        found.read("config.json", 100)
-
-
 def test_files_share_the_allowance(server: Server) -> None:
     found = folder(server, max_download=4 * MIB)
     one, two = (found.open(f"model-0000{number}-of-00008.safetensors") for number in (1, 2))

@@ -105,15 +105,6 @@ def test_a_command_says_the_same_as_of_a_local_file(name: str, call: list[str], 
     assert plain(remote, shown(place.address)) == plain(say(*call, local / name), str(local))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_tensor(name: str, place: Place, local: Path, tmp_path: Path) -> None:
-    prefix = "" if name.endswith(".safetensors") else "state_dict."
-    for path, output in ((place.at(name), "one.npy"), (local / name, "two.npy")):
-        said = say("get", path, f"{prefix}module.layers.7.weight", "-o", tmp_path / output)
-        assert said.code == 0, said.err
-    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
-
-
 @pytest.mark.parametrize("size", [0, 1, ENDS, ENDS + 1, 2 * ENDS + 1, 3 * MIB])
 def test_ranges(size: int, place: Place) -> None:
     data, chance = DATA[:size], random.Random(size)

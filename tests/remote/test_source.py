@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import pickle
 import random
@@ -18,11 +17,9 @@ pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, UnreadableError
 from ckptool.base.limits import LIMITS
-from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.formats import read_container
 from ckptool.remote import obstores, source, store
-from ckptool.remote.source import ENDS, Allowance, RemoteSource, open_remote
-from ckptool.remote.store import Facts, Settings
+from ckptool.remote.source import ENDS, RemoteSource, open_remote
+from ckptool.remote.store import Settings
 
 DATA = random.Random(1).randbytes(3 * MIB)
 #: The kinds of stores, and an address for each; plain HTTP needs the address of the server before it.
@@ -319,18 +316,6 @@ def test_names_and_identities(server: Server) -> None:
     assert open_remote("s3://bucket/a", Settings(server.url)).identity != one.identity
 
 
-def test_a_listing_tells_what_an_object_is(server: Server) -> None:
-    """With size and ETag known, nothing is asked for until the first read."""
-    found = server.put("bucket", "a", DATA)
-    opened_store, key = source.open_store("s3://bucket/a", Settings(server.url))
-    remote = RemoteSource(
-        opened_store, "s3://bucket/a", Settings(), Allowance(10 * MIB), Facts(key, 3 * MIB, found.etag)
-    )
-    assert server.count() == 0
-    assert remote.read(0, 4) == DATA[:4]
-    assert (server.count(), server.round_trips) == (2, 1) or server.count() == 2
-
-
 def test_work_at_once_stops_after_an_error() -> None:
     done = []
 
@@ -344,24 +329,3 @@ def test_work_at_once_stops_after_an_error() -> None:
     assert store.at_once([], do) == []
     with pytest.raises(ValueError, match="forty"):
         store.at_once(range(1000), do)
-
-
-# -- today's readers ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("suffix", "requests"), [("pth", 2), ("safetensors", 1)])
-def test_a_checkpoint_of_680_tensors_is_listed_in_two_requests(suffix: str, requests: int, server: Server) -> None:
-    torch: Any = pytest.importorskip("torch")
-    state = {f"module.layers.{number}.weight": torch.full((2000,), float(number)) for number in range(680)}
-    if suffix == "pth":
-        file = io.BytesIO()
-        torch.save({"state_dict": state}, file)
-        data = file.getvalue()
-    else:
-        data = pytest.importorskip("safetensors.torch").save(state)
-    server.put("bucket", f"model.{suffix}", data)
-    found = open_remote(f"s3://bucket/model.{suffix}", Settings(server.url))
-    checkpoint = Checkpoint.of(found.name, found, read_container(found))
-    assert [len(each.items) for each in checkpoint.state_dicts] == [680]
-    assert server.count() == requests
-    assert server.down == requests * ENDS
