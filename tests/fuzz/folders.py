@@ -12,7 +12,7 @@ from .pickles import mutated_pickle
 from .terms import const, dumps, loads, walk
 from .zips import mutated_zip
 
-__all__ = ["mutated_dcp", "mutated_hf"]
+__all__ = ["moved_files", "mutated_dcp", "mutated_hf"]
 
 Files = dict[str, bytes]
 
@@ -52,25 +52,25 @@ def _index(data: bytes, shards: list[str], chance: random.Random) -> bytes:
     elif way == 2:
         found[name] = chance.choice(shards or ["x"])
     elif way == 3:
+        place = str(found[name])
         odd = (
             "",
             "../x.safetensors",
             "/dev/zero",
-            "./" + str(found[name]),
             "a/b.safetensors",
-            str(found[name]).upper(),
+            "x\x00y",
+            "./" + place,
+            place.upper(),
             None,
             1,
             ["x"],
-            "x\x00y",
         )
-        found[name] = chance.choice(odd)
+        found[name] = chance.choice((*odd, "./" + place, place.upper()))
     elif way == 4:
         found[name.upper()] = found.pop(name)
     elif way == 5:
-        table["metadata"] = chance.choice(
-            ({}, {"total_size": 1}, {"total_size": "x"}, None, [], {"total_size": -1}, {"total_size": 1e9})
-        )
+        sizes = [{"total_size": size} for size in (1, "x", -1, 1e9)]
+        table["metadata"] = chance.choice((*sizes, {}, None, []))
     elif way == 6:
         table.pop("metadata", None)
     elif way == 7:
@@ -92,30 +92,36 @@ def _index(data: bytes, shards: list[str], chance: random.Random) -> bytes:
 def _named(files: Files, shards: list[str], index: str, chance: random.Random) -> None:
     name = chance.choice(shards)
     way = chance.randrange(8)
+    if way < 5:
+        stem = chance.choice(("model", "pytorch_model", "adapter_model", "model-00009-of-00009"))
+        moved_files(files, shards, (name + ".bak", f"{stem}.{name.rpartition('.')[2]}"), chance)
+    elif way == 5:
+        files[name] = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123\n"
+    elif way == 6 and index:
+        del files[index]
+    else:
+        others = ("config.json", "pytorch_model.bin", "model.safetensors.index.json", "README.md", "training_args.bin")
+        files[chance.choice(others)] = chance.choice((b"", b"{}", b"\x80\x02N.", files[name]))
+
+
+def moved_files(files: Files, names: list[str], others: tuple[str, ...], chance: random.Random) -> None:
+    """One of the files goes away, changes places, has another name too, or is longer or shorter."""
+    name, other = chance.choice(names), chance.choice(names)
+    way = chance.randrange(7)
     if way == 0:
         del files[name]
     elif way == 1:
-        files[name + ".bak"] = files.pop(name)
-    elif way == 2:
-        other = chance.choice(shards)
         files[name], files[other] = files[other], files[name]
+    elif way == 2:
+        files[name] = files[other]
     elif way == 3:
-        ending = name.rpartition(".")[2]
-        files[f"{chance.choice(('model', 'pytorch_model', 'adapter_model', 'model-00009-of-00009'))}.{ending}"] = files[
-            name
-        ]
+        files[chance.choice(others)] = files[name]
     elif way == 4:
-        files[name] = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123\n"
-    elif way == 5 and index:
-        del files[index]
-    elif way == 6:
-        files[
-            chance.choice(
-                ("config.json", "pytorch_model.bin", "model.safetensors.index.json", "README.md", "training_args.bin")
-            )
-        ] = chance.choice((b"", b"{}", b"\x80\x02N.", files[name]))
+        files[chance.choice(others)] = files.pop(name)
+    elif way == 5:
+        files[name] += chance.choice((b"x", b"\x00"))
     else:
-        files[name] = files[name] + b"\x00"
+        files[name] = files[name][: chance.randrange(len(files[name]) + 1)]
 
 
 def mutated_dcp(files: Files, chance: random.Random) -> Files:
@@ -129,21 +135,11 @@ def mutated_dcp(files: Files, chance: random.Random) -> Files:
     elif way < 0.9 and parts:
         name = chance.choice(parts)
         files[name] = _items(files[name], chance)
+    elif way > 0.985:
+        files.pop(".metadata", None)
     elif parts:
-        name, other = chance.choice(parts), chance.choice(parts)
-        how = chance.randrange(6)
-        if how == 0:
-            del files[name]
-        elif how == 1:
-            files[name], files[other] = files[other], files[name]
-        elif how == 2:
-            files["__9_0.distcp"] = files[name]
-        elif how == 3:
-            files[name] += b"x"
-        elif how == 4:
-            files.pop(".metadata", None)
-        else:
-            files[chance.choice((".metadata.bak", "x.pt", "model.safetensors", "__0_0.distcp.tmp"))] = files[name]
+        others = ("__9_0.distcp", ".metadata.bak", "x.pt", "model.safetensors", "__0_0.distcp.tmp")
+        moved_files(files, parts, others, chance)
     return files
 
 
@@ -158,9 +154,8 @@ def _metadata(data: bytes, chance: random.Random) -> bytes:
         if isinstance(value, bool) or not isinstance(value, int | str):
             term.value = chance.choice((True, False, None, 0))
         elif isinstance(value, int):
-            term.value = chance.choice(
-                (value + 1, value - 1, 0, 1, 2, -1, value * 2, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63)
-            )
+            wide = (1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63)
+            term.value = chance.choice((value + 1, value - 1, value * 2, 0, 1, 2, -1, *wide))
         else:
             texts = [t.value for t in terms if isinstance(t.value, str)]
             term.value = chance.choice((*texts, "", value + "x", "../x", "/dev/null", value.upper(), "0"))

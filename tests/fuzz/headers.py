@@ -58,10 +58,14 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _tensor(dtype: str, shape: Any, offsets: Any) -> _Pairs:
+    return _Pairs([("dtype", dtype), ("shape", shape), ("data_offsets", offsets)])
+
+
 def _changed(table: Any, chance: random.Random, size: int) -> Any:
     pairs = [at for at, (key, _) in enumerate(table) if key != "__metadata__"]
     if not pairs:
-        table.append(("new", _Pairs([("dtype", "F32"), ("shape", [0]), ("data_offsets", [0, 0])])))
+        table.append(("new", _tensor("F32", [0], [0, 0])))
         return table
     at = chance.choice(pairs)
     key, info = table[at]
@@ -72,12 +76,8 @@ def _changed(table: Any, chance: random.Random, size: int) -> Any:
     elif way == 1:
         table.append((key, table[chance.choice(pairs)][1]))
     elif way == 2:
-        new = chance.choice(
-            (
-                *("", "__metadata__", "a\x00b", "\u00e9", "x" * 300, key.upper(), "a.b", 'a"b', "\ud800", "\x7f"),
-                *("\u202e", "0"),
-            )
-        )
+        odd = ("", "__metadata__", "a\x00b", "\u00e9", "x" * 300, "a.b", 'a"b', "\ud800", "\x7f", "\u202e", "0")
+        new = chance.choice((*odd, key.upper()))
         table[at] = (new, info)
     elif way == 3:
         facts["dtype"] = chance.choice(_DTYPES)
@@ -94,69 +94,25 @@ def _changed(table: Any, chance: random.Random, size: int) -> Any:
         facts["shape"] = shape
     elif way in (6, 7, 8):
         begin, end = (*facts.get("data_offsets", [0, 0]), 0, 0)[:2]
-        facts["data_offsets"] = chance.choice(
-            (
-                [begin + 1, end],
-                [begin, end + 1],
-                [begin, end - 1],
-                [begin, size],
-                [end, begin],
-                [0, end - begin],
-                [begin],
-                [begin, end, end],
-                [-1, end],
-                [begin + 4, end + 4],
-                [chance.choice(_NUMBERS), chance.choice(_NUMBERS)],
-                [float(begin), float(end)],
-                chance.choice(_VALUES),
-                [begin, begin],
-            )
-        )
+        near = ([begin + 1, end], [begin, end + 1], [begin, end - 1], [begin, size], [end, begin], [0, end - begin])
+        odd = ([begin], [begin, begin], [begin, end, end], [-1, end], [begin + 4, end + 4], [float(begin), float(end)])
+        numbers = [chance.choice(_NUMBERS), chance.choice(_NUMBERS)]
+        facts["data_offsets"] = chance.choice((*near, *odd, numbers, chance.choice(_VALUES)))
     elif way == 9:
-        metadata = chance.choice(
-            (
-                _Pairs([("format", "pt")]),
-                _Pairs([("format", "tf")]),
-                _Pairs([("a", "b"), ("a", "c")]),
-                _Pairs([("a", 1)]),
-                None,
-                [],
-                "x",
-                _Pairs([("\u202e", "\x1b[2J")]),
-                _Pairs([("format", None)]),
-                _Pairs(),
-            )
-        )
+        texts = ([("format", "pt")], [("format", "tf")], [("a", "b"), ("a", "c")], [("a", 1)], [])
+        odd_texts = ([("\u202e", "\x1b[2J")], [("format", None)])
+        metadata = chance.choice((*map(_Pairs, (*texts, *odd_texts)), None, [], "x"))
         table.insert(chance.choice((0, len(table))), ("__metadata__", metadata))
     elif way == 10:
         chance.shuffle(table)
     elif way == 11:
         del table[at]
     elif way == 12:
-        table.append(
-            (
-                "new",
-                _Pairs(
-                    [
-                        ("dtype", chance.choice(_DTYPES)),
-                        ("shape", chance.choice(([0], [], [1], [0, 2**40]))),
-                        ("data_offsets", chance.choice(([size, size], [0, 0], [size, size + 4]))),
-                    ]
-                ),
-            )
-        )
+        shape, places = chance.choice(([0], [], [1], [0, 2**40])), chance.choice(([size] * 2, [0, 0], [size, size + 4]))
+        table.append(("new", _tensor(chance.choice(_DTYPES), shape, places)))
     elif way == 13:
-        info.append(
-            chance.choice(
-                (
-                    ("extra", 1),
-                    ("dtype", "F32"),
-                    ("dtype", "I32"),
-                    ("shape", facts.get("shape")),
-                    ("data_offsets", [0, 4]),
-                )
-            )
-        )
+        more = (("extra", 1), ("dtype", "F32"), ("dtype", "I32"), ("data_offsets", [0, 4]))
+        info.append(chance.choice((*more, ("shape", facts.get("shape")))))
     elif way == 14:
         del info[chance.randrange(len(info))]
     elif way == 15:

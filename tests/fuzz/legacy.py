@@ -11,6 +11,8 @@ from .terms import const, dumps, loads, pickles_in, sequence
 
 __all__ = ["mutated_legacy"]
 
+_MAGIC = 0x1950A86A20F9469CFC6C
+
 
 def mutated_legacy(data: bytes, chance: random.Random) -> bytes:
     """A legacy file after one mutation: of one of its five pickles, of a size, of the order of its parts."""
@@ -50,9 +52,8 @@ def _keys(data: bytes, chance: random.Random) -> bytes:
         at = chance.randrange(len(items))
         key = items[at].value
         number = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else 0
-        items[at] = const(
-            chance.choice((number, str(key).encode("utf-8", "replace"), float(number % 1000), None, str(key) + "x"))
-        )
+        others = (number, str(key).encode("utf-8", "replace"), float(number % 1000), None, str(key) + "x")
+        items[at] = const(chance.choice(others))
     elif way == 4:
         items.append(const(chance.choice(("0", "x", 0, None))))
     elif way == 5:
@@ -70,13 +71,9 @@ def _parts(parts: list[bytes], chance: random.Random) -> list[bytes]:
     elif way == 1:
         del parts[at]
     elif way == 2:
-        parts[at] = dumps(
-            const(chance.choice((0x1950A86A20F9469CFC6C, 1001, 1000, 1002, 0, -1))), chance.choice((0, 1, 2, 4))
-        )
+        parts[at] = dumps(const(chance.choice((_MAGIC, 1001, 1000, 1002, 0, -1))), chance.choice((0, 1, 2, 4)))
     elif way == 3:
-        parts[0] = dumps(
-            const(chance.choice((0x1950A86A20F9469CFC6C, 0x1950A86A20F9469CFC6D))), chance.choice((0, 1, 2, 3, 4, 5))
-        )
+        parts[0] = dumps(const(chance.choice((_MAGIC, _MAGIC + 1))), chance.choice((0, 1, 2, 3, 4, 5)))
     else:
         parts[at] = parts[at] + chance.choice((b"N.", b"\x00", b"x"))
     return parts

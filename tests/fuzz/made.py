@@ -54,28 +54,17 @@ def _views() -> Any:
 
 
 def _kinds() -> Any:
-    weight = torch.nn.Parameter(_numbers(4).view(2, 2))
-    tagged = _numbers(2)
+    square, tagged = _numbers(4).view(2, 2), _numbers(2)
     tagged.tag = "x"
-    return {
-        "p": weight,
-        "buffer": torch.nn.Buffer(_numbers(2)),
-        "tagged": tagged,
-        "grad": _numbers(2).requires_grad_(),
-        "q": torch.quantize_per_tensor(_numbers(4), 0.5, 1, torch.qint8),
-        "qc": torch.quantize_per_channel(
-            _numbers(4).view(2, 2), torch.tensor([0.5, 1.0]), torch.tensor([0, 1]), 0, torch.qint8
-        ),
-        "coo": torch.eye(2).to_sparse(),
-        "csr": torch.eye(2).to_sparse_csr(),
-        "meta": torch.empty(2, 2, device="meta"),
-        "conj": torch.tensor([1 + 2j, 3j]).conj(),
-        "neg": torch._neg_view(_numbers(2)),
-        "f8": _numbers(2).to(torch.float8_e4m3fn),
-        "bf": _numbers(2, torch.bfloat16),
-        "bool": torch.tensor([True, False]),
-        "u16": _numbers(2, torch.uint16),
-    }
+    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0, 1])
+    made = {"p": torch.nn.Parameter(square.clone()), "buffer": torch.nn.Buffer(_numbers(2)), "tagged": tagged}
+    made |= {"q": torch.quantize_per_tensor(_numbers(4), 0.5, 1, torch.qint8)}
+    made |= {"qc": torch.quantize_per_channel(square, scales, zeros, 0, torch.qint8)}
+    made |= {"coo": torch.eye(2).to_sparse(), "csr": torch.eye(2).to_sparse_csr()}
+    made |= {"meta": torch.empty(2, 2, device="meta"), "grad": _numbers(2).requires_grad_()}
+    made |= {"conj": torch.tensor([1 + 2j, 3j]).conj(), "neg": torch._neg_view(_numbers(2))}
+    made |= {"f8": _numbers(2).to(torch.float8_e4m3fn), "bool": torch.tensor([True, False])}
+    return made | {"bf": _numbers(2, torch.bfloat16), "u16": _numbers(2, torch.uint16)}
 
 
 def _training() -> Any:
@@ -98,30 +87,12 @@ def _training() -> Any:
 
 def _objects() -> Any:
     counts: defaultdict[str, int] = defaultdict(int, a=1)
-    return {
-        "size": torch.Size([1, 2]),
-        "dtype": torch.float16,
-        "device": torch.device("cpu"),
-        "counter": Counter("aab"),
-        "ordered": OrderedDict(a=1),
-        "set": {1, 2},
-        "frozen": frozenset([1]),
-        "bytes": b"\x00\xff",
-        "array": bytearray(b"ab"),
-        "complex": 1 + 2j,
-        "tuple": (1, (2, 3)),
-        "big": 1 << 70,
-        "float": 0.5,
-        "text": "caf\u00e9",
-        1: "one",
-        (1, 2): "pair",
-        b"k": "bytes",
-        None: 0,
-        1.5: 1,
-        "nested": {"weights": {"a.b": _numbers(2), "c": [_numbers(1), (_numbers(2),)]}},
-        "storage": _numbers(2).untyped_storage(),
-        "counts": dict(counts),
-    }
+    plain = {"size": torch.Size([1, 2]), "dtype": torch.float16, "device": torch.device("cpu"), "counts": dict(counts)}
+    plain |= {"counter": Counter("aab"), "ordered": OrderedDict(a=1), "set": {1, 2}, "frozen": frozenset([1])}
+    plain |= {"bytes": b"\x00\xff", "array": bytearray(b"ab"), "complex": 1 + 2j, "tuple": (1, (2, 3)), "big": 1 << 70}
+    keys = {1: "one", (1, 2): "pair", b"k": "bytes", None: 0, 1.5: 1, "float": 0.5, "text": "caf\u00e9"}
+    nested = {"weights": {"a.b": _numbers(2), "c": [_numbers(1), (_numbers(2),)]}}
+    return {**plain, **keys, "nested": nested, "storage": _numbers(2).untyped_storage()}
 
 
 def _shared() -> Any:

@@ -22,6 +22,7 @@ import ckptool
 
 from .asking import Said, guarded
 from .finds import EDIT, VALID_FAILS, Find, Verdict
+from .folders import moved_files
 from .reading import load, walked
 
 __all__ = ["bases", "judged_ranks", "mutated_ranks"]
@@ -89,29 +90,21 @@ def mutated_ranks(files: Files, chance: random.Random) -> Files:
     names = sorted(name for name in files if name.endswith(_ENDINGS) and files[name])
     if not names:
         return files
-    name, other = chance.choice(names), chance.choice(names)
-    way = chance.choice(("flip", "flip", "flip", "swap", "remove", "replace", "copy", "mix", "mix", "cut"))
-    if way == "flip":
+    name = chance.choice(names)
+    way = chance.randrange(10)
+    if way < 3:
         data = bytearray(files[name])
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         files[name] = bytes(data)
-    elif way == "swap":
-        files[name], files[other] = files[other], files[name]
-    elif way == "remove":
-        del files[name]
-    elif way == "replace":
-        files[name] = files[other]
-    elif way == "copy":
-        stem, dot, ending = name.rpartition(".")
-        digits = [at for at, char in enumerate(stem) if char.isdigit()]
-        at = chance.choice(digits) if digits else len(stem)
-        files[f"{stem[:at]}{chance.randrange(12)}{stem[at + 1 :]}{dot}{ending}"] = files[name]
-    elif way == "mix":
+    elif way < 5:
         runs = [base for base in bases() if name in _files(base) and _files(base)[name] != files[name]]
         if runs:
             files[name] = _files(chance.choice(runs))[name]
     else:
-        files[name] = files[name][: chance.randrange(len(files[name]))]
+        stem, dot, ending = name.rpartition(".")
+        digits = [at for at, char in enumerate(stem) if char.isdigit()]
+        at = chance.choice(digits) if digits else len(stem)
+        moved_files(files, names, (f"{stem[:at]}{chance.randrange(12)}{stem[at + 1 :]}{dot}{ending}",), chance)
     return files
 
 

@@ -107,6 +107,14 @@ def _stream(old: bytes, chance: random.Random) -> bytes:
     return old[:at] + struct.pack(form, value) + old[at + width :]
 
 
+#: Where the fields of a header begin, and how wide they are; and types of members.
+_FIELDS = (
+    *((0, 100), (100, 8), (108, 8), (116, 8), (124, 12), (136, 12), (148, 8), (156, 1), (157, 100), (257, 6)),
+    *((263, 2), (329, 8), (345, 155)),
+)
+_TYPES = (b"L", b"x", b"g", b"S", b"K")
+
+
 def _header(data: bytes, chance: random.Random) -> bytes:
     """A field of one header, with a checksum that is right all the same, or not."""
     headers = [at for at in range(0, len(data) - 511, 512) if data[at + 257 : at + 262] == b"ustar"]
@@ -114,19 +122,10 @@ def _header(data: bytes, chance: random.Random) -> bytes:
         return bytewise(data, chance)
     at = chance.choice(headers)
     block = bytearray(data[at : at + 512])
-    begin, width = chance.choice(
-        (
-            *((0, 100), (100, 8), (108, 8), (116, 8), (124, 12), (136, 12), (148, 8), (156, 1), (157, 100), (257, 6)),
-            *((263, 2), (329, 8), (345, 155)),
-        )
-    )
-    value = chance.choice(
-        (
-            *(b"", b"pickle", b"storages", b"tensors", b"0" * width, b"7" * width, b" " * width),
-            *(b"\x80" + bytes(width - 1), b"\xff" * width, b"%o" % chance.choice(WIDE), b"1\x00", b"5", b"L", b"x"),
-            *(b"g", b"S", b"K", b"-1", b" 12 ", b"0x10", b"8"),
-        )
-    )
+    begin, width = chance.choice(_FIELDS)
+    odd = (b"", b"pickle", b"storages", b"tensors", b"1\x00", b"5", b"-1", b" 12 ", b"0x10", b"8", *_TYPES)
+    filled = (b"0" * width, b"7" * width, b" " * width, b"\x80" + bytes(width - 1), b"\xff" * width)
+    value = chance.choice((*odd, *filled, b"%o" % chance.choice(WIDE)))
     block[begin : begin + width] = value[:width].ljust(width, b"\x00")
     if begin != 148 and chance.random() < 0.8:
         block[148:156] = b" " * 8
@@ -169,25 +168,14 @@ def _members(members: list[Member], chance: random.Random) -> None:
     elif way == 8:
         members[at:at] = [Member(f"x{number}", b"") for number in range(chance.choice((1, 12, 16, 40)))]
     elif way == 9:
-        members[at] = replace(
-            member,
-            type=chance.choice(
-                (tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE, tarfile.AREGTYPE, b"S", b"Z", b"D")
-            ),
-        )
+        types = (tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE, tarfile.AREGTYPE, b"S", b"Z", b"D")
+        members[at] = replace(member, type=chance.choice(types))
     elif way == 10:
-        pax = chance.choice(
-            (
-                ("path", chance.choice(_NAMES)),
-                ("size", str(len(member.data) // 2)),
-                ("linkpath", "pickle"),
-                ("mtime", "x"),
-            )
-        )
+        size = ("size", str(len(member.data) // 2))
+        pax = chance.choice((("path", chance.choice(_NAMES)), size, ("linkpath", "pickle"), ("mtime", "x")))
         members[at] = replace(member, form=tarfile.PAX_FORMAT, pax=(pax,))
     elif way == 11:
-        members[at] = replace(
-            member, form=tarfile.GNU_FORMAT, name=chance.choice((member.name, "d/" * 60 + member.name))
-        )
+        name = chance.choice((member.name, "d/" * 60 + member.name))
+        members[at] = replace(member, form=tarfile.GNU_FORMAT, name=name)
     else:
         members.insert(at, Member(chance.choice(_NAMES), chance.choice((b"", b"x", member.data))))

@@ -75,18 +75,9 @@ def write(archive: Archive) -> bytes:
         if packed is None:
             packed = _deflated(record.data) if record.method == 8 else record.data
         name = record.name if record.local_name is None else record.local_name
-        facts = {
-            "version": 0,
-            "flags": 8 if record.descriptor else 0,
-            "method": record.method,
-            "time": 0,
-            "crc": zlib.crc32(record.data),
-            "packed": len(packed),
-            "size": len(record.data),
-            "attr": 0,
-            "offset": len(out) - base,
-            "disk": 0,
-        }
+        facts = {"version": 0, "flags": 8 if record.descriptor else 0, "method": record.method, "time": 0}
+        facts |= {"crc": zlib.crc32(record.data), "packed": len(packed), "size": len(record.data)}
+        facts |= {"attr": 0, "offset": len(out) - base, "disk": 0}
         local = facts | record.local
         if record.descriptor:
             local |= {"crc": 0, "packed": 0, "size": 0} | record.local
@@ -100,40 +91,22 @@ def write(archive: Archive) -> bytes:
             if record.descriptor:
                 out += b"PK\x07\x08" + _fields(facts, "crc:4 packed:4 size:4")
         if record.listed:
+            sizes = [len(part) & 0xFFFF for part in (record.name, record.extra, record.comment)]
             central = facts | record.central
-            directory += b"PK\x01\x02" + _fields(
-                central, "version:2 version:2 flags:2 method:2 time:4 crc:4 packed:4 size:4"
-            )
-            directory += struct.pack(
-                "<HHH", len(record.name) & 0xFFFF, len(record.extra) & 0xFFFF, len(record.comment) & 0xFFFF
-            )
+            directory += b"PK\x01\x02" + _fields(central, "version:2 version:2 flags:2 method:2 time:4")
+            directory += _fields(central, "crc:4 packed:4 size:4") + struct.pack("<HHH", *sizes)
             directory += _fields(central, "disk:2 disk:2 attr:4 offset:4") + record.name + record.extra + record.comment
             count += 1
     out += archive.between
     begin = len(out) - base
     out += directory
-    facts = {
-        "disk": 0,
-        "here": count,
-        "count": count,
-        "length": len(directory),
-        "begin": begin,
-        "comment": len(archive.comment),
-    }
+    facts = {"disk": 0, "here": count, "count": count, "length": len(directory), "begin": begin}
+    facts["comment"] = len(archive.comment)
     if archive.zip64:
         end = len(out) - base
-        facts64 = {
-            "record": 44,
-            "version": 45,
-            "disk": 0,
-            "count": count,
-            "length": len(directory),
-            "begin": begin,
-        } | archive.end64
-        out += b"PK\x06\x06" + _fields(
-            facts64, "record:8 version:2 version:2 disk:4 disk:4 count:8 count:8 length:8 begin:8"
-        )
-        out += b"PK\x06\x07" + struct.pack("<IQI", 0, end, 1)
+        facts64 = facts | {"record": 44, "version": 45} | archive.end64
+        form = "record:8 version:2 version:2 disk:4 disk:4 count:8 count:8 length:8 begin:8"
+        out += b"PK\x06\x06" + _fields(facts64, form) + b"PK\x06\x07" + struct.pack("<IQI", 0, end, 1)
     facts |= archive.end
     out += b"PK\x05\x06" + _fields(facts, "disk:2 disk:2 here:2 count:2 length:4 begin:4 comment:2") + archive.comment
     return bytes(out) + archive.suffix
@@ -182,19 +155,8 @@ def _inside(archive: Archive, chance: random.Random) -> None:
         record.data = mutated_pickle(record.data, chance)
         return
     record = chance.choice(archive.records)
-    record.data = chance.choice(
-        (
-            b"",
-            b"1",
-            b"99\n",
-            b"little",
-            b"big",
-            b"64",
-            record.data[:-1],
-            record.data + b"\x00" * 4,
-            b"\xff" * len(record.data),
-        )
-    )
+    others = (record.data[:-1], record.data + b"\x00" * 4, b"\xff" * len(record.data))
+    record.data = chance.choice((b"", b"1", b"99\n", b"little", b"big", b"64", *others))
 
 
 _NAMES = (
@@ -270,12 +232,9 @@ def _twin_fields(archive: Archive, chance: random.Random) -> None:
     """A field that is another number in the local header, in the directory, or in both."""
     record = chance.choice(archive.records)
     name = chance.choice(_FIELDS)
-    near = {"size": len(record.data), "packed": len(record.data), "offset": 0, "crc": zlib.crc32(record.data)}.get(
-        name, 0
-    )
-    value = chance.choice(
-        (near + 1, max(near - 1, 0), near ^ 0x10, 0, 1, 8, 0x800, 0xFFFFFFFF, 0xFFFF, *WIDE[:6], near + 64)
-    )
+    near = {"size": len(record.data), "packed": len(record.data), "crc": zlib.crc32(record.data)}.get(name, 0)
+    others = (near + 1, max(near - 1, 0), near ^ 0x10, near + 64)
+    value = chance.choice((*others, 0, 1, 8, 0x800, 0xFFFFFFFF, 0xFFFF, *WIDE[:6]))
     if name == "flags":
         value = 1 << chance.randrange(16)
     if name == "method":
@@ -297,11 +256,9 @@ def _share(archive: Archive, chance: random.Random) -> None:
 
 def _offset(archive: Archive, wanted: Record) -> int:
     before = archive.records[: archive.records.index(wanted)]
-    return (
-        len(write(replace(archive, records=before, comment=b"", suffix=b"", between=b"", zip64=False)))
-        - 22
-        - sum(46 + len(r.name) + len(r.extra) + len(r.comment) for r in before if r.listed)
-    )
+    whole = write(replace(archive, records=before, comment=b"", suffix=b"", between=b"", zip64=False))
+    listed = sum(46 + len(r.name) + len(r.extra) + len(r.comment) for r in before if r.listed)
+    return len(whole) - 22 - listed
 
 
 def _deflate(archive: Archive, chance: random.Random) -> None:
@@ -322,29 +279,14 @@ def _zip64(archive: Archive, chance: random.Random) -> None:
     size = len(record.data)
     packed = size if record.method == 0 else len(_deflated(record.data))
     offset = _offset(archive, record)
-    values = chance.choice(
-        (
-            (size, packed, offset),
-            (size, packed),
-            (size,),
-            (packed, size, offset),
-            (size + 1, packed, offset),
-            (size, packed, offset + 1),
-            (offset,),
-        )
-    )
+    right = (size, packed, offset)
+    wrong = ((packed, size, offset), (size + 1, packed, offset), (size, packed, offset + 1), (offset,))
+    values = chance.choice((right, right[:2], right[:1], *wrong))
     one = struct.pack("<HH", 1, 8 * len(values)) + struct.pack(f"<{len(values)}Q", *values)
-    other = struct.pack(
-        "<HHQQQ",
-        1,
-        24,
-        chance.choice((0, size, 1 << 40)),
-        packed,
-        chance.choice((0, offset, _offset(archive, archive.records[0]))),
-    )
-    extra = chance.choice(
-        (one, one, other, one + other, other + one, one + one, one[:-1], b"XX\x04\x00abcd" + one, one + b"\x00")
-    )
+    sizes, offsets = (0, size, 1 << 40), (0, offset, _offset(archive, archive.records[0]))
+    other = struct.pack("<HHQQQ", 1, 24, chance.choice(sizes), packed, chance.choice(offsets))
+    both = (one + other, other + one, one + one)
+    extra = chance.choice((one, one, other, *both, one[:-1], b"XX\x04\x00abcd" + one, one + b"\x00"))
     which = chance.randrange(4)
     if which != 0:
         record.extra = extra
@@ -359,17 +301,8 @@ def _extras(archive: Archive, chance: random.Random) -> None:
     record = chance.choice(archive.records)
     name = record.name
     unicode_path = struct.pack("<HHBI", 0x7075, 5 + len(name) + 1, 1, zlib.crc32(name)) + name + b"x"
-    extra = chance.choice(
-        (
-            unicode_path,
-            b"\x01\x00",
-            b"\x01\x00\xff\xff",
-            b"UT\x05\x00\x03abcd",
-            b"x" * 3,
-            b"FB\x00\x00",
-            b"\x99\x01\x07\x00abcdefg",
-        )
-    )
+    odd = (b"\x01\x00", b"\x01\x00\xff\xff", b"UT\x05\x00\x03abcd", b"x" * 3, b"FB\x00\x00", b"\x99\x01\x07\x00abcdefg")
+    extra = chance.choice((unicode_path, *odd))
     if chance.random() < 0.5:
         record.extra += extra
     else:
@@ -389,42 +322,28 @@ def _hidden(archive: Archive, chance: random.Random) -> None:
 
 
 def _around(archive: Archive, chance: random.Random) -> None:
-    junk = chance.choice((b"x", b"PK\x05\x06" + bytes(18), b"PK\x03\x04", bytes(100), b"\x80\x02N.", b"x" * 1000))
-    way = chance.randrange(6)
-    if way == 0:
-        archive.prefix = junk
-    elif way == 1:
-        archive.prefix, archive.relative = junk, True
-    elif way == 2:
-        archive.between = junk
-    elif way == 3:
-        archive.comment = junk
-    elif way == 4:
-        archive.suffix = junk
-    else:
-        chance.choice(archive.records).comment = junk
+    junk = (b"x", b"PK\x05\x06" + bytes(18), b"PK\x03\x04", bytes(100), b"\x80\x02N.", b"x" * 1000)
+    _put(archive, chance.choice(junk), chance)
 
 
 def _second(archive: Archive, chance: random.Random) -> None:
     """Another archive before, behind, or within this one."""
-    other = Archive(
-        [
-            replace(record, data=mutated_pickle(record.data, chance) if record.name.endswith(b".pkl") else record.data)
-            for record in archive.records
-        ]
-    )
-    data = write(other)
-    way = chance.randrange(5)
-    if way == 0:
-        archive.prefix = data
-    elif way == 1:
-        archive.prefix, archive.relative = data, True
-    elif way == 2:
-        archive.suffix = data
-    elif way == 3:
-        archive.comment = data[:60000]
+    others = [
+        replace(record, data=mutated_pickle(record.data, chance)) if record.name.endswith(b".pkl") else record
+        for record in archive.records
+    ]
+    _put(archive, write(Archive(others)), chance)
+
+
+def _put(archive: Archive, data: bytes, chance: random.Random) -> None:
+    """Put bytes before the records, between them and the directory, behind the archive, or into a comment."""
+    way = chance.randrange(6)
+    if way <= 1:
+        archive.prefix, archive.relative = data, way == 1
+    elif way == 5:
+        chance.choice(archive.records).comment = data[:60000]
     else:
-        archive.between = data
+        setattr(archive, ("between", "comment", "suffix")[way - 2], data[:60000])
 
 
 def _ends(archive: Archive, chance: random.Random) -> None:
