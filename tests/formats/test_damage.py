@@ -146,16 +146,6 @@ def flat(value: object, path: str = "") -> dict[str, torch.Tensor | None]:
     return {key: item for name, inner in pairs for key, item in flat(inner, f"{path}/{name}").items()}
 
 
-@pytest.mark.parametrize("command", STEPS)
-def test_a_zip_cut_within_its_pickle(command: str, tmp_path: Path) -> None:
-    path, out = tmp_path / "model.pth", tmp_path / "out.pth"
-    path.write_bytes(TRAINING[:300])
-    code, said, err = run(command, path, out)
-    assert (code, out.exists()) == (1 if command == "validate" else 3, False)
-    assert "cut" in err + said
-    assert re.search(r"again|another copy", err + said), err + said
-
-
 def legacy_two() -> bytes:
     """Two tensors, the storages in the order of the keys."""
     ids = [("storage", name("torch", "FloatStorage"), key, "cpu", 100, None) for key in "01"]

@@ -242,19 +242,6 @@ def test_a_zip_behind_a_legacy_file_is_ambiguous(tmp_path: Path) -> None:
     assert not ckptool.validate(path)["valid"]
 
 
-@pytest.mark.parametrize("count", [4, 6, 7])
-def test_ids_of_other_lengths_in_a_zip(count: int, tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(8.0)}, tmp_path / "seed.pth")
-    made = Id((*storage("0").parts[:5], None, None)[:count])
-    path = tmp_path / "f.pth"
-    with zipfile.ZipFile(tmp_path / "seed.pth") as seed, zipfile.ZipFile(path, "w") as out:
-        for info in seed.infolist():
-            pickled = info.filename.endswith("data.pkl")
-            out.writestr(info.filename, dumped({"a": _Call(Tensor(made, (4,)))}) if pickled else seed.read(info))
-    assert by_torch(path) is None
-    assert not takes(path)
-
-
 # -- strings of Python 2 -----------------------------------------------------------------------------------
 
 

@@ -10,14 +10,18 @@ import pickletools
 import struct
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptool.pickles import opcodes as op
 from ckptool.safety.torch_lists import (
+    INSTALLED,
     NEWEST,
     VERSIONS,
     allowed,
+    installed_version,
     maps_python2,
     newobj_targets,
     refused_opcodes,
@@ -157,3 +161,31 @@ def test_what_the_pickler_writes_for_plain_data_is_read_by_all(version: str) -> 
     floats = pickle.dumps(0.5, protocol=2)
     refused = {ord(code.code) for code, _, _ in pickletools.genops(floats)} & refused_opcodes(version)
     assert refused == ({op.BINFLOAT} if version == "1.13" else set())
+
+
+# -- Which torch a verdict is about unless another is named: the installed one.
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.13.0+cpu'", "2.13"),
+        ('from typing import Optional\n__version__ = "2.6.1"\n', "2.6"),
+        ("__version__ = '1.5.0'", VERSIONS[0]),
+        ("__version__ = '2.99.0'", NEWEST),
+        ("__version__ = '3.0.0'", NEWEST),
+        ("nothing", ""),
+        ("", ""),
+    ],
+)
+def test_the_version_of_the_installed_torch_is_read_without_importing_it(
+    text: str, version: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(text)
+    assert installed_version([str(tmp_path / "nowhere"), str(tmp_path)]) == version
+
+
+def test_here_it_is_the_torch_that_is_imported() -> None:
+    torch: Any = pytest.importorskip("torch")
+    assert ".".join(torch.__version__.split(".")[:2]) == INSTALLED

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torture import calls, cuts, engines, flips, in_place, moments, places
+from torture import calls, damage, engines, in_place, moments, places
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "output old or complete, input untouched"
@@ -92,8 +92,8 @@ ROWS = (
         "the workers end, too; no output; the same command again succeeds, its output identical",
         engines.ended,
     ),
-    Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", cuts.cuts),
-    Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", flips.flips),
+    Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", damage.cuts),
+    Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", damage.flips),
 )
 _SHOWN = 40  # kinds of broken promises of one row that are printed
 _ANY = re.compile(r"0x[0-9a-f]+|[0-9a-f]{12}|\d[\d,.]*")

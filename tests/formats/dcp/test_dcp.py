@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,11 @@ import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, examples
+from conftest import FIXTURES, LOADABLE, ROOT, Fixture, by_name, examples
 from dcp_ranks import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckptool
@@ -245,14 +249,105 @@ def test_conjugate_and_negative_tensors_have_the_values_of_dcp(tmp_path: Path) -
     assert ckptool.validate(tmp_path / "in")["status"] == "valid"
 
 
-def test_an_empty_name(tmp_path: Path) -> None:
-    value = {"": torch.ones(2), "a": torch.zeros(2), "'": torch.ones(3)}
-    torch.save(value, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "dcp"), tmp_path / "out.dcp")
-    with ckptool.open(tmp_path / "out.dcp") as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch"), tmp_path / "back.pth")
-    dcp_to_torch_save(tmp_path / "out.dcp", tmp_path / "theirs.pth")
-    for path in (tmp_path / "back.pth", tmp_path / "theirs.pth"):
-        back = torch.load(path)
-        assert back.keys() == value.keys() and all(torch.equal(back[name], value[name]) for name in value)
+# -- What a conversion says is the same in every run, whatever Python's hash seed is.
+
+
+def test_the_order_of_tensors_that_share_memory(tmp_path: Path) -> None:
+    several = [torch.ones(2) * number for number in range(9)]
+    # One item holds all of them beside a set, the others are tensors of their own.
+    named = {f"t{number}": tensor for number, tensor in enumerate(several)}
+    torch.save({"all": (tuple(several), {1}), **named}, tmp_path / "a.pth")
+    words = "convert a.pth -o out --to-format dcp --dry-run --format json --allow-loss all"
+    command = [sys.executable, "-m", "ckptool", *words.split()]
+    said = set()
+    for seed in ("0", "1", "2", "3"):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        said.add(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True).stdout)
+    assert len(said) == 1
+
+
+# -- A model at the root of a checkpoint, beside the state of its optimizer and other entries, is its state dict.
+
+
+MODELS = {
+    "dcp_beside": {"embed.weight", "layers.0.wq.weight", "layers.0.norm_weight"},
+    "dcp_flat": {"embed.weight", "layers.0.wq.weight", "layers.0.norm_weight"},
+    "real/megatron_core": {"decoder.w", "decoder.b"},
+}
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def saved(name: str, tmp_path: Path) -> Path:
+    """The same object in a file of torch.save, as torch makes it of the folder."""
+    out = tmp_path / "saved.pth"
+    dcp_to_torch_save(FIXTURES / name, out)
+    return out
+
+
+def load(path: Path) -> dict[str, Any]:
+    return dict(torch.load(path, weights_only=False))
+
+
+def keys(path: Path) -> set[str]:
+    with ckptool.open(path) as checkpoint:
+        (state_dict,) = checkpoint.state_dicts
+        assert state_dict.path == ""
+        return {entry.key for entry in checkpoint.survey.tensors_in([""])}
+
+
+def test_the_model_is_the_state_dict(name: str, saved: Path) -> None:
+    assert keys(FIXTURES / name) == keys(saved) == MODELS[name]
+
+
+def test_it_becomes_safetensors_and_the_rest_is_named(name: str, saved: Path, tmp_path: Path) -> None:
+    whole = load(saved)
+    out = tmp_path / "out.safetensors"
+    for path in (FIXTURES / name, saved):
+        with ckptool.open(path) as checkpoint:
+            with pytest.raises(RefusedError, match="entries outside the state dict"):
+                ckptool.convert(checkpoint, "safetensors", strict=True)
+            beside = ckptool.convert(checkpoint, "safetensors", allow_loss=["entries"]).changes[-1].notes[0]
+            assert next(key for key in whole if key not in MODELS[name]) in beside
+            ckptool.save(ckptool.convert(checkpoint, "safetensors", key="."), out, force=True)
+        made = load_file(out)
+        assert made.keys() == MODELS[name]
+        assert all(torch.equal(made[key], whole[key]) for key in made)
+
+
+def test_an_edit_of_keys_leaves_the_rest_alone(name: str, saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "renamed.pth"
+    with ckptool.open(saved) as checkpoint:
+        ckptool.save(ckptool.add_module(checkpoint), out)
+    expected = {f"module.{key}" if key in MODELS[name] else key: value for key, value in load(saved).items()}
+    assert oracle.difference(load(out), expected) == ""
+    assert ckptool.diff(saved, out, ignore=["prefix"])["same"]
+
+
+def test_a_model_below_the_root_comes_first(tmp_path: Path) -> None:
+    """A tensor with a dot in its name beside a state dict is a value like any other."""
+    path = tmp_path / "nested.pth"
+    torch.save({"model": {"a.weight": torch.ones(2)}, "best.weight": torch.ones(1), "epoch": 3, "note": ""}, path)
+    with ckptool.open(path) as checkpoint:
+        assert [item.path for item in checkpoint.state_dicts] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"optimizer.state.exp_avg.w.weight": torch.ones(2), "epoch": 1, "rng/shard_0_1": [1]},
+        {"loss.best": torch.ones(()), "epoch": 3, "note": "x", "lr": 0.1},
+        {"w/a.weight": torch.ones(2), "w.weight": torch.ones(2), "a": 1, "b": 2, "c": 3},
+        {1: torch.ones(2), "w.weight": torch.ones(2), "a": 1, "b": 2, "c": 3},
+    ],
+    ids=["no model", "no parameter", "paths", "numbers"],
+)
+def test_other_roots_are_none(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "other.pth"
+    torch.save(value, path)
+    with ckptool.open(path) as checkpoint:
+        assert checkpoint.state_dicts == []

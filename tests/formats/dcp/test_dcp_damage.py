@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from zip_copies import Change, rewritten, version_eleven, without_version
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, UnreadableError
@@ -375,25 +374,6 @@ def test_an_item_is_a_tensor_as_torch_takes_it(
 
 # -- versions of items -----------------------------------------------------------------------------------------
 # torch opens no archive without a version that it knows, and no item of a folder either.
-
-
-@pytest.mark.parametrize("change", [without_version, version_eleven])
-def test_items_need_a_version_that_torch_knows(change: Change, tmp_path: Path) -> None:
-    folder = write_ranks(tmp_path / "saved", {"w": torch.ones(2)}, 1)
-    assert ckptool.validate(folder)["valid"]
-    file = folder / "__0_0.distcp"
-    size = file.stat().st_size
-    rewritten(file, tmp_path / "item", change)
-    # The archive is found from its end, and may have bytes before it: those of another size take the place.
-    data = (tmp_path / "item").read_bytes()
-    file.write_bytes(data)
-    metadata = (folder / ".metadata").read_bytes()
-    before, after = (b"M" + number.to_bytes(2, "little") for number in (size, len(data)))
-    assert before in metadata
-    (folder / ".metadata").write_bytes(metadata.replace(before, after))
-    report = ckptool.validate(folder)
-    assert not report["valid"]
-    assert "version" in str(report["checks"])
 
 
 # DCP loads objects with weights_only=False, whatever is said of their places.

@@ -116,19 +116,6 @@ def test_properties_of_torch_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
         assert read(pickle.dumps(metadata)) == plain
 
 
-def test_scalars_and_long_names() -> None:
-    metadata = many(tensors=3)
-    metadata.state_dict_metadata = {}
-    metadata.planner_data = None
-    metadata.storage_data = {}
-    for number, name in enumerate(("x" * 63, "x" * 64, "x" * 300, "größe", "offset", "")):
-        properties, chunk = TensorProperties(), ChunkStorageMetadata(torch.Size(()), torch.Size(()))
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(()), [chunk])
-        metadata.storage_data[MetadataIndex(name, torch.Size(()), 0)] = _StorageInfo("__0_0.distcp", number << 50, 1)
-    data = pickle.dumps(metadata)
-    assert read(data) == listed(data)
-
-
 @pytest.mark.parametrize("made", [print, ValueError, torch.nn.Linear, pickle.Unpickler, torch.Tensor])
 def test_any_other_name_is_refused(made: Any) -> None:
     metadata = many(tensors=1, ranks=1)

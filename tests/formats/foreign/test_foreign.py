@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import shutil
 import struct
-import zipfile
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import CHECKPOINTS, CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
@@ -240,30 +237,6 @@ def test_no_checkpoint_has_a_mark_of_another(path: Path) -> None:
         assert match_structure(head, source) is None
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({"epoch": 3, "names": ["a", "b"]}, "written by pickle.dump and not by torch.save"),
-        ({"w": np.zeros(3), "t": torch.zeros(3)}, "with tensors and NumPy arrays in it"),
-        ({"w": torch.zeros(3)}, "with tensors in it"),
-        (torch.nn.Linear(2, 3), "pickle.load would call torch.nn.modules.linear.Linear"),
-        ([(1, 2.5), None, True], "written by pickle.dump and not by torch.save"),
-    ],
-    ids=["dict", "arrays", "tensors", "module", "list"],
-)
-def test_bare_pickles_of_every_protocol(protocol: int, value: object, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.pkl"
-    path.write_bytes(pickle.dumps(value, protocol))
-    if protocol > 1 and ("tensors" in words or "torch" in words.partition("call ")[2]):
-        with ckptool.open(path) as checkpoint:
-            assert checkpoint.format == "bare-pickle" and checkpoint.survey.tensors
-        return
-    error = refusal(path)
-    assert (error.kind, words in error.what) == ("pickle", True), error.what
-    assert error.next.endswith(f"ckptool scan {path}")
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -282,16 +255,3 @@ def test_bare_pickles_of_every_protocol(protocol: int, value: object, words: str
 def test_texts(text: bytes, kind: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(text)
     assert refusal(tmp_path / "vocab.txt").kind == kind
-
-
-def test_archives_of_others(tmp_path: Path) -> None:
-    for records, word in (
-        (("data", "parameter_list", "parameters"), "Stable-Baselines 2"),
-        (("ETRECORD_V0", "exported_program"), "an ExecuTorch ETRecord"),
-        (("MAR-INF/MANIFEST.json", "model.pt"), "an archive of TorchServe (.mar)"),
-        (("configuration.json", "coefficients.bin"), "Deeplearning4j"),
-    ):
-        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
-            for name in records:
-                file.writestr(name, "x")
-        assert word in refusal(tmp_path / "a.zip").what

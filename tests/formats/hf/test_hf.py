@@ -271,19 +271,6 @@ def test_an_edited_folder_stays_one_of_as_many_shards(name: str, folder: Path, t
         assert not checkpoint.container.problems
 
 
-def test_a_folder_becomes_one_file_by_the_name_of_the_output(folder: Path, tmp_path: Path) -> None:
-    right, wrong = tmp_path / "x.safetensors", tmp_path / "x.bin"
-    if index_of(folder).name.startswith("py"):
-        right, wrong = wrong, right
-    with ckptool.open(folder) as checkpoint:
-        edited = ckptool.add_module(checkpoint)
-        ckptool.save(edited, right)
-        ckptool.save(edited, wrong)
-    for path in (right, wrong):
-        found = load_file(path) if path.suffix == ".safetensors" else oracle.load(path)
-        assert {f"module.{name}" for name in tensors()} == set(found)
-
-
 @pytest.mark.parametrize("text", ["5GB", "1.5GB", "200MB", "7kb", " 3 TB "])
 def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
     from huggingface_hub.serialization._base import parse_size_to_int

@@ -247,18 +247,6 @@ def test_every_pickle_of_a_package(tmp_path: Path) -> None:
     assert found["weights/one.pkl"].untyped_storage().data_ptr() == two["a.b"].untyped_storage().data_ptr()
 
 
-def test_a_state_dict_that_lacks_tensors_is_not_suggested(tmp_path: Path) -> None:
-    """The parameters of a ``torch.fx.GraphModule`` are arguments of a call that only the package makes."""
-    plain, traced = nn.Linear(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))
-    for name, pickles in (("plain", {"other": plain.state_dict()}), ("traced", {"model": traced})):
-        path = packed(tmp_path / f"{name}.pt", state={"w": torch.ones(2)}, **pickles)
-        for words in (["inspect", path], ["convert", path, "-o", tmp_path / "w.pth"]):
-            said = say(*words)
-            suggested = "ckptool convert" in said.all or "--allow-loss entries" in said.all
-            assert suggested == (name == "plain"), said.all
-            assert ("would lack 2 storages that only its own code uses" in said.all) == (name == "traced"), said.all
-
-
 def test_objects_that_a_package_rebuilds(tmp_path: Path) -> None:
     """``reduce_package``: a persistent id that is no storage, and no damage."""
     path = packed(tmp_path / "p.pt", state={"w": torch.ones(2)})

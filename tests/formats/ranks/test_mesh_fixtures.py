@@ -216,28 +216,6 @@ def test_states_of_zeros_are_joined_as_well(tmp_path: Path) -> None:
     assert after["exp_avg"].shape == before["exp_avg"].shape and not after["exp_avg"].any()
 
 
-@pytest.mark.parametrize("inner", ["huggingface", "."])
-def test_what_describes_the_model_goes_with_its_weights(inner: str, tmp_path: Path) -> None:
-    """As verl saves it, in a folder beside the shards, or as it is beside them."""
-    folder = tmp_path / "actor"
-    shutil.copytree(RANKS / "verl_fsdp2", folder)
-    (folder / inner).mkdir(exist_ok=True)
-    for name in ("config.json", "tokenizer.json", "tokenizer.model", "model.h5"):
-        (folder / inner / name).write_text("{}", "utf-8")
-    (folder / "extra").mkdir()
-    how = ("--to-format", "safetensors", "--max-shard-size", "1GB", "--key", "model")
-    result = say("convert", folder, "-o", tmp_path / "out", *how)
-    assert result.code == 0, result.all
-    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    left = "extra, fsdp_config.json and model.h5" if inner == "." else "extra and fsdp_config.json"
-    assert f"not copied: {left}\n" in result.out
-
-    (folder / inner / "config.json").unlink()
-    assert say("convert", folder, "-o", tmp_path / "bare", *how).code == 0
-    assert {path.name for path in (tmp_path / "bare").iterdir()} == {"model.safetensors"}
-
-
 def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:
     """Quantized weights are uint8 as well."""
     folder = tmp_path / "run"

@@ -110,17 +110,6 @@ def test_every_set_is_an_entry_and_other_files_are_named(tmp_path: Path) -> None
     assert len(hashes) == len(names)
 
 
-def test_the_files_of_accelerate_without_sharding_lead_to_the_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    torch.save({"weight": WEIGHT}, folder / "pytorch_model_fsdp.bin")
-    torch.save({"state": {"weight": {"exp_avg": MOMENT}}, "param_groups": []}, folder / "optimizer.bin")
-    torch.save({"last_epoch": 2}, folder / "scheduler.bin")
-    with pytest.raises(CkptoolError) as caught:
-        ckptool.open(folder)
-    assert str(folder / "pytorch_model_fsdp.bin") in caught.value.next
-
-
 def test_files_named_one_by_one_are_one_input(pair: tuple[Path, str, str], tmp_path: Path) -> None:
     folder, one, other = pair
     for given in (files(folder, one), [*files(folder, other), *files(folder, one)]):
