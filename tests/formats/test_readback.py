@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool import saving
-from ckptool.base.errors import OutputError, ReadBackError, RefusedError, UnreadableError
+from ckptool.base.errors import OutputError, ReadBackError, UnreadableError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files import sources
@@ -37,7 +36,7 @@ from ckptool.formats.readback import check_file
 from ckptool.formats.safetensors import writer as safetensors_writer
 from ckptool.formats.torch import legacy_writer, zip_writer
 from ckptool.pickles.encode import encode
-from ckptool.pickles.nodes import Dict, Graph, Persistent
+from ckptool.pickles.nodes import Dict, Graph
 
 
 class Job(NamedTuple):
@@ -453,54 +452,3 @@ def test_a_server_that_fails_is_no_bug(good: list[Good]) -> None:
     for whole in good:
         with pytest.raises(UnreadableError, match="S3 broke off"):
             check_file(whole.promise, Failing(whole.data, str(whole.path)))
-
-
-# -- a writer that believes its reader -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", ["archive/", "", "archive/DATA"])
-@pytest.mark.parametrize("command", ["repack", "convert", "merge"])
-def test_deflated_storages_that_go_by_another_name(folder: str, command: str, tmp_path: Path) -> None:
-    """Records in no folder, or in one spelled otherwise: their bytes are inflated, or the file is refused."""
-    torch.save({"w": torch.arange(999.0)}, tmp_path / "plain.pth")
-    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
-    with zipfile.ZipFile(tmp_path / "plain.pth") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            inner = name.partition("/")[2]
-            start = folder if folder.endswith("/") or not folder else "archive/"
-            if folder == "archive/DATA" and inner.startswith("data/"):
-                inner = inner.replace("data/", "DATA/")
-            new.writestr(start + inner, old.read(name))
-    with ckptool.open(path) as checkpoint, ckptool.open(tmp_path / "plain.pth") as plain:
-        try:
-            if command == "repack":
-                ckptool.save(ckptool.repack(checkpoint), out)
-            elif command == "convert":
-                ckptool.save(ckptool.convert(checkpoint, "torch"), out)
-            else:
-                ckptool.save(ckptool.merge(plain, checkpoint), out)
-        except RefusedError:
-            return
-    assert torch.equal(torch.load(out, weights_only=True)["w"], torch.arange(999.0))
-
-
-@pytest.mark.parametrize("location", ["call", "none", "numel"])
-@pytest.mark.parametrize("command", ["edit --repack", "convert --to-format legacy", "convert --to-format torch"])
-def test_a_storage_that_is_not_understood_is_not_unused(
-    location: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 4}, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        graph = checkpoint.graph
-        last = [ref for ref in graph.reachable() if type(graph.nodes[ref]) is Persistent][-1]
-        pid = graph.nodes[graph.nodes[last].pid]  # type: ignore[union-attr]
-        assert isinstance(pid, tuple)
-        at, odd = {"call": (3, ()), "none": (3, None), "numel": (4, True)}[location]
-        new = len(graph.nodes)
-        place = graph.nodes[last].pid  # type: ignore[union-attr]
-        odder = graph.edited({place: (*pid[:at], new, *pid[at + 1 :])}, [odd])
-        data = encode(odder)
-        plan = checkpoint.container.plan(data)
-        output.write_file(plan, str(tmp_path / "odd.pth"), ())
-    code = run([*command.split(), str(tmp_path / "odd.pth"), "-o", str(tmp_path / "out.pth")])
-    assert code in (3, 4) and not (tmp_path / "out.pth").exists(), capsys.readouterr().err

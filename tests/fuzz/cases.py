@@ -24,7 +24,7 @@ from .tars import mutated_tar
 from .texts import mutated_text
 from .zips import mutated_object, mutated_zip
 
-__all__ = ["KINDS", "SEEDS", "Case", "Files", "built", "known", "parsed", "planned"]
+__all__ = ["KINDS", "SEEDS", "Case", "Files", "built", "known", "parsed", "planned", "put"]
 
 SEEDS = Path(__file__).parent / "seeds"
 #: Files of a folder by name; a single file has the name "".
@@ -81,6 +81,13 @@ def built(case: Case) -> Files:
         if sum(map(len, changed.values())) <= _MOST:
             files = changed
     return files
+
+
+def put(path: Path, files: Files) -> None:
+    """Write a file, or the files of a folder."""
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
 
 
 def known() -> list[Case]:

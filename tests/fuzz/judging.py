@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ckptool
 
 from .asking import Bad, Entry, Said, TooLong, ask, bounded, guarded, listed, saved
-from .cases import KINDS, Case, Files
+from .cases import KINDS, Case, Files, put
 from .editing import edited
 from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
 from .ranks import judged_ranks
@@ -71,14 +71,8 @@ def _placed(case: Case, files: Files, folder: str) -> str:
     place = Path(folder)
     for old in place.iterdir():
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    if "" in files:
-        path = place / f"case{KINDS[case.kind].suffix}"
-        path.write_bytes(files[""])
-        return str(path)
-    path = place / "case"
-    for name, data in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
+    path = place / (f"case{KINDS[case.kind].suffix}" if "" in files else "case")
+    put(path, files)
     return str(path)
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuzz.cases import KINDS, SEEDS, Case, built, known, parsed, planned
+from fuzz.cases import KINDS, SEEDS, Case, built, known, parsed, planned, put
 from fuzz.finds import CLASSES, VALID_FAILS, Find, Verdict
 from fuzz.judging import judged, prepared
 from fuzz.workers import work
@@ -194,25 +194,15 @@ def _show(texts: Sequence[str], keep: Path | None, save: str | None, scratch: st
             ready.add(case.kind)
             prepared(case.kind, _folder(scratch, 0))
         if keep is not None:
-            _write(keep, built(case))
+            put(keep, built(case))
         if save is not None:
-            (SEEDS / case.kind).mkdir(parents=True, exist_ok=True)
-            _write(SEEDS / case.kind / save, built(case))
+            put(SEEDS / case.kind / save, built(case))
         for verdict in _alone(case, scratch):
             print(f"{case}: {'valid' if verdict.valid else 'not valid'}; {'; '.join(verdict.words)}")
             for find in verdict.finds:
                 print(f"  {find.kind}\n    ckptool: {find.says}\n    reader:  {find.reader}")
                 bad = 1
     return bad
-
-
-def _write(path: Path, files: dict[str, bytes]) -> None:
-    if "" in files:
-        path.write_bytes(files[""])
-        return
-    for name, data in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
 
 
 def _report(tally: Tally) -> None:
@@ -236,14 +226,9 @@ def _report(tally: Tally) -> None:
         print(f"    make fuzz FUZZ='--case {cases[0]}'")
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{number:03}-{re.sub(r'[^a-z0-9]+', '-', find.kind)}"
-        _write(folder / f"{stem}{KINDS[tally.kind].suffix}", built(cases[0]))
-        lines = [
-            f"class:   {find.kind}",
-            f"times:   {tally.times[name]} of {tally.inputs}",
-            f"ckptool: {find.says}",
-            f"reader:  {find.reader}",
-        ]
-        lines += [f"case:    {case}" for case in cases]
+        put(folder / f"{stem}{KINDS[tally.kind].suffix}", built(cases[0]))
+        lines = [f"class:   {find.kind}", f"times:   {tally.times[name]} of {tally.inputs}"]
+        lines += [f"ckptool: {find.says}", f"reader:  {find.reader}", *(f"case:    {case}" for case in cases)]
         (folder / f"{stem}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -144,12 +144,9 @@ def _step(name: str, arg: Any, stack: list[Term], memo: dict[int, Term]) -> None
     elif name == "STACK_GLOBAL":
         attribute, module_term = stack.pop(), stack.pop()
         stack.append(glob(str(module_term.value), str(attribute.value)))
-    elif name in ("REDUCE", "NEWOBJ"):
-        args, function = stack.pop(), stack.pop()
-        stack.append(Term(name.lower(), [function, args]))
-    elif name == "NEWOBJ_EX":
-        keywords, args, function = stack.pop(), stack.pop(), stack.pop()
-        stack.append(Term("newobj_ex", [function, args, keywords]))
+    elif name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX"):
+        args = [stack.pop() for _ in range(3 if name == "NEWOBJ_EX" else 2)][::-1]
+        stack.append(Term(name.lower(), args))
     elif name == "OBJ":
         stack.append(Term("obj", _marked(stack)))
     elif name == "INST":

@@ -65,15 +65,16 @@ def mutated_text(data: bytes, chance: random.Random) -> bytes:
         return _tagged(text, chance).encode()
     at = chance.randrange(len(text) + 1)
     if way == 8:
-        return (text[:at] + chance.choice(_BITS) + text[at:]).encode("utf-8", "replace")
-    if way == 9:
-        end = min(at + chance.choice((1, 1, 2, 8, 30)), len(text))
-        return (text[:at] + text[end:]).encode("utf-8", "replace")
-    if way == 10:
+        text = text[:at] + chance.choice(_BITS) + text[at:]
+    elif way == 9:
+        text = text[:at] + text[at + chance.choice((1, 1, 2, 8, 30)) :]
+    elif way == 10:
         lines = text.split("\n")
         chance.shuffle(lines)
-        return "\n".join(lines).encode("utf-8", "replace")
-    return (chance.choice(_BITS) + text).encode("utf-8", "replace")
+        text = "\n".join(lines)
+    else:
+        text = chance.choice(_BITS) + text
+    return text.encode("utf-8", "replace")
 
 
 def _value(text: str) -> Any:

@@ -128,6 +128,10 @@ def _in_the_way(metadata: Any) -> None:
     metadata.planner_data.update({"epoch": ("model", "norm.weight"), "note": ("nothing", "x")})
 
 
+def _transformed(metadata: Any) -> None:
+    entry(metadata, UP, (0, 0))[1].transform_descriptors = ["stream.deflate/1"]
+
+
 #: What is wrong with ``.metadata``, and the messages.
 DAMAGE: dict[Callable[[Any], None], tuple[str, ...]] = {
     _exchanged: (f"'{UP}': .metadata lists float32[7, 3], and the item holds float32[3]",),
@@ -141,6 +145,7 @@ DAMAGE: dict[Callable[[Any], None], tuple[str, ...]] = {
         ".metadata does not say where 'epoch' is",
     ),
     _longer: ("overlap at byte",),
+    _transformed: (f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.deflate/1",),
     _endless: ("larger than any tensor",),
     _in_the_way: ("there is no room for 'epoch' where it belongs",),
 }

@@ -7,11 +7,10 @@ import io
 import pickle
 import shlex
 import shutil
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import oracle
 import pytest
@@ -23,7 +22,6 @@ from dcp_folders import archive
 from dcp_ranks import ranks
 from safetensors.torch import load_file
 from torch.distributed._shard.sharded_tensor import metadata as sharded
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -41,7 +39,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
-from ckptool.cli.main import run
 from ckptool.formats.dcp import folder as dcp_folder
 
 FOLDER = FIXTURES / "dcp4"
@@ -131,54 +128,6 @@ def test_scalars_and_empty_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {"scalar": one[0].clone(), "row": one, "empty": one[:0].clone(), "plane": one[:0].reshape(0, 3).clone()}
     dcp.save(state, checkpoint_id=tmp_path / "in")
     assert oracle.difference(same_as_torch(tmp_path / "in", tmp_path), state) == ""
-
-
-# -- extensions ---------------------------------------------------------------------------------------------------
-
-
-class Deflated(StreamTransformExtension):
-    """Compression, as ZStandard of torch has it; that needs a library of its own."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.deflate"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Deflated:
-        return Deflated()
-
-    def get_descriptor(self) -> str:
-        return "stream.deflate/1"
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        class Writer(io.BytesIO):
-            def flush(self) -> None:
-                data = self.getvalue()
-                if data:
-                    output.write(zlib.compress(data))
-                    self.seek(0)
-                    self.truncate()
-
-        return Writer()
-
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
-        return io.BytesIO(zlib.decompress(input.read()))
-
-
-def test_extensions_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = {"model": {"w": torch.zeros(100), "b": torch.ones(3)}, "epoch": 3}
-    writer = dcp.FileSystemWriter(tmp_path / "in", _extensions=[Deflated()])
-    dcp.save(state, storage_writer=writer)
-    assert run(["keys", str(tmp_path / "in")]) == 0
-    assert "100" in capsys.readouterr().out
-    assert run(["validate", str(tmp_path / "in")]) == 1
-    assert "stream.deflate/1" in capsys.readouterr().out
-    for command in ("add-module", "convert"):
-        assert run(
-            [command, str(tmp_path / "in"), "-o", str(tmp_path / "out"), *["--to-format=torch"][: command == "convert"]]
-        ) in (3, 4)
-        assert "went through stream.deflate/1" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
 
 
 # -- older versions -----------------------------------------------------------------------------------------------

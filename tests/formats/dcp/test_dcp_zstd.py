@@ -7,14 +7,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.base.errors import MalformedError
@@ -35,16 +33,6 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "in"
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(path, _extensions=[ZStandard()]))
     return path
-
-
-def test_it_is_what_torch_makes_of_it(folder: Path, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
-    dcp_to_torch_save(folder, theirs)
-    with ckptool.open(folder) as checkpoint:
-        assert not checkpoint.container.problems
-        ckptool.save(ckptool.convert(checkpoint, "torch"), ours)
-    assert oracle.difference(torch.load(ours), torch.load(theirs)) == ""
-    assert ckptool.validate(folder)["status"] == "valid"
 
 
 def test_pieces_of_many_ranks(tmp_path: Path) -> None:
