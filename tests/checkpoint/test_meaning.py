@@ -93,42 +93,6 @@ def test_a_tensor_that_is_changed_after_it_was_made_is_refused(made: Code, tmp_p
             report(path)
 
 
-#: A tensor whose id is number 7 of the memo, and its arguments number 8.
-NUMBERED = raw(
-    name("torch._utils", "_rebuild_tensor_v2"),
-    raw(b"(", ("storage", name("torch", "FloatStorage"), "0", "cuda:0", 4), b"q\x07Q", 0, (4,), (1,), False, empty()),
-    b"tq\x08R",
-)
-EDITS: dict[str, Any] = {
-    "remap": lambda found: ckptool.remap(found, "cpu"),
-    "legacy": lambda found: ckptool.convert(found, "legacy"),
-    "repack": ckptool.repack,
-    "slim": ckptool.slim,
-    "cast": lambda found: ckptool.cast(found, "float16"),
-}
-
-
-@pytest.mark.parametrize("again", [b"h\x07", b"h\x08"], ids=["id", "arguments"])
-@pytest.mark.parametrize("holder", ["entry", "key", "list", "tuple", "state", "set"])
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_value_does_not_change_with_the_storage_whose_id_it_is(
-    again: bytes, holder: str, edit: str, tmp_path: Path
-) -> None:
-    value = Code(again)
-    held: dict[str, Any] = {
-        "entry": ordered(("a", NUMBERED), ("b", value)),
-        "key": ordered(("a", NUMBERED), (value, 1)),
-        "list": ordered(("a", NUMBERED), ("b", raw(b"](", value, b"e"))),
-        "tuple": ordered(("a", NUMBERED), ("b", (1, value))),
-        "state": raw(ordered(("a", NUMBERED)), raw(b"}", "kept", value, b"s"), b"b"),
-        "set": ordered(("a", NUMBERED), ("b", raw(b"\x8f(", value, b"\x90"))),
-    }
-    path = written(tmp_path / "a.pth", held[holder])
-    with ckptool.open(path) as checkpoint, pytest.raises(UnreadableError, match="is used as a value"):
-        ckptool.save(EDITS[edit](checkpoint), tmp_path / "out.pth")
-    assert takes(path)[0] == "invalid"
-
-
 IDS: dict[str, Any] = {
     "a location of bytes": (name("torch", "FloatStorage"), "1", call(name("_codecs", "encode"), "cpu", "latin1"), 4),
     "no location": (name("torch", "FloatStorage"), "1", None, 4),

@@ -6,7 +6,6 @@ import enum
 import math
 import pathlib
 import struct
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -210,38 +209,6 @@ def test_every_corner_has_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert run(["get", str(path), entry.path]) == 0
         assert run(["extract", str(path), entry.path, "-o", str(tmp_path / "o.pth"), "--force"]) == 0
     capsys.readouterr()
-
-
-def test_a_key_that_is_written_twice_is_one_with_the_last_value(tmp_path: Path) -> None:
-    """As torch has it, in every command, and the file itself stays as it is."""
-    pairs = [("a.w", "0"), ("b.w", "1"), ("a.w", "2"), (True, "3"), (1, "4"), (1.0, "5"), (b"x", "6")]
-    body = b"".join(put(key) + tensor((1,), (1,), of=storage(of, 1)).raw for key, of in pairs if isinstance(key, str))
-    raw = plain(Code(ordered().raw + b"(" + body + b"u"), {str(n): struct.pack("<f", n) for n in range(3)})
-    path = tmp_path / "twice.pth"
-    path.write_bytes(raw)
-    loaded = torch.load(path)
-    assert {key: value.tolist() for key, value in loaded.items()} == {"a.w": [2.0], "b.w": [1.0]}
-    assert [(one["key"], one["storage"]) for one in ckptool.keys(path)["tensors"]] == [("a.w", "2"), ("b.w", "1")]
-    assert list(ckptool.get(path, "")) == ["a.w", "b.w"]
-    clean = saved(OrderedDict(loaded), tmp_path / "clean.pth")
-    assert ckptool.diff(path, clean, ignore=["container"])["same"]
-    assert ckptool.hash(path)["content"] == ckptool.hash(clean)["content"]
-    for arguments in (
-        ["cast", "--to-dtype", "float16"],
-        ["merge", str(path)],
-        ["strip-module"],
-        ["add-module"],
-        ["drop", "b.*"],
-    ):
-        first, *others = arguments
-        out = tmp_path / "out.pth"
-        sources = [str(clean), others.pop()] if first == "merge" else [str(path)]
-        assert run([first, *sources, *others, "-o", str(out), "--force"]) == 0
-        torch.load(out)
-    again = tmp_path / "again.pth"
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(checkpoint, again)
-    assert again.read_bytes() == raw
 
 
 def shared_lists(count: int) -> Code:

@@ -16,13 +16,12 @@ import torch
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.base.errors import CkptoolError, RefusedError, UnreadableError
+from ckptool.base.errors import RefusedError, UnreadableError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files.folders import Folder, LocalFolder, open_folder
 from ckptool.files.sources import BytesSource, FolderSource, Source
 from ckptool.formats import FOLDERS, folder_format, read_folder
-from ckptool.formats.names.training import training_folder
 
 
 class MemoryFolder(Folder):
@@ -146,34 +145,6 @@ def test_a_folder_in_memory_reads_as_on_a_disk(path: str, tmp_path: Path) -> Non
     files = _files(tmp_path)
     shutil.rmtree(tmp_path)  # whatever still asks the disk finds nothing
     assert _facts(MemoryFolder(str(place), files)) == on_disk
-
-
-@pytest.mark.sampled(every=8)
-@pytest.mark.parametrize("path", [*CHECKPOINTS, *MADE])
-def test_a_folder_in_memory_without_its_last_file(path: str, tmp_path: Path) -> None:
-    place = tmp_path / "folder"
-    if path in MADE:
-        MADE[path](place)
-    else:
-        shutil.copytree(FIXTURES / path, place)
-    last = max(file for file in place.rglob("*") if file.is_file())
-    last.unlink()
-    if not any(last.parent.iterdir()):
-        last.parent.rmdir()  # no folder in memory is empty
-    on_disk = _outcome(LocalFolder(str(place)))
-    files = _files(tmp_path)
-    shutil.rmtree(tmp_path)
-    assert _outcome(MemoryFolder(str(place), files)) == on_disk
-
-
-def _outcome(folder: Folder) -> tuple[object, ...]:
-    error = training_folder(folder)
-    training = error and (str(error), error.next)
-    try:
-        opened = read_folder(folder)
-    except CkptoolError as error:
-        return training, type(error), str(error), error.next
-    return training, opened and (opened[1].format, opened[1].problems, opened[0].parts)
 
 
 def test_a_local_folder(tmp_path: Path) -> None:

@@ -235,23 +235,3 @@ def test_no_checkpoint_has_a_mark_of_another(path: Path) -> None:
         head = source.read(0, 1024)
         assert match_magic(source) is None
         assert match_structure(head, source) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (b"[PAD]\n[UNK]\n[CLS]\nthe\n", "text"),
-        (b"[model]\nname = a\n", "text"),
-        (b"(see below)\nabout this file\n", "text"),
-        (b"c is a language\nand so is d\n", "text"),
-        (b"tree\nof life\n", "text"),
-        (b'["a", "b"]', "json"),
-        (b"[1, 2, 3]", "json"),
-        (b'{"a": 1}', "json"),
-        (b"[]", "json"),
-        (b'<?xml version="1.0"?>\n<Error><Message>denied</Message></Error>', "html"),
-    ],
-)
-def test_texts(text: bytes, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_bytes(text)
-    assert refusal(tmp_path / "vocab.txt").kind == kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickletools
 import struct
 import warnings
 import zipfile
@@ -17,7 +16,6 @@ import torch
 from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
 from torch import nn
-from zip_copies import Change, rewritten, version_eleven, without_version
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, RefusedError
@@ -376,25 +374,3 @@ def test_the_real_one() -> None:
 
 # -- versions and protocols ------------------------------------------------------------------------------------
 # torch opens no archive without a version that it knows, and its C++ reads no pickle that begins without a protocol.
-
-
-@pytest.mark.parametrize("change", [without_version, version_eleven])
-def test_packages_need_a_version_that_torch_knows(change: Change, tmp_path: Path) -> None:
-    path = rewritten(FIXTURES / "package.pt", tmp_path / "p.pt", change)
-    with pytest.raises(RuntimeError):
-        torch.package.PackageImporter(path)
-    assert ckptool.validate(FIXTURES / "package.pt")["valid"]
-    assert not ckptool.validate(path)["valid"]
-
-
-def test_pickles_of_torchscript_need_a_protocol(tmp_path: Path) -> None:
-    def bare(name: str, data: bytes) -> bytes | None:
-        if name != "data.pkl":
-            return data
-        assert next(pickletools.genops(data))[0].name == "PROTO"
-        return data[2:]
-
-    path = rewritten(FIXTURES / "torchscript.pt", tmp_path / "s.pt", bare)
-    with pytest.raises(RuntimeError, match="PROTO"):
-        torch.jit.load(str(path))
-    assert not ckptool.validate(path)["valid"]

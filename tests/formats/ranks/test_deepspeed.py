@@ -6,7 +6,6 @@ engine had. Others are cut here by the rules of ZeRO, whatever the shapes and th
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,22 +113,6 @@ def test_client_state_comes_along(tmp_path: Path) -> None:
     found = joined(FOLDERS["lightning_zero2.ckpt"], tmp_path)
     assert (found["epoch"], found["global_step"], found["hyper_parameters"]) == (0, 3, {"size": 7})
     assert not {"param_shapes", "shared_params", "buffer_names", "dp_world_size"} & found.keys()
-
-
-def test_config_json_goes_with_shards(tmp_path: Path) -> None:
-    folder = step_of("trainer_zero3")
-    shards = ("--key", "module", "--to-format", "safetensors", "--max-shard-size", "1KB", "--tied", "keep-first")
-    for number, path in enumerate((folder.parent, folder)):
-        out = tmp_path / str(number)
-        assert say("convert", path, "-o", out, *shards).code == 0
-        assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= set(map_names(out))
-        assert not {"latest", "trainer_state.json", "rng_state_0.pth", "scheduler.pt"} & set(map_names(out))
-        names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].keys()
-        assert names | {"lm_head.weight"} == oracle("trainer_zero3")["module"].keys()
-
-
-def map_names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
 
 
 # -- cut by the rules -----------------------------------------------------------------------------------------------
