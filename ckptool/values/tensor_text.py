@@ -77,7 +77,10 @@ def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
     if repeats:
         yield f"({repeats})"
         return
-    yield from _draw(_displayed(checkpoint, reading, addressable), reading.tensor.dtype)
+    shown = _displayed(checkpoint, reading, addressable)
+    texts = _texts([value for value in _flattened(shown) if value is not None], reading.tensor.dtype)
+    width = max(map(len, texts), default=0)
+    yield from _lines(shown, iter(text.rjust(width) for text in texts), 0, width)
 
 
 def _sharded_lines(checkpoint: Checkpoint, shards: Sharding, tensor: Tensor) -> Iterator[str]:
@@ -181,12 +184,6 @@ def _nested(values: Iterator[Number], axes: Sequence[Sequence[int | None]]) -> N
 
 
 # -- Drawing
-
-
-def _draw(shown: Nested, dtype: str) -> Iterator[str]:
-    texts = _texts([value for value in _flattened(shown) if value is not None], dtype)
-    width = max(map(len, texts), default=0)
-    yield from _lines(shown, iter(text.rjust(width) for text in texts), 0, width)
 
 
 def _flattened(shown: Nested) -> Iterator[Number | None]:
