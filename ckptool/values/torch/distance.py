@@ -74,8 +74,6 @@ def _finite(value: float) -> float | None:
 
 def total(parts: Sequence[Distance]) -> Distance:
     """Return the distance over the pairs of all parts, which follow one another."""
-    if len(parts) == 1:
-        return parts[0]
     columns = tuple(zip(*parts)) or tuple((value,) for value in Distance())
     finite, nonfinite, differing, firsts, far, largest, largest_relative, *sums = columns
     counts = sum(finite), sum(nonfinite), sum(differing), next((first for first in firsts if first >= 0), -1), sum(far)
