@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
@@ -389,6 +390,9 @@ def explain_directory(path: str) -> UnreadableError:
     # Subfolders may be checkpoints, as in a diffusers pipeline or a training run with other files next to them.
     folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
     checkpoints.sort(key=lambda name: bool(side_files([name])))
+    if not folders and not checkpoints:
+        deeper = (item for item in walk_folder(path) if isinstance(item, Candidate) and _is_folder(item.path))
+        folders = [os.path.relpath(item.path, path) for item in islice(deeper, _EXAMINED)]
     if folders:
         what = f"it is {'a diffusers pipeline' if 'model_index.json' in names else 'a directory'} "
         what += f"with checkpoints in its folders: {join_limited(folders)}"
@@ -396,7 +400,6 @@ def explain_directory(path: str) -> UnreadableError:
         return UnreadableError(what, path=path, next=f"name {quote(os.path.join(path, latest))}")
     if checkpoints:
         what = f"it is a directory; it holds {join_limited(checkpoints)}"
-        step = f"name a file, such as {quote(os.path.join(path, checkpoints[0]))}"
-        return UnreadableError(what, path=path, next=step)
+        return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, checkpoints[0])))
     plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
     return _foreign_files(folder, path) or plain

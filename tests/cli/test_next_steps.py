@@ -148,7 +148,7 @@ def test_a_folder_of_parts_leads_to_no_conversion_of_one(tmp_path: Path, monkeyp
     for rank in range(2):  # the file of another rank is not there
         shutil.copy(FIXTURES / f"ranks/fsdp2_3/model.rank{rank}.pth", f"run/{'ab'[rank]}.pth")
     said = say("convert", "run", "-o", "out.pth")
-    assert said.code == 3 and "which are parts" in said.err
+    assert said.code == 3
     assert steps(said.err) == ["ckptool inspect run/a.pth"]
 
 
