@@ -15,6 +15,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from .base.addresses import conceal, is_remote
 from .base.errors import (
     CkptoolError,
     MalformedError,
@@ -26,7 +27,7 @@ from .base.errors import (
 )
 from .base.map_location import MapLocation
 from .base.records import NamedTuple, TypedDict
-from .base.steps import STDIN, argument, as_step, concealed, in_shell, is_remote
+from .base.steps import STDIN, argument, as_step, in_shell
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -182,7 +183,7 @@ def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, for
 
 def _no_folder(path: str) -> RefusedError:
     what, step = "a folder cannot be written to remote storage", "write it to a local folder, then upload that"
-    return RefusedError(what, path=concealed(path), next=step)
+    return RefusedError(what, path=conceal(path), next=step)
 
 
 def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> Traffic | None:

@@ -2,11 +2,12 @@
 
 ``!member`` may follow the path or the query string. User information and query strings may be secrets, which are never
 printed: ``conceal`` replaces an address by a text without them as soon as it comes in, and only the module that opens
-it calls ``reveal``. Other modules import this one only for a text with ``://``.
+it calls ``reveal``.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 from itertools import count
 from typing import Final
@@ -29,8 +30,8 @@ _MEMBER: Final = "!"
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a text is an address."""
-    return _ADDRESS.match(text) is not None
+    """Return whether a text is the address of a remote file or folder, such as ``s3://bucket/model.pth``."""
+    return "://" in text and _ADDRESS.match(text) is not None
 
 
 class Address(NamedTuple):
@@ -98,10 +99,10 @@ _GIVEN: Final[dict[str, str]] = {}
 def conceal(address: str) -> str:
     """Return the text that stands for an address from now on, without its secrets, which ``reveal`` knows.
 
-    Two addresses get two texts: one that differs from an earlier one in its secrets alone gets a number. A text that
-    stands for an address already is returned unchanged.
+    Two addresses get two texts: one that differs from an earlier one in its secrets alone gets a number. A path, or a
+    text that stands for an address already, is returned unchanged.
     """
-    if address in _GIVEN:
+    if address in _GIVEN or not is_remote(address):
         return address
     text = plain = shown(address)
     if address == plain and not plain.startswith("http"):
@@ -127,9 +128,9 @@ def found_folder(text: str) -> None:
     _FOLDERS.add(text.rstrip("/"))
 
 
-def is_folder(text: str) -> bool:
-    """Return whether a folder was found at an address; nothing is asked."""
-    return text.rstrip("/") in _FOLDERS
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder's. Nobody is asked about a remote one, which was opened before."""
+    return path.rstrip("/") in _FOLDERS if is_remote(path) else os.path.isdir(path)
 
 
 def split_member(text: str) -> tuple[str, str]:

@@ -32,8 +32,9 @@ from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import Final
 
+from .addresses import conceal, is_remote
 from .lazy import regex
-from .steps import AnyStep, as_step, concealed, is_remote
+from .steps import AnyStep, as_step
 
 
 class CkptoolError(Exception):
@@ -190,9 +191,8 @@ def adding_path(path: str) -> Iterator[None]:
         raise
 
 
-#: What an address is not, if there is no such file.
+#: The message for a missing file.
 NO_FILE = "no such file"
-A_DIRECTORY = "it is a directory, not a file"
 _FILE_URI = "file:///"
 #: An address with one slash in place of two.
 _ONE_SLASH: Final = regex(r"(?i)(s3a?|gc?s|az|abfss?|wasbs?|https?|hf|s?ftp|ssh|hdfs):/(?!/)")
@@ -212,20 +212,15 @@ def lost_a_slash(path: str) -> bool:
 
 def without_secrets(path: str) -> str:
     """Return an address that lost a slash without user information and query string, which may be secrets."""
-    return concealed(path.replace(":/", "://", 1)).replace("://", ":/", 1)
+    return conceal(path.replace(":/", "://", 1)).replace("://", ":/", 1)
 
 
 def refuse_one_slash(path: str, error: type[CkptoolError]) -> None:
     """Raise an error of this class if a path is an address that lost a slash."""
-    if not lost_a_slash(path):
-        return
-    shown = without_secrets(path)
-    address = shown.replace(":/", "://", 1)
-    raise error(
-        "an address has two slashes after its scheme",
-        path=shown,
-        next=f"write it as text: {address}",
-    )
+    if lost_a_slash(path):
+        shown = without_secrets(path)
+        step = f"write it as text: {shown.replace(':/', '://', 1)}"
+        raise error("an address has two slashes after its scheme", path=shown, next=step)
 
 
 def refuse_remote(
@@ -234,14 +229,6 @@ def refuse_remote(
     step: str = "download it first, then run the command on the file",
 ) -> None:
     """Raise UnreadableError if a path to read is the address of a remote file, or a ``file`` URI."""
-    if not is_remote(path):
-        return
-    refuse_file_uri(path)
-    raise UnreadableError(what, path=concealed(path), next=step)
-
-
-def refuse_remote_output(path: str) -> None:
-    """Raise RefusedError if a path to write is the address of a remote file."""
     if is_remote(path):
-        step = "write to a local path, then upload it"
-        raise RefusedError("this output must be a local file", path=concealed(path), next=step)
+        refuse_file_uri(path)
+        raise UnreadableError(what, path=conceal(path), next=step)

@@ -56,9 +56,9 @@ class Finding(NamedTuple):
     """One fact that a user should know about a checkpoint.
 
     ``level`` is "note", "warning" or "error". ``where`` is a record, file, path or key, or "". ``offset`` is in bytes
-    from the start of the file, or -1. ``storages`` holds the keys of all storages that may be affected, or None if
-    unknown; an output without these storages is intact. ``ref`` is the object in the pickle, or -1. ``next`` is the
-    next step, or "".
+    from the start of the file, or -1. ``refused`` adds to the effects of the code that ``torch.load`` raises an error.
+    ``storages`` holds the keys of all storages that may be affected, or None if unknown; an output without these
+    storages is intact. ``ref`` is the object in the pickle, or -1. ``next`` is the next step, or "".
     """
 
     code: str
@@ -66,28 +66,15 @@ class Finding(NamedTuple):
     message: str
     where: str = ""
     offset: int = -1
-    effect: Effect = Effect.NONE
+    refused: bool = False
     storages: Collection[str] | None = None
     ref: int = -1
     next: AnyStep = ""
 
-    @classmethod
-    def of(
-        cls,
-        code: str,
-        level: str,
-        message: str,
-        where: str = "",
-        offset: int = -1,
-        *,
-        refused: bool = False,
-        storages: Collection[str] | None = None,
-        ref: int = -1,
-        next: AnyStep = "",
-    ) -> Finding:
-        """Return a finding with the effects of its code. ``refused`` adds that ``torch.load`` raises an error."""
-        effect = codes()[code].effect | (Effect.REFUSED_BY_TORCH if refused else Effect.NONE)
-        return cls(code, level, message, where, offset, effect, storages, ref, next)
+    @property
+    def effect(self) -> Effect:
+        """The effects of the code, and of this finding."""
+        return codes()[self.code].effect | (Effect.REFUSED_BY_TORCH if self.refused else Effect.NONE)
 
     @property
     def check(self) -> str:
@@ -110,7 +97,7 @@ class Finding(NamedTuple):
         return Effect.AMBIGUOUS in self.effect
 
     @property
-    def refused(self) -> bool:
+    def refused_by_torch(self) -> bool:
         """Whether ``torch.load`` raises an error."""
         return Effect.REFUSED_BY_TORCH in self.effect
 

@@ -5,7 +5,6 @@ Source: ``torch/serialization.py``, ``_get_restore_location``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -34,18 +33,9 @@ def restorable(device: str) -> bool:
 
 def check_device(device: str) -> None:
     """Raise TargetError unless torch can restore this location tag."""
-    if restorable(device):
-        return
-    hint = "targets look like cpu, cuda:0"
-    backend, index = re.match(r"([a-z]*):?([0-9]*)", device.lower()).groups()  # type: ignore[union-attr]
-    guess = f"{backend}:{int(index)}" if index else backend
-    if device.lower().startswith("cpu"):
-        hint = "write 'cpu'"
-    elif guess != device and _RESTORABLE.match(guess):
-        hint = f"write {guess!r}"
-    elif backend == "gpu":
-        hint = f"write 'cuda:{index or 0}'"
-    raise TargetError(f"{device!r} is not a device that torch can restore", next=hint)
+    if not restorable(device):
+        what = f"{device!r} is not a device that torch can restore"
+        raise TargetError(what, next="targets look like cpu, cuda:0")
 
 
 def parse_map_location(text: str | None) -> MapLocation:

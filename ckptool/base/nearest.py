@@ -9,24 +9,18 @@ from heapq import nlargest
 from itertools import islice, repeat
 from typing import Final
 
-from .errors import UnreadableError
-from .globs import REGEX, Glob, is_pattern
+from .globs import REGEX, Glob, escaped, is_pattern
 from .lazy import regex
 from .limits import LIMITS
-from .patterns import escaped
 from .prefixes import common_length
-from .steps import command
 from .suffixes import WEIGHTS
 
 #: The most names to compare letter by letter; of more, those with the longest common beginning or end are compared.
 _COMPARED: Final = 500
 #: The most names that a suggested pattern is tried on.
 _TRIED: Final = 50_000
-#: The most names to compare with the name of a missing file, and the most files of a pattern that a command lists.
+#: The most names to compare with the name of a missing file.
 _BESIDE: Final = 10_000
-_LISTED: Final = 50
-#: Characters of globs.
-_MAGIC: Final = frozenset("*?[")
 #: A word in a name; dots, underscores and brackets are between words.
 _WORD: Final = regex(r"[^\W_]+")
 #: The longest name to compare, in characters; nobody typed a longer one.
@@ -36,89 +30,51 @@ _TYPED: Final = 300
 def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     """Return up to ``most`` names with the most similar spelling, nearest first.
 
-    A very similar name is returned alone, and a name with the same words, such as ``model_ema`` for ``ema``, before one
-    that is only spelled alike. Return an empty list if nothing is similar, or ``wanted`` is too long.
+    A very similar name is returned alone. A name that contains ``wanted``, such as ``model_ema`` for ``ema``, or is
+    contained in it, comes before one that is only spelled alike. Return an empty list if nothing is similar, or
+    ``wanted`` is too long.
     """
     short = [name for name in dict.fromkeys(names) if len(name) <= _TYPED]
     if len(wanted) > _TYPED:
         return []
+    containing = [name for name in short if _has_words(name, wanted)] or [
+        name for name in short if _has_words(wanted, name)
+    ]
 
     def likeness(name: str) -> int:
         return max(common_length(name, wanted), common_length(name[::-1], wanted[::-1]))
 
-    named = _with_words(wanted, short, most)
     if len(short) > _COMPARED:
         short = nlargest(_COMPARED, short, key=likeness)
-    return get_close_matches(wanted, short, 1, 0.85) or named or get_close_matches(wanted, short, most, 0.6)
+    return (
+        get_close_matches(wanted, short, 1, 0.85)
+        or sorted(containing, key=len)[:most]
+        or get_close_matches(wanted, short, most, 0.6)
+    )
 
 
-def _with_words(wanted: str, names: Collection[str], most: int) -> list[str]:
-    """Return up to ``most`` names that have every word of ``wanted``, shortest first, none inside another of them.
-
-    If there are none, and ``wanted`` has no dots, return the names whose every word it has.
-    """
-    words = _words(wanted)
-    if not words:
-        return []
-    split = {name: _words(name) for name in names}
-    having = [name for name, each in split.items() if words <= each]
-    if not having and "." not in wanted:
-        having = [name for name, each in split.items() if each and each < words]
-    chosen: list[str] = []
-    for name in sorted(having, key=len):
-        if len(chosen) == most:
-            break
-        if not name.startswith(tuple(f"{each}." for each in chosen)):
-            chosen.append(name)
-    return chosen
+def _has_words(name: str, words: str) -> bool:
+    """Return whether a name has all words of another text; dots, underscores and brackets are between words."""
+    wanted = _WORD.findall(words.lower())
+    return bool(wanted) and {*wanted} <= {*_WORD.findall(name.lower())}
 
 
-def _words(name: str) -> frozenset[str]:
-    return frozenset(_WORD.findall(name.lower()))
-
-
-def nearest_file(wanted: str, names: Sequence[str]) -> str:
-    """Return the name of the file that a missing one may be meant for, or "".
+def file_near(path: str) -> str:
+    """Return the path of the file that a missing one may be meant for, or "".
 
     It is ``model.pth.tar`` or ``model.safetensors`` for ``model.pth``, otherwise a name with a similar spelling.
     """
-    stem = wanted.partition(".")[0]
-    for start, ends in ((wanted, ()), (stem, WEIGHTS)):
-        longer = [
-            name for name in names if start and name.startswith(f"{start}.") and (not ends or name.endswith(ends))
-        ]
-        if longer:
-            return longer[0] if len(longer) == 1 else next(iter(get_close_matches(wanted, longer, 1, 0)), "")
-    return next(iter(get_close_matches(wanted, names, 1, 0.8)), "")
-
-
-def files_of(pattern: str) -> tuple[str, ...]:
-    """Return the files of one folder that a glob stands for; () if there are none, or many."""
-    folder, name = os.path.split(pattern)
-    if not _MAGIC & {*name} or _MAGIC & {*folder}:
-        return ()  # many folders would have to be searched
-    from glob import iglob
-
-    found = sorted(islice(iglob(pattern), _LISTED + 1))
-    return tuple(found) if len(found) <= _LISTED else ()
-
-
-def file_near(name: str) -> str:
-    """Return the path of the file beside a missing one that has a similar name, or ""."""
-    folder, wanted = os.path.split(name)
+    folder, wanted = os.path.split(path)
     try:
         with os.scandir(folder or os.curdir) as listing:
             names = sorted(entry.name for entry in islice(listing, _BESIDE))
     except OSError:
         return ""
-    near = nearest_file(wanted, names)
-    return os.path.join(folder, near) if near else ""
-
-
-def missing_file(reason: str, name: str, near: str) -> UnreadableError:
-    """Return the error for a missing file that may be meant for the file ``near``."""
-    what, step = f"{reason}; is it {near!r}?", command("inspect", near)
-    return UnreadableError(what, path=name, next=step)
+    stem = wanted.partition(".")[0]
+    longer = [name for name in names if wanted and name.startswith(f"{wanted}.")]
+    longer = longer or [name for name in names if stem and name.startswith(f"{stem}.") and name.endswith(WEIGHTS)]
+    near = get_close_matches(wanted, longer or names, 1, 0 if longer else 0.8)
+    return os.path.join(folder, near[0]) if near else ""
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:

@@ -10,25 +10,22 @@ from itertools import chain, count
 from shlex import quote, split
 from typing import Final, TypeAlias
 
+from .addresses import conceal, is_folder, is_remote
+from .addresses import name as name_of
+from .addresses import parent as parent_of
 from .lazy import regex
 from .records import NamedTuple
 
 #: The file name that means standard input; a file with this name is spelled ``./-``.
 STDIN: Final = "-"
-
-
 #: The advice for files whose names were swapped.
 RENAME_BACK: Final = "give the files back the names under which they were saved"
 #: The advice for a file that is cut.
 WHOLE_COPY: Final = "get a whole copy of the file"
 #: The advice where copies of one tensor differ.
 ONE_SAVE: Final = "which copy is right is not in the files: get those of one save, or have the job save whole tensors"
-
-
 #: The placeholder for the numbers in a pattern of rank files, with the separator before it.
 _PATTERN: Final = regex(r"[_.-]?(\*|\{[^{}]*\})")
-
-
 #: An option in the prose of a message: in backticks, as on a command line, ``--allow-loss entries``. A trailing ``=``
 #: mentions a parameter without a value.
 _OPTION: Final = regex(r"`(-o|--[a-z][a-z0-9-]*)(?:=| ([^`]*))?`")
@@ -94,16 +91,13 @@ class Line(str):
     """A complete, quoted command line for a shell."""
 
 
-class NextStep:
+class NextStep(NamedTuple):
     """Prose and commands in reading order; an empty step is false.
 
     ``str()`` spells options for Python, ``advice`` and ``line`` for a shell.
     """
 
-    __slots__ = ("parts",)
-
-    def __init__(self, parts: tuple[str | Command, ...] = ()) -> None:
-        self.parts: Final = parts
+    parts: tuple[str | Command, ...] = ()
 
     @property
     def advice(self) -> str:
@@ -123,19 +117,10 @@ class NextStep:
     def __str__(self) -> str:
         return in_python("".join(map(str, self.parts)))
 
-    def __repr__(self) -> str:
-        return f"NextStep({self.parts!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NextStep) and self.parts == other.parts
-
-    def __hash__(self) -> int:
-        return hash(self.parts)
-
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    def __add__(self, other: str | NextStep) -> NextStep:
+    def __add__(self, other: str | NextStep) -> NextStep:  # type: ignore[override]
         return NextStep((*self.parts, *as_step(other).parts))
 
     def __radd__(self, other: str) -> NextStep:
@@ -177,33 +162,6 @@ def command(
     return NextStep((Command(name, arguments, tuple(every), output),))
 
 
-def is_remote(text: str) -> bool:
-    """Return whether a text is the address of a remote file or folder, such as ``s3://bucket/model.pth``."""
-    if "://" not in text:
-        return False
-    from . import addresses
-
-    return addresses.is_remote(text)
-
-
-def concealed(path: str) -> str:
-    """Return a path, or the text that stands for an address: it has no query string and no user information."""
-    if not is_remote(path):
-        return path
-    from .addresses import conceal
-
-    return conceal(path)
-
-
-def is_folder(path: str) -> bool:
-    """Return whether a path is a folder's. Nobody is asked about a remote one, which was opened before."""
-    if not is_remote(path):
-        return os.path.isdir(path)
-    from . import addresses
-
-    return addresses.is_folder(path)
-
-
 def by_place(path: str, local: str, stored: str, web: str = "") -> str:
     """Return the advice for the place of a file: on the disk, in a bucket or repository, or on a web server.
 
@@ -241,9 +199,7 @@ def rename_step(path: str, extension: str) -> NextStep:
 def folder_of(path: str) -> str:
     """Return the folder that contains a path: ``.`` for a bare name, ``..`` for ``.``, ``../..`` for ``..``."""
     if is_remote(path):
-        from .addresses import parent
-
-        return parent(path)
+        return parent_of(path)
     path = path.rstrip(os.sep) or path
     above, name = os.path.split(path)
     if name == os.curdir:
@@ -260,10 +216,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     """
     path = "stdin.pth" if path == STDIN else path
     whole = is_folder(path)
-    if is_remote(path):
-        from .addresses import name as name_of
-
-        path = name_of(path)
+    path = name_of(path) if is_remote(path) else path
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
     path = os.path.normpath(path)
@@ -300,7 +253,7 @@ def argument(path: str) -> str:
     """Quote a path as a command-line argument that can be pasted into a shell."""
     if path.startswith("-") and path != STDIN:
         path = f"./{path}"
-    path = concealed(path)
+    path = conceal(path)
     if path.isprintable():
         return quote(path)
 

@@ -15,10 +15,10 @@ from math import prod
 from typing import Any, Final, TypeAlias
 
 from ..base import toml
+from ..base.addresses import is_remote
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError
 from ..base.records import NamedTuple
-from ..base.steps import is_remote
 from ..base.text import join_limited, words
 from ..files.archives import parsed_object, read_bytes, read_object
 from ..files.sources import FolderSource, Span

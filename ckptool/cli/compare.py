@@ -13,9 +13,9 @@ import click
 
 import ckptool
 
+from ..base.addresses import is_remote
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
-from ..base.steps import is_remote
 from ..base.text import BREVITY, cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS, role
 from .help import GroupedCommand

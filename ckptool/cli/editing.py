@@ -15,11 +15,12 @@ import click
 
 import ckptool
 
+from ..base.addresses import is_remote
 from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.findings import EDITED, RANK_SETS
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple
-from ..base.steps import as_step, is_remote
+from ..base.steps import as_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import dotted
 from ..edits.outputs import Conversion, refuse_key

@@ -12,9 +12,10 @@ from typing import Final
 
 import click
 
+from ..base.addresses import is_remote
 from ..base.errors import CkptoolError
 from ..base.lazy import regex
-from ..base.steps import STDIN, command, is_remote
+from ..base.steps import STDIN, command
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..files.archives import exists, open_any
 from ..files.folders import folder_at

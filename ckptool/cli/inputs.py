@@ -9,9 +9,9 @@ from functools import wraps
 from itertools import chain, islice
 from typing import Any, Final, TypeVar, cast
 
+from ..base.addresses import conceal
 from ..base.errors import UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import concealed
 from .options import EVERY, Command, engine_options, list_options
 from .terminal import BarUpdate, progress_bar, watched
 
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
             if os.path.isdir(path):
                 yield from expand([path])
             else:
-                yield concealed(path)
+                yield conceal(path)
 
     def checkpoints(self) -> Iterator[str | UnreadableError]:
         """Yield the paths of all checkpoints, with errors in place of unreadable paths."""

@@ -14,9 +14,9 @@ import click
 
 from .. import __version__
 from ..base import lazy
+from ..base.addresses import conceal
 from ..base.errors import CkptoolError
 from ..base.limits import ANNOUNCED
-from ..base.steps import concealed
 from ..base.text import BREVITY, Brevity
 from .help import HELP_ALL, Helpful, eager, explained
 from .render import StdoutError, emit, flush, say, say_error, tell
@@ -270,7 +270,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _without_secrets(word: str) -> str:
     """Return a word, an address in it without its secrets; it may be the value of an option."""
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-    return option + equals + concealed(value)
+    return option + equals + conceal(value)
 
 
 def _run(words: Sequence[str]) -> int:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
+from ..base.addresses import conceal, is_remote
 from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import EngineError, lost_a_slash, without_secrets
 from ..base.globs import Globs
 from ..base.records import NamedTuple
-from ..base.steps import concealed, is_remote
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Return the path, or fail as ``click.Path()`` does."""
         if os.path.exists(value) and not os.access(value, os.R_OK):
             click.Path().convert(value, param, ctx)
-        return without_secrets(value) if lost_a_slash(value) else concealed(value)
+        return without_secrets(value) if lost_a_slash(value) else conceal(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
         """Let the shell complete paths."""
@@ -119,7 +119,7 @@ def paths(command: Command, *, local: bool = False) -> Command:
         if files_from is not None:
             from ..files.lists import listed_paths
 
-            paths += tuple(map(concealed, listed_paths(files_from)))
+            paths += tuple(map(conceal, listed_paths(files_from)))
         inputs = paths[chosen]
         return command(*args, paths=inputs, **how) if inputs else 0
 

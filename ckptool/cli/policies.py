@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..base import toml
+from ..base.addresses import is_remote
 from ..base.errors import MalformedError, TargetError, UnreadableError, refuse_remote
 from ..base.globs import Glob
 from ..base.records import NamedTuple
-from ..base.steps import as_step, is_remote
+from ..base.steps import as_step
 from ..base.text import quoted
 from ..files.archives import beside, file_of, read_bytes
 from ..files.sources import open_source

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import click
 
+from ..base.addresses import is_folder
 from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.records import NamedTuple
-from ..base.steps import Line, is_folder
+from ..base.steps import Line
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from .. import __version__
-from ..base.steps import is_remote
+from ..base.addresses import is_remote
 from ..base.text import cut, human_bytes, shortened
 from ..reports.summary import safety_words
 from .render import advised_step, clean, table, to_json

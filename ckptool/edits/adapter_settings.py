@@ -16,12 +16,13 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any, Final
 
+from ..base.addresses import is_folder
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.lazy import table
 from ..base.prefixes import adapter_keys
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, is_folder, option
+from ..base.steps import AnyStep, option
 from ..base.text import cut, join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, Literal
 
 from ..base.errors import RefusedError, TargetError
+from ..base.globs import escaped
 from ..base.lazy import regex
-from ..base.patterns import escaped
 from ..base.records import NamedTuple
 from ..base.steps import AnyStep, NextStep, Step, command, option, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited, pluralize, quoted

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.findings import INNER
-from ..base.patterns import escaped
+from ..base.globs import escaped
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
 from ..base.steps import (
@@ -204,7 +204,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     except RefusedError as error:
         # Missing bytes must be reported before any question about permitted losses.
         refuse_damage(checkpoint)
-        flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
+        flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused_by_torch), None)
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
         if program is not None and program.unnamed and not {"entries", "all"} & {*request.allow_loss}:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, Final
 
+from ..base.addresses import conceal
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
+from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns, Renaming
 from ..base.limits import LIMITS
-from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.steps import AnyStep, command, concealed
+from ..base.steps import AnyStep, command
 from ..base.text import join_limited, pluralize, quoted, shown
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -387,7 +387,7 @@ def is_sed(text: str) -> bool:
 def parse_rename(text: str) -> dict[str, Any]:
     """Parse ``OLD=NEW`` with wildcards, ``s/OLD/NEW/`` as in sed, or ``@FILE``; raise TargetError for other texts."""
     if text.startswith("@"):
-        return {"table": concealed(text[1:])}
+        return {"table": conceal(text[1:])}
     if is_sed(text):
         return {"regex": parse_regex(text)}
     old, equals, new = text.partition("=")

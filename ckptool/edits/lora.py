@@ -9,10 +9,11 @@ from contextlib import suppress
 from math import isfinite, prod
 from typing import Any, Final
 
+from ..base.addresses import is_folder
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.lazy import regex
-from ..base.steps import NextStep, as_step, command, is_folder, suggested_output
+from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from ..base.addresses import is_remote
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.prefixes import adapter_keys, unwrapper
-from ..base.steps import command, is_remote, option, suggested_output, tree_step
+from ..base.steps import command, option, suggested_output, tree_step
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData

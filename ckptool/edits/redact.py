@@ -12,11 +12,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
+from ..base.addresses import is_remote
 from ..base.errors import CkptoolError, TargetError
 from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import is_remote
 from ..base.text import cut, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor

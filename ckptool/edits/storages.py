@@ -175,8 +175,8 @@ def copied_call(node: Call, func: Ref = -1) -> Call:
 
 def misdescribed(checkpoint: Checkpoint) -> dict[Ref, str]:
     """Map references to paths of tensors and storages that the pickle describes in a way torch cannot read."""
-    flaws = [flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused]
-    return {flaw.ref: flaw.where or "a tensor" for flaw in flaws}
+    flaws = (flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments"))
+    return {flaw.ref: flaw.where or "a tensor" for flaw in flaws if flaw.refused_by_torch}
 
 
 def check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:

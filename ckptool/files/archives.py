@@ -16,7 +16,8 @@ from itertools import islice
 from shlex import quote
 from typing import Any, Final, cast
 
-from ..base import lazy
+from ..base import addresses, lazy
+from ..base.addresses import conceal, is_remote
 from ..base.errors import (
     NO_FILE,
     MalformedError,
@@ -24,11 +25,10 @@ from ..base.errors import (
     UnreadableError,
     refuse_file_uri,
     refuse_one_slash,
-    refuse_remote_output,
 )
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from ..base.steps import STDIN, as_step, command, concealed, is_remote
+from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted
 from .sources import (
@@ -72,9 +72,7 @@ def _split(path: str) -> tuple[str, str]:
     if SEPARATOR not in path:
         return "", ""
     if is_remote(path):
-        from ..base.addresses import split_member
-
-        return split_member(path)
+        return addresses.split_member(path)
     if os.path.lexists(path):
         return "", ""
     outer = next((start for start in _starts(path) if os.path.isfile(start)), "")
@@ -108,11 +106,9 @@ def exists(path: str) -> bool:
 def beside(path: str, name: str) -> str:
     """Return the path or address of a file whose ``name`` in ``path`` is relative to the folder of ``path``."""
     if is_remote(name):
-        return concealed(name)
+        return conceal(name)
     if is_remote(path):
-        from ..base.addresses import conceal, join, parent, reveal
-
-        return conceal(join(parent(reveal(path)), name))
+        return conceal(addresses.join(addresses.parent(addresses.reveal(path)), name))
     archive, separator, member = path.rpartition(SEPARATOR) if is_address(path) else ("", "", path)
     if not separator or os.path.isabs(name):
         return os.path.join(os.path.dirname(path), name)
@@ -164,7 +160,9 @@ def parsed_object(text: str | bytes) -> dict[str, Any] | None:
 
 def refuse_address(path: str) -> None:
     """Raise RefusedError if an output path is an archive member or a remote address, because neither can be written."""
-    refuse_remote_output(path)
+    if is_remote(path):
+        step = "write to a local path, then upload it"
+        raise RefusedError("this output must be a local file", path=conceal(path), next=step)
     refuse_one_slash(path, RefusedError)
     if is_address(path):
         archive, name = file_of(path), file_name(path)
@@ -178,9 +176,7 @@ def file_name(path: str) -> str:
     if path == STDIN:
         return "stdin.pth"
     if is_remote(path):
-        from ..base.addresses import name
-
-        return name(path)
+        return addresses.name(path)
     inner = _split(path)[1]
     return os.path.basename(inner.rpartition(SEPARATOR)[2] or inner or os.path.normpath(path))
 
@@ -205,11 +201,9 @@ def open_any(path: FilePath) -> Source:
         try:
             file = remote.open_remote(outer or name)
         except UnreadableError as error:
-            if error.what != NO_FILE:
+            if error.what != NO_FILE or not (outer and remote.is_file(name)):
                 raise
-            if outer and remote.is_file(name):
-                return cast(Source, remote.open_remote(name))  # its own name has the separator
-            raise _missing(outer or name, error) from None
+            return cast(Source, remote.open_remote(name))  # its own name has the separator
     else:
         file = open_source(outer or name)
     if not outer:
@@ -225,18 +219,6 @@ def open_any(path: FilePath) -> Source:
     except BaseException:
         file.close()
         raise
-
-
-def _missing(address: str, error: UnreadableError) -> UnreadableError:
-    """Return the error for an address without a file, with a file beside it that may be meant."""
-    from ..base.nearest import missing_file  # only for missing files
-
-    if any(char in address for char in "*?{"):
-        error.what = "this command expands no patterns of addresses, and no file has this name"
-        error.step = as_step("name each file")
-        return error
-    near = lazy.module("remote.folder").near(address)
-    return missing_file(NO_FILE, address, near) if near else error
 
 
 def _open_member(source: Source, address: str, rest: str) -> Source:

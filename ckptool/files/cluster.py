@@ -32,9 +32,6 @@ class Cluster(Executor):
     Dask's own executor loses the errors of tasks.
     """
 
-    #: A task costs 5 ms, so each gets up to this many items.
-    batch: Final = 16
-
     def __init__(self, client: Any) -> None:
         self._client = client
         #: The number of tasks that run at once.

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
@@ -126,53 +126,40 @@ def each_answer(
     worker dies then. Errors of ``work`` and of the engine are raised here.
     """
     rest = iter(items)
-    waiting: deque[tuple[list[Any], Future[list[_Outcome]]]] = deque()
-    taken = 0
+    waiting: deque[tuple[Any, Future[_Outcome]]] = deque()
     with ExitStack() as stack:
         executor = stack.enter_context(open_executor())
 
-        def given(batch: list[Any]) -> Future[list[_Outcome]]:
-            future: Future[list[_Outcome]] = Future()
-            if isinstance(batch[0], Precomputed):
-                future.set_result([(True, batch[0].answer)])
+        def given(item: Any) -> Future[_Outcome]:
+            future: Future[_Outcome] = Future()
+            if isinstance(item, Precomputed):
+                future.set_result((True, item.answer))
                 return future
             try:
-                return executor.submit(_outcomes, work, batch)
+                return executor.submit(_outcome, work, item)
             except (BrokenExecutor, EngineError) as error:  # answers that arrived earlier still count
                 future.set_exception(error)
                 return future
 
-        room, most = WAITING * _workers(executor), getattr(executor, "batch", 1)
+        room = WAITING * _workers(executor)
         while True:
-            while len(waiting) < room and not (waiting and waiting[0][1].done()):
-                # A task gets few items at first, so that a short list is spread over all workers.
-                batch: list[Any] = list(islice(rest, max(min(most, taken // room), 1)))
-                if not batch:
-                    break
-                taken += len(batch)
-                mixed = any(isinstance(item, Precomputed) for item in batch)
-                waiting.extend((part, given(part)) for part in ([[item] for item in batch] if mixed else [batch]))
+            while len(waiting) < room and not (waiting and waiting[0][1].done()) and (more := [*islice(rest, 1)]):
+                waiting.append((more[0], given(more[0])))
             if not waiting:
                 return
             if not _has_died(waiting[0][1]):
-                yield from _results(waiting.popleft()[1])
+                yield _result(waiting.popleft()[1])
                 continue
             # Which item ended its worker is not known. Each of them is run alone, and the others wait.
             wait(future for _, future in waiting)
             while waiting:
-                batch, future = waiting.popleft()
-                if not _has_died(future):
-                    yield from _results(future)
-                    continue
-                for item in batch:
+                item, future = waiting.popleft()
+                if _has_died(future):
                     if isinstance(future.exception(), BrokenExecutor):
                         stack.close()
                         executor = stack.enter_context(open_executor())
-                    future = given([item])
-                    if _has_died(future):
-                        yield lost(item, _death())
-                    else:
-                        yield from _results(future)
+                    future = given(item)
+                yield lost(item, _death()) if _has_died(future) else _result(future)
 
 
 def _workers(executor: Executor) -> int:
@@ -190,11 +177,11 @@ def _has_died(future: Future[Any]) -> bool:
     return isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker"
 
 
-def _results(future: Future[list[_Outcome]]) -> Iterator[Any]:
-    """Yield the results of a task that has ended, up to the first error, which is raised."""
+def _result(future: Future[_Outcome]) -> Any:
+    """Return the result of a task that has ended, or raise its error."""
     try:
-        outcomes = future.result()
-    except (CancelledError, OSError) as error:  # the errors of the work are among the outcomes
+        succeeded, result = future.result()
+    except (CancelledError, OSError) as error:  # an error of the work is an outcome
         what = "the connection to the workers was lost; what was done so far counts"
         raise EngineError(what, next="start them again, and the command") from error
     except CkptoolError:
@@ -203,18 +190,13 @@ def _results(future: Future[list[_Outcome]]) -> Iterator[Any]:
         reason = str(error).strip().partition("\n")[0]
         what = f"the engine failed: {type(error).__name__}: {reason}"
         raise EngineError(what, next="its workers need the same version of ckptool") from error
-    for succeeded, result in outcomes:
-        if not succeeded:
-            raise result
-        yield result
-
-
-def _outcomes(work: Callable[[Item], Answer], items: Sequence[Item]) -> list[_Outcome]:
-    """Do the work in a worker; return (True, result) or (False, error) for each item."""
-    return [_outcome(work, item) for item in items]
+    if not succeeded:
+        raise result
+    return result
 
 
 def _outcome(work: Callable[[Item], Answer], item: Item) -> _Outcome:
+    """Do the work in a worker; return (True, result) or (False, error)."""
     try:
         return True, work(item)
     except (CkptoolError, OSError, MemoryError) as error:

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from ..base.dtypes import Dtype
 from ..base.errors import ChangedError, UnreadableError
 from ..base.records import NamedTuple
+from ..base.steps import command
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -341,14 +342,15 @@ def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     reason, hint = open_error(error, name)
     if not isinstance(error, FileNotFoundError) or hint:
         return UnreadableError(reason, path=name, next=hint)
-    from ..base.nearest import file_near, files_of, missing_file  # only for missing files
+    from glob import iglob  # only for missing files
 
-    if files_of(name):
-        quotes = "the shell expands a pattern without quotes"
-        return UnreadableError(reason, path=name, next=quotes)
+    from ..base.nearest import file_near
+
+    if any(iglob(name)):
+        return UnreadableError(reason, path=name, next="the shell expands a pattern without quotes")
     if near := file_near(name):
-        return missing_file(reason, name, near)
-    return UnreadableError(reason, path=name, next=hint)
+        return UnreadableError(f"{reason}; is it {near!r}?", path=name, next=command("inspect", near))
+    return UnreadableError(reason, path=name)
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:

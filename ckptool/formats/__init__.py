@@ -200,7 +200,7 @@ def read_container(source: Source) -> Container:
     container = known.read(source)
     if is_header(head[:512]):
         twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]
-        container.problems.extend(Finding.of(TWO_FORMATS, "error", _TWINS.format(name), refused=True) for name in twins)
+        container.problems.extend(Finding(TWO_FORMATS, "error", _TWINS.format(name), refused=True) for name in twins)
     return container
 
 

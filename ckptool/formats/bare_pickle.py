@@ -53,7 +53,7 @@ class BarePickle(Container):
         self.is_complete = True
         self.graph = self._with_storages(decoded.graph)
         what = "it is a bare pickle, written by pickle.dump and not by torch.save: torch.load refuses it"
-        self.problems = [Finding.of("bare-pickle", "warning", what, refused=True)]
+        self.problems = [Finding("bare-pickle", "warning", what, refused=True)]
 
     def _with_storages(self, graph: Graph) -> Graph:
         """Return the graph with persistent ids in place of the calls that load storages from bytes."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, lost_a_slash
 from ..base.records import NamedTuple
-from ..base.steps import NextStep, command, is_remote
+from ..base.steps import NextStep, command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..files.archives import SEPARATOR, checkpoints_in, is_address, open_any

@@ -50,7 +50,7 @@ class ShardedContainer(Container):
     ) -> None:
         """Add a problem of the whole checkpoint, or of these ``storages``."""
         if len(self.problems) < LIMITS.listed:
-            self.problems.append(Finding.of(code, level, message, where, refused=refused, storages=storages))
+            self.problems.append(Finding(code, level, message, where, refused=refused, storages=storages))
 
     def note_lost(self, message: str, where: str = "") -> None:
         """Report that a part is missing, damaged, or from another save."""
@@ -87,7 +87,7 @@ def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Findin
     what = f"this is {name}, which {latest} names; also there: {join_limited(others)}"
     last = max((*others, name), key=lambda step: (len(step), step))
     where = "" if last == name else os.path.join(os.path.dirname(path), last)
-    return Finding.of("other-steps", "note", what, where)
+    return Finding("other-steps", "note", what, where)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from functools import wraps
 from shlex import quote
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
+from ..base.addresses import conceal, is_remote
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError
-from ..base.steps import as_step, command, concealed, is_remote, salvage_step
+from ..base.steps import as_step, command, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, MemberSource, Source
@@ -75,7 +76,7 @@ def path_text(path: FilePath, otherwise: str = "") -> str:
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
         raise TypeError(f"a path (str or os.PathLike){otherwise} is expected, not {type(path).__name__}")
-    return concealed(name)
+    return conceal(name)
 
 
 _OR_OPENED: Final = " or a Checkpoint"

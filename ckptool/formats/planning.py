@@ -193,7 +193,7 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
     used = {storage.key for ref, storage in reader.uses() if ref in kept}
     for flaw in storage_flaws(own):
         of_storage = flaw.code in ("missing-storage", "storage-size")
-        if flaw.refused and (flaw.where not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
+        if flaw.refused_by_torch and (flaw.where not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
             what = f"torch fails at an object that its pickle builds and discards: {flaw.message}"
             raise RefusedError(what, path=checkpoint.path)
 

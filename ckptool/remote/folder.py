@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Final
 
 from ..base import addresses
-from ..base.addresses import conceal, reveal
+from ..base.addresses import conceal
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.lazy import regex
 from ..base.text import quoted
@@ -53,21 +53,6 @@ def folder_at(address: str) -> RemoteFolder | None:
         if error.of_server or parts.path.endswith("/") or not parts.path:
             raise
         return None
-
-
-def near(address: str) -> str:
-    """Return the address of the file beside a missing one that has a similar name, or ""."""
-    from ..base.nearest import nearest_file  # only for missing files
-
-    folder = open_folder(addresses.parent(reveal(address)))
-    if not addresses.parse(folder.path).path:
-        return ""  # the listing of a whole bucket may be long
-    try:
-        wanted = addresses.name(address)  # may be the name of a folder, too
-        name = nearest_file(wanted, sorted(folder.names() - {wanted}))
-    except UnreadableError:
-        return ""
-    return folder.join(name) if name else ""
 
 
 class RemoteFolder(Folder):

@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import ARRIVED, Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server
+from .store import Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server
+from .web import etag_of
 from .wire import certificates
 
 T = TypeVar("T")
@@ -160,7 +161,6 @@ def _body(found: Any, size: int) -> bytes:
     data = bytearray()
     for part in found.stream(min_chunk_size=max(min(size, _CHUNK), 1)):
         data += part
-        ARRIVED.add(len(part))
         if len(data) > size:
             raise Failed("length")
     return bytes(data)
@@ -173,14 +173,9 @@ class ObStore(Store):
         self._store, self.has_tail, self._by_etag = store, has_tail, by_etag
 
     def facts(self, meta: Any) -> Facts:
-        """Return the facts of an object. Without an ETag, the time of its last change takes its place.
-
-        Listings of Azure have ETags without the quotes that are part of them everywhere else.
-        """
-        etag = meta["e_tag"] or (f'W/"{meta["last_modified"]}"' if meta["last_modified"].year > 1970 else "")
-        if etag and not etag.endswith('"'):
-            etag = f'"{etag}"'
-        return Facts(meta["path"], meta["size"], etag)
+        """Return the facts of an object; listings of Azure have ETags without the quotes that they have elsewhere."""
+        changed = str(meta["last_modified"]) if meta["last_modified"].year > 1970 else ""
+        return Facts(meta["path"], meta["size"], etag_of(meta["e_tag"] or "", changed))
 
     def head(self, key: str) -> Facts:
         return asked(lambda: self.facts(self._store.head(key)))

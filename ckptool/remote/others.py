@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from ..base.addresses import parse
 from ..base.limits import LIMITS
-from .store import ARRIVED, Answer, Facts, Failed, Settings, Spend, Store
+from .store import Answer, Facts, Failed, Settings, Spend, Store
 
 T = TypeVar("T")
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
@@ -77,7 +77,6 @@ class _System(Store):
             raise Failed("", 412)
         if len(data) != end - begin:
             raise Failed("length")
-        ARRIVED.add(len(data))
         return Answer(data, before)
 
     def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:

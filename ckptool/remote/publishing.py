@@ -27,8 +27,9 @@ from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, s
 from ..files.write.output import output_exists
 from ..files.write.planned import COMPARED, Check, PlanSource
 from .obstores import MOST_PARTS, PART
+from .s3 import S3
 from .source import REQUEST, RemoteSource, identity_of, open_store
-from .store import Copier, Facts, Failed, Range, current, error_of, together
+from .store import Facts, Failed, Range, current, error_of, together
 
 #: Where objects can be written.
 _SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
@@ -115,9 +116,9 @@ class Target:
         if self.facts():
             raise output_exists(self.name)
 
-    def copier(self, plan: Plan) -> Copier | None:
+    def copier(self, plan: Plan) -> S3 | None:
         """Return what writes a plan in parts, or None if it is small or the store cannot copy on the server."""
-        return self.store.copies() if plan.size > PART else None
+        return self.store if plan.size > PART and isinstance(self.store, S3) else None
 
     def error(self, failed: Failed) -> CkptoolError:
         return error_of(failed, self.address, writing=True)
@@ -171,7 +172,7 @@ def traffic_of(plans: Iterable[Plan], sources: Sequence[Source]) -> Traffic:
     return Traffic(requests, sum(nbytes for _, nbytes in received) + sum(span.size for span in missing), 0, 0)
 
 
-def cut_into_parts(plan: Plan, copier: Copier | None) -> Cut:
+def cut_into_parts(plan: Plan, copier: S3 | None) -> Cut:
     """Cut a plan into parts. Spans that ``copier`` can copy are parts of their own.
 
     Before a copy, fewer than 5 MiB that stream are topped up from the span that would be copied.
@@ -184,7 +185,7 @@ def cut_into_parts(plan: Plan, copier: Copier | None) -> Cut:
     return cut
 
 
-def _cut(plan: Plan, copier: Copier | None, least: int) -> Cut:
+def _cut(plan: Plan, copier: S3 | None, least: int) -> Cut:
     """Cut a plan into parts; copied parts have at least ``least`` bytes."""
     part = max(PART, -(-plan.size // (MOST_PARTS // 2)))
     parts: list[Part] = []
@@ -228,11 +229,11 @@ def _even(size: int, count: int) -> Iterator[int]:
         yield size * (place + 1) // count - size * place // count
 
 
-def _is_copied(piece: Span, copier: Copier | None, plan: Plan) -> bool:
+def _is_copied(piece: Span, copier: S3 | None, plan: Plan) -> bool:
     """Return whether the server can copy a piece, and no checksum of its bytes must be verified."""
     source, begin, size = piece
     origin = source.origin() if isinstance(source, RemoteSource) else None
-    if copier is None or origin is None or not copier.copies_from(origin.copier):
+    if copier is None or origin is None or not copier.copies_from(origin.store):
         return False
     read = [expected.span for expected in plan.expected_checksums if expected.span.source is source]
     return not any(span.offset < begin + size and span.offset + span.size > begin for span in read)
@@ -249,12 +250,12 @@ class _Writing(NamedTuple):
     plan: Plan
     sources: Sequence[Source]
     former: Facts | None
-    copier: Copier | None
+    copier: S3 | None
     check: Check | None
     expect: Callable[[Plan], None]
     progress: Progress
 
-    def write(self, copier: Copier | None) -> Traffic:
+    def write(self, copier: S3 | None) -> Traffic:
         """Write the object and return what it took. ``copier`` copies parts on the server, if any."""
         cut = cut_into_parts(self.plan, copier)
         traffic = cut.traffic(self.sources)
@@ -276,7 +277,7 @@ class _Writing(NamedTuple):
             stream_pieces(cut.streamed, ends.remembering(putting.put))
             self._complete(putting.finish, ends)
 
-    def _upload(self, cut: Cut, copier: Copier, etag: str) -> None:
+    def _upload(self, cut: Cut, copier: S3, etag: str) -> None:
         """Write the object in parts."""
         key, ends = self.target.key, _Ends(cut)
         upload = copier.begin(key)
@@ -296,7 +297,7 @@ class _Writing(NamedTuple):
         step = "remove it with the s3api command abort-multipart-upload, or by a lifecycle rule of the bucket"
         return OutputError(what, path=self.target.name, next=step)
 
-    def _send(self, cut: Cut, copier: Copier, upload: str, ends: _Ends) -> list[str]:
+    def _send(self, cut: Cut, copier: S3, upload: str, ends: _Ends) -> list[str]:
         """Send all parts, or let the server copy them; return their ETags."""
         parts = [*enumerate(cut.parts, 1)]
         left = deque((number, part.size) for number, part in parts if part.span is None)
@@ -332,7 +333,7 @@ class _Writing(NamedTuple):
         self.progress(size)
         return etag
 
-    def _copy(self, copier: Copier, upload: str, number: int, span: Span) -> str:
+    def _copy(self, copier: S3, upload: str, number: int, span: Span) -> str:
         source = span.source
         origin = source.origin() if isinstance(source, RemoteSource) else None
         assert origin is not None, "only what can be copied"

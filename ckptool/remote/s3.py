@@ -1,20 +1,26 @@
-"""Buckets of S3, whose requests follow https://docs.aws.amazon.com/AmazonS3/latest/API/ and are sent by ``wire``."""
+"""Buckets of S3, whose requests follow https://docs.aws.amazon.com/AmazonS3/latest/API/ and are sent by ``wire``.
+
+Credentials, region and endpoint are found where boto3 looks for them.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache, partial
 from io import BytesIO
-from typing import Any, Final
-from urllib.parse import quote
+from typing import Any, Final, cast
+from urllib.parse import quote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from . import aws, wire
-from .store import Copier, Facts, Failed, Origin, Range, Settings, Spend, Store, at_once, check_bucket
+from ..base.records import NamedTuple
+from . import wire
+from .store import Facts, Failed, Origin, Range, Settings, Spend, Store, at_once, check_bucket, check_server
 from .web import Web, etag_of
 
 #: Seconds to wait for the answer that makes an upload visible, or that copies a part of up to 5 GiB.
@@ -25,25 +31,170 @@ _OLD: Final = timedelta(days=1)
 _SMALL: Final = 1 << 20
 _SIZE: Final = regex(r"[0-9]{1,18}")
 _NAMES: Final = "http://s3.amazonaws.com/doc/2006-03-01/"
+#: Variables with the endpoint: the first one counts, unless the setting turns all endpoints off.
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_IGNORED: Final = "ignore_configured_endpoint_urls"
+#: The endpoint of a client of botocore, if none is configured.
+_DEFAULT: Final = "https://s3.amazonaws.com"
+#: Files with profiles, each with the variable that names another file.
+_FILES: Final = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
+
+
+class Keys(NamedTuple):
+    """An access key, its secret, and the token of a temporary one, or ""."""
+
+    access: str
+    secret: str
+    token: str
+
+
+class Account(NamedTuple):
+    """How S3 is reached: its endpoint, "" for Amazon's, the region, and the credentials.
+
+    The credentials are keys, an object of botocore that renews them, or None for requests without a signature.
+    """
+
+    endpoint: str
+    region: str
+    credentials: Any
+
+    def signed(self, method: str, url: str, headers: Mapping[str, str], body: bytes | bytearray) -> dict[str, str]:
+        """Return the headers of a request with its signature of version 4; raises Failed.
+
+        The query string must be in order and quoted. See
+        https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html.
+        """
+        if self.credentials is None:
+            return dict(headers)
+        from hashlib import sha256  # imported late: loads OpenSSL
+        from hmac import digest
+
+        keys = self.credentials if isinstance(self.credentials, Keys) else _frozen(self.credentials)
+        parts, when = urlsplit(url), time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        content = "UNSIGNED-PAYLOAD" if parts.scheme == "https" else sha256(body).hexdigest()  # TLS protects the body
+        headers = {**headers, "x-amz-date": when, "x-amz-content-sha256": content}
+        headers |= {"x-amz-security-token": keys.token} if keys.token else {}
+        included = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
+        included["host"] = parts.netloc.rpartition("@")[2]
+        names = ";".join(sorted(included))
+        lines = [method, parts.path, parts.query, *(f"{name}:{included[name]}" for name in sorted(included))]
+        request = "\n".join([*lines, "", names, content])
+        scope = [when[:8], self.region, "s3", "aws4_request"]
+        secret = f"AWS4{keys.secret}".encode()
+        for word in scope:
+            secret = digest(secret, word.encode(), "sha256")
+        text = "\n".join(["AWS4-HMAC-SHA256", when, "/".join(scope), sha256(request.encode()).hexdigest()])
+        signature = digest(secret, text.encode(), "sha256").hex()
+        place = f"{keys.access}/{'/'.join(scope)}"
+        headers["authorization"] = f"AWS4-HMAC-SHA256 Credential={place},SignedHeaders={names},Signature={signature}"
+        return headers
+
+
+@lru_cache(maxsize=8)
+def _account(given: str, anonymous: bool, profile: str, environment: tuple[tuple[str, str], ...]) -> Account:
+    """Return the account at an endpoint, "" for the configured one; raises Failed, for example without credentials."""
+    found = dict(environment)
+    region, credentials = "", cast(Any, None)
+    key, secret = found.get("AWS_ACCESS_KEY_ID", ""), found.get("AWS_SECRET_ACCESS_KEY", "")
+    if key and not profile and not anonymous:
+        if not secret:
+            raise Failed("keys")
+        credentials = Keys(key, secret, found.get("AWS_SESSION_TOKEN", ""))
+    elif not anonymous:
+        region, credentials = _session(profile)
+    endpoint = given or _configured(profile, found)
+    check_server(endpoint)
+    near = (found.get("AWS_REGION"), region, found.get("AWS_DEFAULT_REGION"), "us-east-1")
+    return Account(endpoint, next(filter(None, near)), credentials)
+
+
+def _configured(profile: str, variables: Mapping[str, str]) -> str:
+    """Return the endpoint that boto3 would use, "" for Amazon's; raises Failed.
+
+    Only botocore reads the files; it is not imported for files that have no endpoint.
+    """
+    given = next(filter(None, map(variables.get, _ENDPOINTS)), "")
+    text = ""
+    for name, path in _FILES:
+        path = os.path.expanduser(variables.get(name, path))
+        with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            text += file.read()
+    if variables.get(f"AWS_{_IGNORED.upper()}", "").lower() == "true":
+        return ""
+    if (_IGNORED if given else "endpoint_url") not in text:
+        return given
+    try:
+        from botocore.session import Session
+    except ImportError:
+        raise Failed("botocore") from None
+    keys = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
+    found = _botocore(lambda: Session(profile=profile or None).create_client("s3", "us-east-1", **keys))
+    return "" if found.meta.endpoint_url == _DEFAULT else str(found.meta.endpoint_url)
+
+
+def _session(profile: str) -> tuple[str, Any]:
+    """Return the region and the credentials of a profile or of the machine, as boto3 finds them; raises Failed."""
+    try:
+        from botocore.session import Session
+    except ImportError:
+        raise Failed("botocore") from None
+    found = Session(profile=profile or None)
+    credentials = _botocore(found.get_credentials)
+    if credentials is None:
+        raise Failed("none")
+    _frozen(credentials)  # an expired sign-in fails here already, with an error that says so
+    return _botocore(lambda: found.get_config_variable("region")) or "", credentials
+
+
+def _frozen(credentials: Any) -> Keys:
+    """Return the keys of credentials that botocore renews; raises Failed."""
+    keys = _botocore(credentials.get_frozen_credentials)
+    return Keys(keys.access_key, keys.secret_key, keys.token or "")
+
+
+def _botocore(do: Any) -> Any:
+    """Return the result of a call of botocore; raises Failed."""
+    from json import JSONDecodeError
+
+    from botocore import exceptions
+
+    try:
+        return do()
+    except exceptions.ProfileNotFound:
+        kind = "profile"
+    except (exceptions.InvalidConfigError, exceptions.ConfigParseError):
+        kind = "config"
+    except (exceptions.SSOError, exceptions.TokenRetrievalError):
+        kind = "expired"
+    except exceptions.ClientError as error:  # the role of the profile was refused
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        kind = "expired" if code.startswith("Expired") else "gives"
+    except (exceptions.BotoCoreError, OSError, JSONDecodeError):  # also from the program in credential_process
+        kind = "gives"
+    raise Failed(kind)  # not inside ``except``: no traceback shows the error of botocore
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the bucket of an address, and the key of its object; raises Failed, for example without credentials."""
     parts = check_bucket(address)
-    account = aws.account(settings.endpoint_url, settings.anonymous, settings.profile, aws.variables())
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "HOME"))))
+    account = _account(settings.endpoint_url, settings.anonymous, settings.profile, environment)
     return _bucket(parts.host, account), parts.path
 
 
 @lru_cache(maxsize=8)  # a bucket remembers its region
-def _bucket(name: str, account: aws.Account) -> Store:
+def _bucket(name: str, account: Account) -> Store:
     return S3(name, account)
 
 
 class S3(Web):
-    """A bucket. It is also the ``Copier`` of its objects, which copies from all buckets of the same account."""
+    """A bucket. It takes uploads in parts of 5 MiB to 5 GiB, of which the last one may be smaller.
 
-    def __init__(self, bucket: str, account: aws.Account) -> None:
-        self.bucket, self.account, self._region = bucket, account, account.region
+    Its server copies parts from all buckets of the same account.
+    """
+
+    def __init__(self, bucket: str, account: Account) -> None:
+        self.name, self.account, self._region = bucket, account, account.region
         self.has_tail = True
 
     def request(
@@ -61,8 +212,8 @@ class S3(Web):
             region = self._region
             account = self.account._replace(region=region)
             server = account.endpoint.rstrip("/") or f"https://s3.{region}.amazonaws.com"
-            text = "&".join(f"{name}={_quoted(query[name])}" for name in sorted(query))
-            url = f"{server}/{self.bucket}{'/' if key else ''}{quote(key)}{'?' if text else ''}{text}"
+            text = "&".join(f"{name}={quote(query[name], safe='')}" for name in sorted(query))
+            url = f"{server}/{self.name}{'/' if key else ''}{quote(key)}{'?' if text else ''}{text}"
             try:
                 given = account.signed(method, url, headers, body)
                 reply = wire.ask(method, url, given, most, body, follow=False, **options)
@@ -109,27 +260,17 @@ class S3(Web):
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write a small object in one request."""
-        data = b"".join(chunks)
-
-        def put(condition: Mapping[str, str]) -> None:
-            wire.retried(lambda: self.request("PUT", key, {}, condition, data))
-
-        try:
-            put({"if-match": former} if former else {"if-none-match": "*"})
-        except Failed as failed:
-            if failed.status != 412 or not former or self.head(key).etag != former:
-                raise
-            put({"if-match": former.strip('"')})  # it is the same: Ceph 16 compares with the ETag without its quotes
+        data, condition = b"".join(chunks), _condition(former)
+        wire.retried(lambda: self.request("PUT", key, {}, condition, data))
 
     # -- uploads in parts -----------------------------------------------------------------------------------------
 
-    def copies(self) -> Copier | None:
-        return self
-
-    def copies_from(self, other: Copier) -> bool:
+    def copies_from(self, other: Store) -> bool:
+        """Return whether parts can be copied from another store: it is a bucket of the same account."""
         return isinstance(other, S3) and self.account == other.account
 
     def begin(self, key: str) -> str:
+        """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
         known = self._unfinished(key)
         for upload, begun in known.items():
             if begun < datetime.now(timezone.utc) - _OLD:
@@ -164,6 +305,7 @@ class S3(Web):
         return {row["UploadId"]: _time(row.get("Initiated", "")) for row in rows if "UploadId" in row}
 
     def part(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
+        """Send a part and return its ETag. The first part has the number 1."""
         query = {"partNumber": str(number), "uploadId": upload}
         reply = wire.retried(lambda: self.request("PUT", key, query, body=data))
         if "etag" not in reply.headers:
@@ -171,8 +313,10 @@ class S3(Web):
         return reply.headers["etag"]
 
     def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
+        """Let the server copy a part from an object, unless that was replaced, and return the ETag of the part."""
         query = {"partNumber": str(number), "uploadId": upload}
-        headers = {"x-amz-copy-source": f"/{quote(f'{origin.copier.bucket}/{origin.key}')}"}
+        assert isinstance(origin.store, S3)
+        headers = {"x-amz-copy-source": f"/{quote(f'{origin.store.name}/{origin.key}')}"}
         headers["x-amz-copy-source-range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
         if not origin.etag.startswith("W/"):
             headers["x-amz-copy-source-if-match"] = origin.etag
@@ -180,15 +324,17 @@ class S3(Web):
         return _field(reply.body, "ETag")
 
     def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
+        """Make the object visible; ``former`` is as for ``put``."""
         parts = (
             f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag></Part>"
             for number, etag in enumerate(etags, 1)
         )
         body = f'<CompleteMultipartUpload xmlns="{_NAMES}">{"".join(parts)}</CompleteMultipartUpload>'.encode()
-        condition = {"if-match": former} if former else {"if-none-match": "*"}
-        wire.retried(lambda: self.request("POST", key, {"uploadId": upload}, condition, body, patience=_SLOW))
+        query, condition = {"uploadId": upload}, _condition(former)
+        wire.retried(lambda: self.request("POST", key, query, condition, body, patience=_SLOW))
 
     def abort(self, key: str, upload: str) -> None:
+        """Remove an unfinished upload."""
         try:
             wire.retried(lambda: self.request("DELETE", key, {"uploadId": upload}))
         except Failed as failed:
@@ -196,8 +342,9 @@ class S3(Web):
                 raise
 
 
-def _quoted(text: str) -> str:
-    return quote(text, safe="")
+def _condition(former: str) -> dict[str, str]:
+    """Return the header of a request that may replace the object with the ETag ``former``, or no object if it is ""."""
+    return {"if-match": former} if former else {"if-none-match": "*"}
 
 
 def _rows(data: bytes, name: str) -> Iterator[dict[str, str]]:

@@ -6,12 +6,11 @@ import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Final, TypeVar
 
 from ..base import lazy
 from ..base.addresses import conceal, parse, reveal
-from ..base.errors import A_DIRECTORY, NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
+from ..base.errors import NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
 from ..base.limits import ANNOUNCED, LIMITS
 from ..base.text import human_bytes
 from ..files.downloads import GAP
@@ -44,12 +43,14 @@ _NEAR: Final = 4 << 10
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
 #: The modules of stores by the schemes of addresses; every other scheme is left to fsspec.
-_STORES: Final = {"s3": "s3", "http": "web", "https": "web", "hf": "hub"} | dict.fromkeys(
-    ("gs", "az", "abfs", "abfss"), "obstores"
-)
-_OPENED: Final[Recent[RemoteSource]] = Recent(1, seconds=30)
-#: What ``is_file`` could not open: its error is raised when it is opened.
-_FAILED: Final[Recent[UnreadableError]] = Recent(1, seconds=2)
+_STORES: Final = {
+    **dict.fromkeys(("http", "https", "hf"), "web"),
+    **dict.fromkeys(("gs", "az", "abfs", "abfss"), "obstores"),
+    "s3": "s3",
+}
+_A_FOLDER: Final = "it is the address of a folder, not of a file"
+#: What ``is_file`` opened, or the error that is raised when it is opened.
+_OPENED: Final[Recent[RemoteSource | UnreadableError]] = Recent(1, seconds=5)
 
 
 def is_file(address: str) -> bool:
@@ -64,16 +65,10 @@ def is_file(address: str) -> bool:
     try:
         _OPENED.keep(reveal(address), open_remote(address))
     except UnreadableError as error:
-        if error.what in (NO_FILE, A_DIRECTORY):
+        if error.what in (NO_FILE, _A_FOLDER):
             return False
-        _FAILED.keep(reveal(address), error)
+        _OPENED.keep(reveal(address), error)
     return True
-
-
-def size_at(address: str) -> int:
-    """Return the bytes of the file at an address, or -1 for a missing file; costs as much as ``is_file``."""
-    opened = _OPENED.get(reveal(address)) if is_file(address) else None
-    return opened.size if opened else -1
 
 
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
@@ -81,30 +76,20 @@ def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
 
     Raises UnreadableError and RefusedError as for a local file.
     """
-    if settings is None and (opened := _OPENED.take(reveal(address))):
+    opened = _OPENED.get(reveal(address)) if settings is None else None
+    if isinstance(opened, UnreadableError):
+        raise opened
+    if opened:
+        _OPENED.clear()
         return opened
-    if settings is None and (error := _FAILED.get(reveal(address))):
-        raise error
     settings, address = settings or current(), meant(address)
     store, key = open_store(address, settings)
     path = parse(address).path if parse(address).scheme.startswith("http") else key
     if path.endswith("/") or not path:
-        if address.endswith("/") and not _is_listed(store, key):
-            raise UnreadableError(
-                "no such folder, or there is nothing in it", path=conceal(address), next="check the name"
-            )
-        raise UnreadableError(A_DIRECTORY, path=conceal(address), next="name a checkpoint file in it")
+        raise UnreadableError(_A_FOLDER, path=conceal(address), next="name a checkpoint file in it")
     source = RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, 0, ""))
     source.begin()
     return source
-
-
-def _is_listed(store: Store, key: str) -> bool:
-    """Return whether there are files in a folder, or the server does not tell."""
-    try:
-        return any(alone(partial(store.list, key)))
-    except Failed:
-        return True
 
 
 def meant(text: str) -> str:
@@ -112,9 +97,9 @@ def meant(text: str) -> str:
     address = reveal(text)
     if not address.lower().startswith("http"):
         return address
-    from . import hub
+    from .web import page_shows
 
-    return hub.page_shows(parse(address)) or address
+    return page_shows(parse(address)) or address
 
 
 def open_store(address: str, settings: Settings, *, writing: bool = False) -> tuple[Store, str]:
@@ -251,10 +236,9 @@ class RemoteSource(Source):
         with self._allowance.lock:
             self._announced.add(ranges)
 
-    def origin(self) -> Origin | None:
-        """Return where the server finds the bytes to copy them, or None if it cannot copy."""
-        copier = self._store.copies()
-        return Origin(copier, self._key, self._etag) if copier else None
+    def origin(self) -> Origin:
+        """Return where the server finds the bytes, if it can copy them."""
+        return Origin(self._store, self._key, self._etag)
 
     def received(self) -> tuple[int, int]:
         """Return how many answers had bytes of the object, and how many bytes."""
@@ -365,10 +349,9 @@ class Allowance:
         self.limit = limit
         self.spent = 0
         self.lock = threading.RLock()
-        # Sizes of blocks in memory, in the order of their use: those of small answers, such as headers, and the others.
-        self._small: dict[tuple[Blocks, int], int] = {}
-        self._others: dict[tuple[Blocks, int], int] = {}
-        self._kept = 0
+        # The blocks in memory, in the order of their use: the size of each, and whether it is a small answer's.
+        self._kept: dict[tuple[Blocks, int], tuple[int, bool]] = {}
+        self._nbytes = 0
 
     def spend(self, nbytes: int, path: str) -> None:
         """Count bytes before they are asked for; raise RefusedError if they exceed the limit."""
@@ -381,19 +364,18 @@ class Allowance:
 
         Those of small answers are forgotten last: to ask for each again would be a request of its own.
         """
-        (self._small if small else self._others)[blocks, begin] = size
-        self._kept += size
-        while self._kept > LIMITS.remote_bytes:
-            self.forget(*next(iter(self._others or self._small)))
+        self._kept[blocks, begin] = size, small
+        self._nbytes += size
+        while self._nbytes > LIMITS.remote_bytes:
+            large = (place for place, (_, small) in self._kept.items() if not small)
+            self.forget(*next(large, next(iter(self._kept))))
 
     def use(self, blocks: Blocks, begin: int) -> None:
         """Record the use of a block."""
-        used = self._small if (blocks, begin) in self._small else self._others
-        used[blocks, begin] = used.pop((blocks, begin))
+        self._kept[blocks, begin] = self._kept.pop((blocks, begin))
 
     def forget(self, blocks: Blocks, begin: int) -> None:
-        place = blocks, begin
-        self._kept -= (self._small if place in self._small else self._others).pop(place)
+        self._nbytes -= self._kept.pop((blocks, begin))[0]
         blocks.remove(begin)
 
 

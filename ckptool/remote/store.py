@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ..base.addresses import Address, conceal, parse
 from ..base.errors import NO_FILE, ChangedError, CkptoolError, OutputError, RefusedError, UnreadableError
@@ -106,48 +106,11 @@ class Store:
         """
         raise Failed("writing")
 
-    def copies(self) -> Copier | None:
-        """Return what writes objects from parts that the server copies from other objects, or None."""
-        return None
-
-
-class Copier(Protocol):
-    """A bucket that takes uploads in parts of 5 MiB to 5 GiB; the last one may be smaller.
-
-    Its server copies parts from other objects. Every method may be called from several threads, and raises ``Failed``.
-    """
-
-    bucket: str
-
-    def copies_from(self, other: Copier) -> bool:
-        """Return whether parts can be copied from another bucket: it belongs to the same account."""
-        ...
-
-    def begin(self, key: str) -> str:
-        """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
-        ...
-
-    def part(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
-        """Send a part and return its ETag. The first part has the number 1."""
-        ...
-
-    def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
-        """Let the server copy a part from an object, unless that was replaced, and return the ETag of the part."""
-        ...
-
-    def complete(self, key: str, upload: str, etags: Sequence[str], former: str) -> None:
-        """Make the object visible; ``former`` is as for ``put``."""
-        ...
-
-    def abort(self, key: str, upload: str) -> None:
-        """Remove an unfinished upload."""
-        ...
-
 
 class Origin(NamedTuple):
-    """An object whose bytes the server can copy: its bucket, its key and ETag."""
+    """An object whose bytes a server may copy."""
 
-    copier: Copier
+    store: Store
     key: str
     etag: str
 
@@ -231,23 +194,6 @@ def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolE
     return found
 
 
-class Arrived:
-    """Counts the bytes of answers, also of those that are under way, for progress bars."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes, from any thread."""
-        with self._lock:
-            self.nbytes += nbytes
-
-
-#: What has arrived in this process.
-ARRIVED: Final = Arrived()
-
-
 class Recent(Generic[T]):
     """What was found at addresses within the last ``seconds``, with the same settings and credentials.
 
@@ -274,12 +220,6 @@ class Recent(Generic[T]):
     def clear(self) -> None:
         """Forget everything."""
         self._found.clear()
-
-    def take(self, address: str) -> T | None:
-        """Return what was found at an address, or None, and forget it."""
-        found = self.get(address)
-        self._found.pop(_asked(address), None)
-        return found
 
 
 def _asked(address: str) -> object:

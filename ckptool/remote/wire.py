@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
-from .store import ARRIVED, Failed, Spend
+from .store import Failed, Spend
 
 T = TypeVar("T")
 #: Bytes of an error page that are read at most.
@@ -246,7 +246,6 @@ class _Connection:
         found = bytearray()
         while len(found) <= room and (data := response.read1(min(_CHUNK, room + 1 - len(found)))):
             found += data
-            ARRIVED.add(len(data))
             if spend:
                 spend(len(data))
         ended = len(found) <= room

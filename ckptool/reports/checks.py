@@ -162,7 +162,7 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
         no = "there is no whole to load" if start and rule in reported else f"{call} refuses it"
         message = f"{no}: {rule}" if checkpoint.pickled else rule
         step = next((problem.next for problem in problems if problem.next), "")
-        note = Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
+        note = Finding(WEIGHTS_ONLY, "warning", message, next=step)
         return check._replace(status=WARNING, message=message, notes=(note,))
     return check
 
@@ -195,7 +195,7 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Finding], quick: bool, pr
     wrong = [f"{item.where} does not match its checksum" for item in members if not _agrees(item)]
     if members:
         return judge(
-            name, group, [Finding.of("checksum", "error", text) for text in wrong], "the checksum of the archive agrees"
+            name, group, [Finding("checksum", "error", text) for text in wrong], "the checksum of the archive agrees"
         )
     if checkpoint.traits.no_checksums:
         message = f"{checkpoint.traits.no_checksums} has no checksums: a flipped bit cannot be seen"
@@ -228,10 +228,8 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Finding]:
         tensors = [path or "the tensor" for path in users.get(record.key, [])]
         if tensors:
             message += f": damaged {'tensor' if len(tensors) == 1 else 'tensors'} {join_limited(tensors)}"
-        notes.append(Finding.of("checksum", "error", message, record.name, record.span.offset))
-    return notes + [
-        Finding.of("unreadable-record", "error", f"{quoted(name)}: {why}", name) for name, why in result.lost
-    ]
+        notes.append(Finding("checksum", "error", message, record.name, record.span.offset))
+    return notes + [Finding("unreadable-record", "error", f"{quoted(name)}: {why}", name) for name, why in result.lost]
 
 
 def check_pickles(pickles: Sequence[ExaminedPickle], torch: str, known: Sequence[Finding] = ()) -> list[Check]:
@@ -240,20 +238,20 @@ def check_pickles(pickles: Sequence[ExaminedPickle], torch: str, known: Sequence
     for number, pickle in enumerate(pickles):
         if pickle.program or pickle.note:
             code = CONFIGURATION if pickle.program else CARRIED
-            notes.append(Finding.of(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
+            notes.append(Finding(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
         if pickle.unchecked:
-            notes.append(Finding.of(UNCHECKED, "warning", f"skipped {pickle.where}: {pickle.error}", pickle.where))
+            notes.append(Finding(UNCHECKED, "warning", f"skipped {pickle.where}: {pickle.error}", pickle.where))
         elif pickle.error:
             message = f"{pickle.where} cannot be followed to its end: {pickle.error}"
-            notes.append(Finding.of("broken-pickle", "error", message, pickle.where))
+            notes.append(Finding("broken-pickle", "error", message, pickle.where))
         elif number:
             notes += [
-                Finding.of("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
+                Finding("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
                 for offset, text in pickle.oddities
             ]
             if pickle.rest:
                 message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
-                notes.append(Finding.of("after-stop", "warning", message, pickle.where))
+                notes.append(Finding("after-stop", "warning", message, pickle.where))
     good = f"{pluralize(len(pickles), 'pickle')} parsed to the end, nothing executed"
     return [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
 
@@ -265,9 +263,9 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
     for item in outside:
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
         message = f"{item.mapped} is not on {list_of(torch, [item.mapped])}; {words}"
-        notes.append(Finding.of("global", "warning", message, item.pickle))
+        notes.append(Finding("global", "warning", message, item.pickle))
     notes += [
-        Finding.of("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
+        Finding("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
         for item in outside
         if not is_name(item)
     ]
@@ -282,7 +280,7 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
 def broken_check(error: MalformedError) -> Check:
     """Return the failed structure check of a file whose container cannot be read."""
     message = MalformedError.__str__(error).removeprefix(f"{error.path}: ")
-    note = Finding.of("malformed", "error", message, error.where, error.offset)
+    note = Finding("malformed", "error", message, error.where, error.offset)
     return Check("structure", "container", FAIL, message, (note,))
 
 
@@ -327,7 +325,7 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
             continue
         if not fit:
             message = f"{quoted(path)}: its indices are out of its shape {shape_text(tensor.shape)}, or out of order"
-            notes.append(Finding.of("sparse-index", level, message, path))
+            notes.append(Finding("sparse-index", level, message, path))
     check = judge(_INDICES, "integrity", notes, f"{pluralize(len(paths), 'sparse tensor')}, no index out of range")
     if notes or not passed:
         return [check]

@@ -98,7 +98,7 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     skipped = [item for item in files if not item.looked_at]
     if skipped:
         unread = tuple(
-            Finding.of("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped
+            Finding("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped
         )
         names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
         checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
@@ -187,7 +187,7 @@ def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion
             notes.append(_located(name, note)._replace(level="warning"))
     pickles = tuple(pickle.in_file(name) for pickle in checked.pickles)
     if program is not None:
-        notes.append(Finding.of(PROGRAM, "warning", f"{name}: {program.kind}, which holds code", name))
+        notes.append(Finding(PROGRAM, "warning", f"{name}: {program.kind}, which holds code", name))
         pickles += (ExaminedPickle(name, program=f"{program.kind}, read by {program.loader}"),)
     reason = f"{unclear}, which ckptool does not follow" if unclear else ""
     return Companion(name, checkpoint.format, not unclear, reason, tuple(notes), pickles)
@@ -204,7 +204,7 @@ def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableEr
     if not (data or (whole and kind == "pickle")):
         return Companion(name, kind or "damaged", False, error.what, tuple(notes), tuple(pickles))
     if kind in _POINTERS and name.lower().endswith((*WEIGHTS, ".pkl")):
-        notes.append(Finding.of(kind, "warning", f"{name}: {error.what}", name))
+        notes.append(Finding(kind, "warning", f"{name}: {error.what}", name))
     return Companion(name, kind, True, "", tuple(notes), tuple(pickles))
 
 

@@ -180,7 +180,7 @@ def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding
     if not failed:
         return Check(name, "expectations", PASS, good)
     message = f"expected: {good}; {bad}"
-    first, *rest = notes or [Finding.of(name, "error", message)]
+    first, *rest = notes or [Finding(name, "error", message)]
     return Check(name, "expectations", FAIL, message, (first._replace(next=step), *rest))
 
 
@@ -207,7 +207,7 @@ def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
     """Check that each included pattern matches something, because a missing key would pass every other check."""
     notes = _unmatched("include", checkpoint, policy.include, ChosenKeys(MATCH_ALL))
     if not notes and not any(_names(checkpoint, ChosenKeys(dotted(policy.only, checkpoint)))):
-        notes = [Finding.of("include", "error", "every key is excluded")]
+        notes = [Finding("include", "error", "every key is excluded")]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("include", f"there are {policy.only.words}", bool(notes), bad, notes)
 
@@ -230,7 +230,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
             wrong = sum(not name.startswith(head) for name in names)
             message = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
         if wrong:
-            notes.append(Finding.of("prefix", "error", message, item.path))
+            notes.append(Finding("prefix", "error", message, item.path))
     good = ("no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key") + of
     step = _prefix_step(checkpoint, wanted, [{str(nodes[key]) for key, _ in item.items} for item in state_dicts])
     return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes, step)
@@ -259,7 +259,7 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     tags = Counter(storage.location for storage in storages)
     counts = {tag: count for tag, count in tags.items() if not accepts(wanted, tag)}
     notes = [
-        Finding.of("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}")
+        Finding("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}")
         for tag, count in counts.items()
     ]
     bad = join_limited([note.message for note in notes])
@@ -282,7 +282,7 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     only_floating = all(BY_NAME[name].floating for name in names)
     checked = floating if only_floating else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
-    notes = [Finding.of("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
+    notes = [Finding("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
     which = "floating-point tensors" if only_floating else "tensors"
     step: AnyStep = ""
@@ -303,7 +303,7 @@ def _unmatched(code: str, checkpoint: Checkpoint, globs: Sequence[str], chosen: 
     keys = list(_names(checkpoint, chosen))
     patterns = [(glob, dotted(Globs([glob]), checkpoint)) for glob in globs]
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
-    return [Finding.of(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
+    return [Finding(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
 
 
 def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
@@ -315,7 +315,7 @@ def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     pattern = dotted(Globs(globs), checkpoint)
     paths = list(dict.fromkeys(names[0] for names in _names(checkpoint, chosen) if pattern.match(*names[-2:])))
-    notes = [Finding.of("forbid", "error", f"{path} is there", path) for path in paths]
+    notes = [Finding("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {join_limited([repr(glob) for glob in globs])}{of}"
     return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
 

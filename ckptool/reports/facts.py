@@ -85,13 +85,13 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
     survey = checkpoint.survey
     for key in sorted(survey.reader.disagreeing):
         message = f"storage {quoted(key)} is described in two ways; torch takes the first"
-        yield Finding.of("storage-twice", "warning", message, key)
+        yield Finding("storage-twice", "warning", message, key)
     if empty := empty_weights(checkpoint):
-        yield Finding.of(EMPTY_WEIGHTS, "error", empty, next=GATHER)
+        yield Finding(EMPTY_WEIGHTS, "error", empty, next=GATHER)
     for message, count in Counter(survey.unsupported.values()).items():
         times = f" ({count:,} times)" if count > 1 else ""
-        yield Finding.of("not-followed", "error", f"{message}{times}, which ckptool does not follow")
-    if refused := [flaw for flaw in flaws if flaw.refused]:
+        yield Finding("not-followed", "error", f"{message}{times}, which ckptool does not follow")
+    if refused := [flaw for flaw in flaws if flaw.refused_by_torch]:
         rescue = rescue_step(checkpoint)
         yield from (flaw._replace(next=rescue) for flaw in refused)
     if (part := part_of(checkpoint)) is not None:
@@ -101,7 +101,7 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
         from ..edits.sharded import local_parts_step  # only for sharded tensors
 
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
-        yield Finding.of("shards", "note", message, next=local_parts_step(checkpoint))
+        yield Finding("shards", "note", message, next=local_parts_step(checkpoint))
 
 
 def _part(part: Part) -> Finding:
@@ -109,13 +109,13 @@ def _part(part: Part) -> Finding:
     alone: AnyStep = part.whole if part.cut else "get the missing parts into this folder" if part.alone else ""
     step: AnyStep = command("inspect", part.folder) if part.folder else alone
     level = "error" if part.alone and part.level != "note" else part.level
-    return Finding.of(part.code, level, part.message, next=step)
+    return Finding(part.code, level, part.message, next=step)
 
 
 def dangerous_call(calls: Sequence[str], where: str = "", next: AnyStep = "") -> Finding:
     """Return the finding for functions that loading a pickle would call."""
     message = f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}"
-    return Finding.of(DANGEROUS_CALL, "error", message, where, next=next)
+    return Finding(DANGEROUS_CALL, "error", message, where, next=next)
 
 
 def _loading(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) -> Iterator[Finding]:
@@ -129,7 +129,7 @@ def _loading(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) ->
     if not checkpoint.pickled:
         suffix = checkpoint.container.misnamed(checkpoint.source)
         for rule in _rules(checkpoint, verdict) if suffix else ():
-            yield Finding.of(WEIGHTS_ONLY, "warning", rule, next=rename_step(checkpoint.path, suffix))
+            yield Finding(WEIGHTS_ONLY, "warning", rule, next=rename_step(checkpoint.path, suffix))
     elif not verdict.loads:
         yield from _refusal(checkpoint, verdict, plain)
 
@@ -154,13 +154,13 @@ def _refusal(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) ->
         if any(blocker.called for blocker in verdict.blockers):
             message += f"; with weights_only=False {'its' if len(names) == 1 else 'their'} code runs"
         step = plain or where_installed(checkpoint, names)
-    elif rules and not any(problem.refused for problem in checkpoint.container.problems):
+    elif rules and not any(problem.refused_by_torch for problem in checkpoint.container.problems):
         message = f"{call} refuses it: {join_limited(_rule_texts(rules, checkpoint.graph.style.protocol))}"
         if any(rule.startswith("opcode") or rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules):
             step = plain
     else:
         return
-    yield Finding.of(WEIGHTS_ONLY, "warning", message, next=step)
+    yield Finding(WEIGHTS_ONLY, "warning", message, next=step)
 
 
 def _begins(name: str, start: str) -> bool:

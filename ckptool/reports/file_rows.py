@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Final, Literal, cast
 
+from ..base.addresses import is_remote
 from ..base.records import NamedTuple, TypedDict
-from ..base.steps import is_remote
 from ..files.archives import file_of
 
 SCHEMA: Final = "ckptool.file/1"

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ..base.findings import ADAPTER, DANGEROUS_CALL, EMPTY_WEIGHTS, FLAT_MESSAGE, FLAT_PARAMETERS, Finding
+from ..base.globs import escaped
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
-from ..base.patterns import escaped
 from ..base.prefixes import Naming, adapter_keys
 from ..base.steps import AnyStep, advised, as_step, option
 from ..base.text import human_bytes, join_limited, pluralize, shown
@@ -49,12 +49,12 @@ def findings(
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
     refused = any(stops_edits(problem) or problem.level == "error" for problem in problems)
-    if refused or any(fact.refused for fact in known.others):
+    if refused or any(fact.refused_by_torch for fact in known.others):
         # An edit would be refused, or would keep the damage, so its command would not help.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
     runs = any(fact.code == DANGEROUS_CALL for fact in known.others)
-    swapped = Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
+    swapped = Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
     every = [
         *known.problems,
         *([swapped] if checkpoint.container.byteorder == "big" else ()),
@@ -97,7 +97,7 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
     """Yield a note on a checkpoint in an archive that needs no other edit than to become a file."""
     if is_address(checkpoint.path) and not any(item.next or item.level == "error" for item in every):
         step = edit_step("edit", checkpoint.path, repack=True)
-        yield Finding.of("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
+        yield Finding("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
 
 
 def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
     loads = checkpoint.container.only_loader
     if loads and (step := weights_step(checkpoint)):
         message = f"{loads}; the weights as one file for the rest"
-        yield Finding.of("in-pieces", "note", message, next=step)
+        yield Finding("in-pieces", "note", message, next=step)
 
 
 def _quantized(found: Quantization | None) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _quantized(found: Quantization | None) -> Iterator[Finding]:
             f"{pluralize(len(problems), 'quantized weight')} cannot be understood: {join_limited(problems, most=2)}"
         )
         sound = all(problem.endswith(UNKNOWN_LAYOUT) for problem in problems)
-        yield Finding.of("quantized", "note" if sound else "warning", message)
+        yield Finding("quantized", "note" if sound else "warning", message)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -126,11 +126,11 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
             message = f"{tensors} of a kind that ckptool does not know ({cls}): edits keep them"
             where = f"where {package} is installed" if "." in cls else "with the library that wrote it"
             step = f"for plain tensors, load it {where} and save them again"
-            yield Finding.of("unknown-kind", "note", message, next=step)
+            yield Finding("unknown-kind", "note", message, next=step)
         elif package in QUANTIZERS:
             message = f"{tensors} quantized by {QUANTIZERS[package]} ({cls}): edits keep them"
             step = f"torch.load needs {package} imported, with weights_only=False"
-            yield Finding.of("quantized", "note", message, next=step)
+            yield Finding("quantized", "note", message, next=step)
 
 
 def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = list(map(os.path.basename, refused_companions(checkpoint)))
     if names:
         message = f"torch.load(weights_only=True) refuses {join_limited(names)} beside the weights"
-        yield Finding.of("weights-only", "warning", message, next=companions_step(checkpoint))
+        yield Finding("weights-only", "warning", message, next=companions_step(checkpoint))
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -170,7 +170,7 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
     from ..edits.lora import step_with_base  # only for adapters
 
     if message := description(checkpoint):
-        yield Finding.of(ADAPTER, "note", message, next=step_with_base(checkpoint))
+        yield Finding(ADAPTER, "note", message, next=step_with_base(checkpoint))
 
 
 def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -180,7 +180,7 @@ def _process_group(checkpoint: Checkpoint) -> Iterator[Finding]:
         from ..edits.sharded import local_parts_step  # only for sharded tensors
 
         step = "torch.distributed.init_process_group(...), or " + local_parts_step(checkpoint)
-        yield Finding.of("process-group", "warning", message, next=step)
+        yield Finding("process-group", "warning", message, next=step)
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:
@@ -195,7 +195,7 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             message = (
                 f"{pluralize(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be removed"
             )
-            yield Finding.of("prefix-collision", "warning", message, next="remove one of each pair with drop")
+            yield Finding("prefix-collision", "warning", message, next="remove one of each pair with drop")
         elif prefix.keys:
             share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
             message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
@@ -203,12 +203,12 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             step = edit_step("strip-module", path, word="plain", wrappers=bool(nested) or prefix.name.count(".") > 1)
             if "n_averaged" in bare:  # AveragedModel: its counter is in the way as well
                 step = edit_step("edit", path, word="ema", use_ema=True)
-            yield Finding.of("prefix", "warning", message, next=step)
+            yield Finding("prefix", "warning", message, next=step)
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
             step = edit_step("strip-module", path, word="plain", wrappers=True)
-            yield Finding.of("wrappers", "warning", message, next=step)
+            yield Finding("wrappers", "warning", message, next=step)
 
 
 def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
@@ -217,7 +217,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     if isinstance(map_location, Mapping):
         unused = [device for device in map_location if device not in tags]
         if unused:
-            yield Finding.of("map-location", "warning", f"no storage is tagged {join_limited(unused)}")
+            yield Finding("map-location", "warning", f"no storage is tagged {join_limited(unused)}")
     away = [
         tag
         for tag in tags
@@ -231,22 +231,22 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         maps = program is None or program.maps
         needs = f"{loader} needs map_location" if maps else f"{loader} fails, as it has no map_location"
         device = "that device" if len(away) == 1 else "these devices"
-        yield Finding.of(
+        yield Finding(
             "device", "warning", f"tagged {join_limited(away)}: on a machine without {device}, {needs}", next=remap
         )
     without = next((share.tensors for share in account.devices if share.name == "meta"), 0)
     if without:
         verb = "has no values" if without == 1 else "have no values"
         message = f"{pluralize(without, 'tensor')} on the device meta {verb}"
-        yield Finding.of("meta", "warning", message, next="save the model again after its weights are loaded")
+        yield Finding("meta", "warning", message, next="save the model again after its weights are loaded")
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
         message = f"plain strings name a device: {join_limited(strings)}; remap leaves them"
         step = "with `--strings` it changes them"
-        yield Finding.of("device-strings", "note", message, next=step)
+        yield Finding("device-strings", "note", message, next=step)
     if objects:
         message = f"torch.device objects: {join_limited(objects)}; map_location does not reach them, remap does"
-        yield Finding.of("device-objects", "note", message, next="" if away else remap)
+        yield Finding("device-objects", "note", message, next="" if away else remap)
 
 
 def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Finding]:
@@ -261,7 +261,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
     return [
         *rest,
-        Finding.of("together", "note", f"to {'make these edits' if converts else 'fix everything'} at once", next=step),
+        Finding("together", "note", f"to {'make these edits' if converts else 'fix everything'} at once", next=step),
     ]
 
 
@@ -275,18 +275,18 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     for state_dict in survey.state_dicts:
         if not problems and any(str(nodes[key]).endswith("_flat_param") for key, _ in state_dict.items):
             ranks = "of a file of one rank, name the folder with all ranks"
-            yield Finding.of(FLAT_PARAMETERS, "warning", FLAT_MESSAGE, next=ranks)
+            yield Finding(FLAT_PARAMETERS, "warning", FLAT_MESSAGE, next=ranks)
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
             step = f"{option('key', state_dict.path)} names it"
-            yield Finding.of("low-confidence", "note", message, next=step)
+            yield Finding("low-confidence", "note", message, next=step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
-        yield Finding.of("module", "warning", message)  # the finding weights-only suggests the command
+        yield Finding("module", "warning", message)  # the finding weights-only suggests the command
     yield from _inner_state_dicts(checkpoint)
     if not survey.tensors and program_of(checkpoint) is None:
-        yield Finding.of("no-tensors", "note", "it holds no tensors")
+        yield Finding("no-tensors", "note", "it holds no tensors")
 
 
 def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -306,7 +306,7 @@ def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
             own = {view_id(entry.tensor) for entry in survey.tensors if entry.state_dict == number}
             is_copy = all(view_id(entry.tensor) in own for entry in survey.tensors if entry.holder == value)
             step = edit_step("drop", checkpoint.path, escaped(path), word="plain") if is_copy else ""
-            yield Finding.of("inner-state-dict", "note", message, next=step)
+            yield Finding("inner-state-dict", "note", message, next=step)
 
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
@@ -322,7 +322,7 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
         message = f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {', '.join(uses)}{more}"
         editable = not any(stops_edits(problem) for problem in checkpoint.container.problems)
         step = edit_step("slim", checkpoint.path, word="slim") if editable else ""
-        yield Finding.of("unused-bytes", "note", message, next=step)
+        yield Finding("unused-bytes", "note", message, next=step)
     if account.shared_storages:
         count = pluralize(account.shared_storages, "storage")
-        yield Finding.of("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
+        yield Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)")

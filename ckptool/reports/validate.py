@@ -215,7 +215,7 @@ def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
 
 def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a missing file that a folder's lock names."""
-    note = Finding.of("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
+    note = Finding("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
     return _report(path, checks, None, policy, DEFAULT, INVALID)
 
@@ -249,7 +249,7 @@ def _name_file(error: CkptoolError, path: str) -> None:
 
 
 def _unreadable(error: CkptoolError) -> Check:
-    return Check("readable", "container", FAIL, error.what, (Finding.of("unreadable", "error", error.what),))
+    return Check("readable", "container", FAIL, error.what, (Finding("unreadable", "error", error.what),))
 
 
 def _checked(
@@ -302,7 +302,7 @@ def _safe(verdict: VerdictReport, others: Sequence[FileScan] = ()) -> Check:
     bad = [] if verdict["verdict"] == WEIGHTS_ONLY else [safety_words(verdict)]
     unsafe = (scan for scan in others if scan["verdict"] not in (None, WEIGHTS_ONLY) or scan["error"] is not None)
     bad += [f"{scan['path']}: {scan['error'] or scan['verdict']}" for scan in unsafe]
-    notes = tuple(Finding.of("verdict", "error", text) for text in bad)
+    notes = tuple(Finding("verdict", "error", text) for text in bad)
     message = join_limited(bad, most=3) if bad else "nothing in it can run"
     return Check("verdict", "expectations", FAIL if bad else PASS, message, notes)
 
@@ -370,9 +370,7 @@ def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress
         path: " and ".join(f"{number:,} {word}" for word, number in found.items()) for path, found in counts.items()
     }
     notes = [
-        Finding.of("nonfinite", "error", f"{path or 'the tensor'}: {text}", path)
-        for path, text in texts.items()
-        if text
+        Finding("nonfinite", "error", f"{path or 'the tensor'}: {text}", path) for path, text in texts.items() if text
     ]
     if not notes:
         of = f", of {' and of '.join(only.words for only in choices)}" if all(choices) else ""
@@ -416,7 +414,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
             group,
             FAIL,
             message,
-            (Finding.of("load", "error", message, next=edit_step("convert", path, extension=".pth")),),
+            (Finding("load", "error", message, next=edit_step("convert", path, extension=".pth")),),
         )
     try:
         need_torch("really loading it", path)
@@ -424,7 +422,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
         return Check(name, group, NOT_POSSIBLE, error.what)
     report = load_report(path, parse_map_location(map_location or None))
     if report["error"] is not None:
-        return Check(name, group, FAIL, report["error"], (Finding.of("load", "error", report["error"]),))
+        return Check(name, group, FAIL, report["error"], (Finding("load", "error", report["error"]),))
     where = join_limited([f"{pluralize(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
     message = f"torch.load loads {'it' if loads == 'file' else 'each file'}: {where or 'no tensors'}"
     return Check(name, group, PASS, message)

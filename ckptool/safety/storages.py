@@ -55,12 +55,12 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
             if storage.nbytes or not in_sequence:
-                yield Finding.of(
+                yield Finding(
                     "missing-storage", "error", f"the bytes of storage {key!r} are not in the file", key, refused=True
                 )
         elif size != storage.nbytes:
             message = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"
-            yield Finding.of("storage-size", "error", message, key, refused=True)
+            yield Finding("storage-size", "error", message, key, refused=True)
 
 
 def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
         for ref, refusal in CallChecker(other, TensorReader(other)).refused(names).items():
             if ref not in known_refs:
                 message = f"in a pickle beside the checkpoint's: {refusal.message}"
-                yield Finding.of("arguments", "error", message, refused=refusal.certain)
+                yield Finding("arguments", "error", message, refused=refusal.certain)
     refused = CallChecker(checkpoint.graph, survey.reader).refused(names)
     if checkpoint.traits.storages_in_sequence and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
@@ -88,7 +88,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
         if ref not in known:
             path = paths.get(ref, "")
             message = f"{path}: {refusal.message}" if path else refusal.message
-            yield Finding.of("arguments", "error", message, path, refused=refusal.certain, ref=ref)
+            yield Finding("arguments", "error", message, path, refused=refusal.certain, ref=ref)
 
 
 def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
                 )
             if rebuilds[call.func]:
                 message = "an impossible tensor: its shape, strides, offset or storage make no sense"
-                yield Finding.of("geometry", "error", message, paths().get(ref, ""), refused=True, ref=ref)
+                yield Finding("geometry", "error", message, paths().get(ref, ""), refused=True, ref=ref)
             continue
         for part in reader.parts(tensor) if tensor.parts else (tensor,):
             if not part.storage:
@@ -120,10 +120,10 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
                 reasons[layout] = _misfit(part, nbytes)
             if reasons[layout]:
                 path = paths().get(ref, "a tensor that no key leads to")
-                yield Finding.of("geometry", "error", f"{path}: {reasons[layout]}", path, refused=True, ref=ref)
+                yield Finding("geometry", "error", f"{path}: {reasons[layout]}", path, refused=True, ref=ref)
     for ref, node in checkpoint.graph.of_type(Persistent):
         for message in _id_problems(checkpoint, ref, node, dtypes):
-            yield Finding.of("geometry", "error", message, refused=True, ref=ref)
+            yield Finding("geometry", "error", message, refused=True, ref=ref)
 
 
 def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dict[Ref, bool]) -> Iterator[str]:

@@ -80,7 +80,7 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
         # Its pickles are for another unpickler, so their names say nothing about torch.load.
         return LoadPrediction(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
     if not checkpoint.pickled:
-        refused = (problem.message for problem in checkpoint.container.problems if problem.refused)
+        refused = (problem.message for problem in checkpoint.container.problems if problem.refused_by_torch)
         rule = next(refused, "") or checkpoint.container.load_rule(checkpoint.source, torch)
         return LoadPrediction(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
@@ -229,7 +229,7 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: st
     in_sequence = checkpoint.traits.storages_in_sequence
     for problem in checkpoint.container.problems:
         # A new layout keeps nothing from the container.
-        if problem.refused and not checkpoint.needs_relayout:
+        if problem.refused_by_torch and not checkpoint.needs_relayout:
             broken[problem.message] += 1
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
         # torch.load decides by this suffix alone (torch/serialization.py, ``load``).

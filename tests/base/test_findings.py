@@ -58,13 +58,13 @@ def _used() -> set[str]:
 
 
 def test_effects_come_from_the_table() -> None:
-    cut = Finding.of("cut", "error", "the file ends early", refused=True)
+    cut = Finding("cut", "error", "the file ends early", refused=True)
     assert (cut.loses_values, cut.blocks_edits, cut.ambiguous, cut.refused) == (True, True, False, True)
     assert cut.check == "checksums"
-    note = Finding.of("torch-tar", "note", "an old format")
+    note = Finding("torch-tar", "note", "an old format")
     assert note.effect is Effect.NONE
     with pytest.raises(KeyError):
-        Finding.of("no-such-code", "note", "")
+        Finding("no-such-code", "note", "")
 
 
 def test_damage_always_blocks_edits() -> None:

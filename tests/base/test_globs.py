@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.base.errors import TargetError
-from ckptool.base.globs import Glob, Globs, split_globs
+from ckptool.base.globs import Glob, Globs, Renaming, escaped, split_globs
 from ckptool.base.nearest import nearest, nearest_pattern
-from ckptool.base.patterns import Renaming, escaped
 
 # -- globs -------------------------------------------------------------------------------------------------------------
 

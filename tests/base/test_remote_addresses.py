@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.base.addresses import Address, conceal, join, parse, reveal, shown, split_member
-from ckptool.base.steps import is_remote
+from ckptool.base.addresses import Address, conceal, is_remote, join, parse, reveal, shown, split_member
 
 #: (address, its parts, the text to show)
 CASES = [

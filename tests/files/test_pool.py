@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.base.errors import ChangedError
 from ckptool.base.limits import LIMITS
-from ckptool.files import pool
+from ckptool.files import folders as pool
 
 resource = pytest.importorskip("resource")
 
@@ -164,7 +164,7 @@ def test_a_folder_opened_by_a_relative_path_survives_chdir(tmp_path: Path, monke
 
 def test_inputs_are_checked_once_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each output looked at every input: a million looks for a thousand ranks."""
-    from ckptool.files.pool import PooledFile
+    from ckptool.files.folders import PooledFile
 
     folder = write_shards(tmp_path, "safetensors", 40)
     looked: list[str] = []
@@ -185,13 +185,13 @@ def test_garbage_is_collected_while_a_file_is_opened(tmp_path: Path, monkeypatch
         for after in range(1, 160, 9):
             gc.disable()
             for _ in range(60):
-                cycle: list[object] = [pool.open_pooled(str(path))]
+                cycle: list[object] = [pool.PooledFile(str(path), *pool.open_file(str(path)))]
                 cycle.append(cycle)
             # Tuples of Python's free list are no allocations.
             kept.append([(number, number) for number in range(3000)])
             gc.set_threshold(gc.get_count()[0] + after, *thresholds[1:])
             gc.enable()
-            with closing(pool.open_pooled(str(path))) as opened:
+            with closing(pool.PooledFile(str(path), *pool.open_file(str(path)))) as opened:
                 gc.disable()
                 assert opened.read(0, 3) == b"abc"
             gc.collect()

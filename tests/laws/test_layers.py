@@ -294,11 +294,11 @@ OWN_PACKAGES = {
     "ckptool/cli/render.py": {"click", "tabulate"},
     "ckptool/base/toml.py": {"tomli"},  # tomllib under Python 3.10
     "ckptool/files/cluster.py": {"dask", "distributed"},  # the extra ckptool[dask]
-    "ckptool/files/zstd.py": {"zstandard", "compression"},  # the extra ckptool[zstd], and Python 3.14
+    "ckptool/files/compressed.py": {"zstandard", "compression"},  # the extra ckptool[zstd], and Python 3.14
     "ckptool/remote/obstores.py": {"obstore"},  # the extra ckptool[remote]
-    "ckptool/remote/aws.py": {"botocore"},  # the extra ckptool[s3]
+    "ckptool/remote/s3.py": {"botocore"},  # the extra ckptool[s3]
     "ckptool/remote/others.py": {"fsspec"},  # torch requires it
-    "ckptool/remote/hub.py": {"huggingface_hub"},  # the extra ckptool[hf]
+    "ckptool/remote/web.py": {"huggingface_hub"},  # the extra ckptool[hf]
 }
 
 
@@ -319,14 +319,13 @@ def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
         ("ckptool/files/write/output.py", "ctypes"),  # system calls that Python does not have
         ("ckptool/files/write/space.py", "ctypes"),
         ("ckptool/formats/dcp/listing.py", "pickle"),  # its unpickler, with a stand-in for every name
-        ("ckptool/files/zstd.py", "tempfile"),  # what is too large for memory, in a file without a name
+        ("ckptool/files/compressed.py", "tempfile"),  # what is too large for memory, in a file without a name
         ("ckptool/files/engine.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/files/write/workers.py", "pickle"),  # plans on their way to them
         ("ckptool/files/cluster.py", "multiprocessing"),  # the same for --engine dask
         ("ckptool/files/cluster.py", "tempfile"),  # what its workers write
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
-        ("ckptool/remote/aws.py", "urllib"),  # splits addresses
-        ("ckptool/remote/hub.py", "urllib"),  # the same for a revision
+        ("ckptool/remote/web.py", "urllib"),  # quotes a revision
         ("ckptool/remote/s3.py", "urllib"),  # the same for a key
         ("ckptool/remote/wire.py", "urllib"),  # splits addresses
         ("ckptool/remote/wire.py", "socket"),  # sends requests

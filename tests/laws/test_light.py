@@ -78,7 +78,7 @@ def test_tabulate_is_imported_for_markdown_only() -> None:
 
 #: What ``keys`` of a local file imports, in addition to click. Every module takes a quarter of a millisecond.
 KEYS_IMPORTS = {
-    "base": "dtypes engines errors findings globs lazy limits map_location records steps suffixes text",
+    "base": "addresses dtypes engines errors findings globs lazy limits map_location records steps suffixes text",
     "checkpoint": "backends checkpoint container objects paths selection survey tensors unsupported",
     "cli": "help inputs main options render runner show terminal",
     "files": "archives sources tars threads zips zips.reader zips.versions",

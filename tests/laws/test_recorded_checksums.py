@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.cli.main import COMMANDS, cli
-from ckptool.files.zstd import ZstdSource
+from ckptool.files.compressed import ZstdSource
 from ckptool.formats import FOLDERS, folder_format
 
 #: Folder formats whose files have no checksums.

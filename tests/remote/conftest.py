@@ -64,5 +64,5 @@ def server(served: Server, alone: None, monkeypatch: pytest.MonkeyPatch) -> Serv
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", served.url)
     served.clear()
-    source._FAILED.clear()
+    source._OPENED.clear()
     return served

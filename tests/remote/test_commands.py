@@ -169,15 +169,6 @@ def test_files_around_a_file_on_a_web_server(server: Server) -> None:
     assert say("inspect", f"{server.url}/plain/shards/model-00001-of-00002.safetensors").code == 0
 
 
-def test_a_typing_error_in_a_name(server: Server) -> None:
-    server.put("typing", "run/step1000.pth", (FIXTURES / "bare.pth").read_bytes())
-    for name in ("keys", "validate", "hash"):
-        said = say(name, "s3://typing/run/step100.pth")
-        assert said.code == 3
-        assert "no such file; is it 's3://typing/run/step1000.pth'?" in said.err
-    assert "-> ckptool inspect s3://typing/run/step1000.pth" in say("keys", "s3://typing/run/step100.pth").err
-
-
 @pytest.mark.parametrize("name", ["a*b.pth", "a[1].pth", "a!b.pth", "a?v=2.pth", "a b+%20.pth", "ä{x}.pth"])
 def test_names_with_odd_characters(name: str, server: Server, tmp_path: Path) -> None:
     data = (FIXTURES / "hostile_system.pth").read_bytes()

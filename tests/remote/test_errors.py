@@ -8,6 +8,7 @@ import sys
 import traceback
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ pytest.importorskip("obstore")
 import ckptool
 from ckptool.base.errors import ChangedError, CkptoolError, OutputError, UnreadableError
 from ckptool.base.steps import rename_step, undo_step
-from ckptool.remote import aws, obstores, wire
+from ckptool.remote import obstores, s3, wire
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
 from ckptool.remote.store import Failed, Settings, error_of
@@ -105,8 +106,8 @@ def test_names_that_are_not_there(server: Server) -> None:
     assert failure("s3://bucket/b", settings).what == "no such file"
     assert failure("s3://none/a", settings).what == "there is no bucket none"
     assert failure(f"{server.url}/plain/none").what == "no such file"
-    assert failure("s3://bucket", settings).what == "it is a directory, not a file"
-    assert failure("s3://bucket/a/", settings).what == "no such folder, or there is nothing in it"
+    for folder in ("s3://bucket", "s3://bucket/a/"):
+        assert failure(folder, settings).what == "it is the address of a folder, not of a file"
     for odd in ("a//b", "a\tb", "a\nb", "a\n"):
         assert (
             failure(f"s3://bucket/{odd}", settings).what
@@ -291,10 +292,10 @@ def test_the_endpoint_is_that_of_boto3(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for option in ("", server.url):
-        found = aws.account(option, False, profile, aws.variables())
+        found: Any = s3.open_store("s3://bucket/a", Settings(option, profile=profile))[0]
         client = Session(profile=profile or None).create_client("s3", "us-east-1", endpoint_url=option or None)
-        assert found.endpoint == (option or endpoint)
-        assert client.meta.endpoint_url == (found.endpoint or "https://s3.amazonaws.com")
+        assert found.account.endpoint == (option or endpoint)
+        assert client.meta.endpoint_url == (found.account.endpoint or "https://s3.amazonaws.com")
 
 
 def test_an_endpoint_of_a_file_without_boto3(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_an_endpoint_of_a_file_without_boto3(server: Server, monkeypatch: pytest
     config.write_text(f"[default]\nendpoint_url = {server.url}\n", encoding="utf-8")
     assert open_remote("s3://bucket/a").size == 1000
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    aws.account.cache_clear()
+    s3._account.cache_clear()
     assert failure("s3://bucket/a").next.startswith("pip install 'ckptool[s3]'")
     assert open_remote("s3://bucket/a", Settings(server.url)).size == 1000
     config.write_text("[default]\nregion = us-east-1\n", encoding="utf-8")
@@ -322,10 +323,10 @@ def test_a_signature_is_that_of_botocore(url: str, text: str) -> None:
     from botocore.credentials import Credentials
 
     body = b"content"
-    keys = aws.Keys(KEY, SECRET, "token")
+    keys = s3.Keys(KEY, SECRET, "token")
     more = {"x-amz-copy-source": "/bucket/a b", "range": "bytes=0-1"}
     place = f"{url}?partNumber=1&prefix=%C3%BC%2F%7E&uploads="
-    found = aws.signed("PUT", place, more, body, keys, "eu-west-1")
+    found = s3.Account("", "eu-west-1", keys).signed("PUT", place, more, body)
     request = AWSRequest("PUT", place, {"x-amz-copy-source": "/bucket/a b"}, body)
     request.context["client_config"] = Config(s3={"payload_signing_enabled": url.startswith("http:")})
     signer = S3SigV4Auth(Credentials(*keys), "s3", "eu-west-1")

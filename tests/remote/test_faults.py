@@ -25,7 +25,7 @@ from remote.server import KEY, KILLS, LOST, REPLACED, SECRET, TOKEN, Server
 pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
 
-from ckptool.remote import folder, hub, obstores, s3, source, wire
+from ckptool.remote import folder, obstores, s3, source, web, wire
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -135,13 +135,12 @@ class Bench:
     def run(self, case: Case) -> Outcome:
         """Run a command as a new process would, with the objects and the faults of the server as they are."""
         source._OPENED.clear()
-        source._FAILED.clear()
         folder._OPENED.clear()
-        hub._repository.cache_clear()
+        web._repository.cache_clear()
         self.out.unlink(missing_ok=True)
         url = self.server.url
-        web = url.replace("//", "//user:PASSWORD@")
-        said = say(*(word.format(url=url, web=web, out=self.out) for word in case.words))
+        signed = url.replace("//", "//user:PASSWORD@")
+        said = say(*(word.format(url=url, web=signed, out=self.out) for word in case.words))
         return Outcome(
             said, self.published() if case.published else self.out.read_bytes() if self.out.exists() else None
         )
@@ -208,7 +207,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
-        for module in (obstores, hub, wire):
+        for module in (obstores, web, wire):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
         do_not_wait(patch)
         server.redirect = server.url
@@ -218,7 +217,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not wait long for servers that stall."""
-    for module in (obstores, hub, wire):
+    for module in (obstores, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
     monkeypatch.setattr(s3, "_SLOW", PATIENCE)
     obstores._bucket.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from remote.server import MIB, TOKEN, Server
 
 from ckptool.base.errors import CkptoolError
-from ckptool.remote import hub
+from ckptool.remote import web
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import ENDS, open_remote
 from ckptool.remote.store import Settings
@@ -39,7 +39,7 @@ class Hub:
 
 @pytest.fixture
 def site(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    hub._repository.cache_clear()
+    web._repository.cache_clear()
     with Server() as one, Server() as other:
         monkeypatch.setenv("HF_ENDPOINT", f"{one.url}/hub")
         one.redirect = other.url.replace("127.0.0.1", "localhost")
@@ -120,7 +120,7 @@ def test_the_token_goes_to_the_hub_alone(site: Hub, monkeypatch: pytest.MonkeyPa
         ("hf://org/none/model.pth", "there is no such repository, or it is private"),
         ("hf://org/model@none/model.pth", "the repository has no such revision"),
         ("hf://org/model/none.pth", "no such file"),
-        ("hf://org/model", "it is a directory, not a file"),
+        ("hf://org/model", "it is the address of a folder, not of a file"),
         ("hf://model.pth", "it is not an address of the hub"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Names that are easily taken for others: addresses that lost a slash, keys that end with one."""
+"""Addresses that lost a slash."""
 
 from __future__ import annotations
 
@@ -46,12 +46,3 @@ def test_an_address_that_lost_a_slash(server: Server, tmp_path: Path, monkeypatc
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     (tmp_path / "s3:" / "bucket" / "bare.pth").write_bytes((FIXTURES / "bare.pth").read_bytes())
     assert say("keys", "s3:/bucket/bare.pth").code == 0
-
-
-@pytest.mark.parametrize(("size", "what"), [(0, "no such file"), (9, "it is a file and a folder at once")])
-def test_a_name_that_was_not_found_is_not_suggested(size: int, what: str, server: Server) -> None:
-    """Listings have the name of ``run/evil.pth/`` without its slash."""
-    server.put("again", "run/evil.pth/", bytes(size))
-    server.put("again", "run/ok.pth", (FIXTURES / "bare.pth").read_bytes())
-    said = say("keys", "s3://again/run/evil.pth")
-    assert said.code == 3 and what in said.err and "is it" not in said.err

@@ -22,7 +22,7 @@ from remote.servers import make_certificates
 pytest.importorskip("obstore")
 
 from ckptool.formats.search import pickle_search
-from ckptool.remote import folder, hub, obstores, s3, source, wire
+from ckptool.remote import folder, obstores, s3, source, web, wire
 
 DATA = (FIXTURES / "bare.pth").read_bytes()
 MIB = 1 << 20
@@ -99,12 +99,11 @@ def impatient(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRETTOKEN")
-    for module in (obstores, hub, wire):
+    for module in (obstores, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()
-    source._FAILED.clear()
     folder._OPENED.clear()
-    hub._repository.cache_clear()
+    web._repository.cache_clear()
 
 
 def soon(*words: str) -> Said:

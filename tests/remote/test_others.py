@@ -64,7 +64,7 @@ def test_a_file_replaced_between_two_calls(moment: str, files: Any, monkeypatch:
     [
         ("memory://bucket/run/none.pth", "no such file"),
         ("memory://bucket/run/sub", "no such file"),
-        ("memory://bucket/run/", "it is a directory, not a file"),
+        ("memory://bucket/run/", "it is the address of a folder, not of a file"),
         ("nix://bucket/a.pth", "addresses with nix:// are not supported"),
         ("simplecache://bucket/a.pth", "addresses with simplecache:// are not supported"),
         ("local://etc/passwd", "addresses with local:// are not supported"),

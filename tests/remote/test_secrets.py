@@ -21,7 +21,7 @@ pytest.importorskip("huggingface_hub")
 
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.remote import folder as folders
-from ckptool.remote import hub, obstores, source, wire
+from ckptool.remote import obstores, source, web, wire
 
 #: What nothing may show. SECRET is in passwords, query strings, and in what the server says of its errors.
 SECRETS = ("SECRET", SECRET, KEY, TOKEN, "X-Amz-Signature")
@@ -57,7 +57,7 @@ def server(folder: Path) -> Iterator[Server]:
 def environment(server: Server, alone: None, monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
     for name, value in variables(server, empty_home).items():
         monkeypatch.setenv(name, value)
-    for module in (obstores, hub, wire):
+    for module in (obstores, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=0))
     server.redirect = server.url
     forget(server)
@@ -81,9 +81,8 @@ def variables(server: Server, home: Path) -> dict[str, str]:
 def forget(server: Server, fault: str = "") -> None:
     """Let the next command begin as a new process does, and meet a fault at every request."""
     source._OPENED.clear()
-    source._FAILED.clear()
     folders._OPENED.clear()
-    hub._repository.cache_clear()
+    web._repository.cache_clear()
     server.clear()
     if fault:
         server.faults = dict.fromkeys(range(1, 200), fault)
@@ -176,8 +175,8 @@ def test_files_that_are_written(words: list[str], kind: str, fault: str, server:
 
 
 #: Bugs where the secrets are: while a store is asked, while its error is understood, and while bytes are read.
-BUGS = ["web.Web._answer", "wire._answer", "aws.signed", "source.RemoteSource.read"]
-BUGS += ["store.error_of", "source.error_of", "hub._Repository.facts", "source.open_store"]
+BUGS = ["web.Web._answer", "wire._answer", "s3.Account.signed", "source.RemoteSource.read"]
+BUGS += ["store.error_of", "source.error_of", "web._Repository.facts", "source.open_store"]
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)
@@ -198,7 +197,7 @@ main()
     words = [sys.executable, "-c", program, "keys", f"{start}bare.pth{end}"]
     environment = {**os.environ, **variables(server, tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
-    unused = {"aws": ("http", "hub"), "hub": ("s3", "http")}.get(module, ())
+    unused = {"s3.Account.signed": ("http", "hub"), "web._Repository.facts": ("s3", "http")}.get(place, ())
     assert done.returncode or kind in unused, done.stdout
     assert "a planted bug" in done.stderr or place != "source.RemoteSource.read", done.stderr
     check(done.stdout + done.stderr.replace(program, ""))

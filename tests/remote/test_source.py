@@ -145,11 +145,11 @@ def test_memory_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(300):
         offset, size = chance.randrange(3 * MIB), chance.randrange(1, 300_000)
         assert found.read(offset, size) == DATA[offset : offset + size]
-        assert sum(map(len, found._blocks._data.values())) == found._allowance._kept <= MIB
+        assert sum(map(len, found._blocks._data.values())) == found._allowance._nbytes <= MIB
     found.prefetch([(0, 3 * MIB)])
-    assert found._allowance._kept <= MIB
+    assert found._allowance._nbytes <= MIB
     found.close()
-    assert found._allowance._kept == 0
+    assert found._allowance._nbytes == 0
     with pytest.raises(UnreadableError, match="closed"):
         found.read(0, 1)
 

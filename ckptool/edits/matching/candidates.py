@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from ...base.errors import RefusedError, TargetError
-from ...base.globs import Globs
-from ...base.patterns import escaped
+from ...base.globs import Globs, escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
 from ...base.steps import NextStep, Step, command

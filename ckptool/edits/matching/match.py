@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ...base.addresses import is_remote
 from ...base.errors import CkptoolError
-from ...base.patterns import escaped
+from ...base.globs import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, Step, advised, command, in_shell, is_remote
+from ...base.steps import STDIN, Step, advised, command, in_shell
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from ...base.addresses import is_remote
 from ...base.errors import CkptoolError
-from ...base.steps import is_remote
 from ...base.suffixes import CHECKPOINTS, PICKLES
 from ...checkpoint.checkpoint import Change, Checkpoint
 from ...files.sources import FolderSource, Piece, Plan, Span

@@ -183,7 +183,9 @@ def _make_plain(
     relayout = (
         bool(storages)
         # Plain torch.load accepts deflated storages, but not with mmap=True.
-        or any(item.refused or (item.code == DEFLATED and item.level == "error") for item in container.problems)
+        or any(
+            item.refused_by_torch or (item.code == DEFLATED and item.level == "error") for item in container.problems
+        )
         # Dropped bytes must not stay in the file unused.
         or bool(before.keys() - after.keys())
         # The layout contract of .format_version requires storages in the order in which a reader meets them.

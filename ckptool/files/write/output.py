@@ -107,12 +107,6 @@ class BackgroundSync(Background):
         os.fsync(self._fd)
 
 
-def without_folder(path: str) -> OutputError:
-    """Return the error for an output in a folder that does not exist, with the command that creates the folder."""
-    step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or os.path.dirname(os.path.realpath(path)))}")
-    return OutputError("its folder does not exist", path=path, next=step)
-
-
 def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """Return the real path to write to, with symbolic links followed.
 
@@ -127,7 +121,8 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise OutputError("its folder is a file", path=path)
     if not os.path.exists(folder):
-        raise without_folder(path)
+        step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}")
+        raise OutputError("its folder does not exist", path=path, next=step)
     try:
         status = os.stat(target)
     except FileNotFoundError:
@@ -190,15 +185,6 @@ def write_file(
             _rename_new(temporary, target)
         sync_folder(folder)
     return Written(path, size)
-
-
-def append_text(path: str, text: str) -> None:
-    """Append to a text file to which other programs also append, such as the summary of a CI job."""
-    try:
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise OutputError(f"writing failed: {error.strerror}", path=path) from error
 
 
 @contextmanager
@@ -300,15 +286,12 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
     return ""
 
 
-def lock(fd: int, *, wait: bool = False) -> bool:
-    """Lock a file or folder as long as it is open; return False if locks do not work, or another run has locked it.
-
-    With ``wait``, wait for the other run.
-    """
+def lock(fd: int) -> bool:
+    """Lock a file or folder as long as it is open; return False if locks do not work, or another run has locked it."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -78,7 +78,7 @@ class Audit:
 
     def note(self, code: str, message: str, level: str = "error", where: str = "", offset: int = -1) -> None:
         """Add an oddity."""
-        self.oddities.append(Finding.of(code, level, message, where, offset))
+        self.oddities.append(Finding(code, level, message, where, offset))
 
     def note_missing_header(self, record: Record) -> None:
         """Add the oddity of a record without a local header."""
@@ -154,9 +154,9 @@ def _name_oddities(archive: Archive) -> Iterator[Finding]:
         ]
         for code, what, flawed in flaws:
             if flawed:
-                yield Finding.of(code, "error", f"the name {quoted(name)} {what}", name, record.entry)
+                yield Finding(code, "error", f"the name {quoted(name)} {what}", name, record.entry)
         if name.endswith("/"):
-            yield Finding.of("directory-entry", "warning", f"{quoted(name)} is an entry for a folder", name)
+            yield Finding("directory-entry", "warning", f"{quoted(name)} is an entry for a folder", name)
 
 
 def _check_extents(archive: Archive, result: Audit) -> None:

@@ -379,7 +379,7 @@ def end_record_oddities(archive: Archive) -> Iterator[Finding]:
     _, _, _, here, total, size, offset, _ = _END.unpack(source.read(end.plain, _END.size))
     if here != total:
         what = f"the end record counts {here:,} entries here and {total:,} in all"
-        yield Finding.of("end-count", "error", what, offset=end.plain)
+        yield Finding("end-count", "error", what, offset=end.plain)
     if end.zip64 < 0:
         return
     _, wide_size, _, _, _, _, wide_here, wide_total, wide_bytes, wide_offset = _END64.unpack(
@@ -387,10 +387,10 @@ def end_record_oddities(archive: Archive) -> Iterator[Finding]:
     )
     if wide_size != 44:
         what = "the zip64 end record declares another size than its fields have"
-        yield Finding.of("end-records", "error", what, offset=end.zip64)
+        yield Finding("end-records", "error", what, offset=end.zip64)
     if wide_here != wide_total:
         what = f"the zip64 end record counts {wide_here:,} entries here and {wide_total:,} in all"
-        yield Finding.of("end-count", "error", what, offset=end.zip64)
+        yield Finding("end-count", "error", what, offset=end.zip64)
     for what, plain, wide, full in (
         ("entries", total, wide_total, 0xFFFF),
         ("bytes of directory", size, wide_bytes, FULL32),
@@ -398,9 +398,9 @@ def end_record_oddities(archive: Archive) -> Iterator[Finding]:
     ):
         if plain not in (full, wide):
             text = f"the end record says {plain:,} {what}, the zip64 end record {wide:,}"
-            yield Finding.of("end-records", "error", text, offset=end.plain)
+            yield Finding("end-records", "error", text, offset=end.plain)
     if source.read(end.plain - 4, 4) != b"\1\0\0\0":  # the locator's number of disks
-        yield Finding.of("end-records", "error", "the archive is declared to have several parts", offset=end.plain - 20)
+        yield Finding("end-records", "error", "the archive is declared to have several parts", offset=end.plain - 20)
 
 
 def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Finding]]:
@@ -446,7 +446,7 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
         if disk:
             # Torch refuses the file, except for disk 1; Python does not look.
             what = f"{quoted(name)} is declared to be on another disk"
-            odd.append(Finding.of("other-disk", "error", what, name, base + at))
+            odd.append(Finding("other-disk", "error", what, name, base + at))
         at = end
     return records, odd
 
@@ -456,14 +456,14 @@ def _entry_oddities(record: Record, attributes: int) -> Iterator[Finding]:
     if attributes & 0x10 and (plain or not name.endswith("/")):
         # For miniz, this MS-DOS bit or a trailing slash means a folder, and torch returns uninitialized memory.
         what = f"{quoted(name)} is marked as a folder: torch does not read its bytes"
-        yield Finding.of("folder-attribute", "error", what, name)
+        yield Finding("folder-attribute", "error", what, name)
     if len(name) > MAX_NAME or len(name.encode("utf-8", "surrogateescape")) > MAX_NAME:
         what = f"the name {quoted(name)} is longer than the {MAX_NAME} bytes that torch's reader supports"
-        yield Finding.of("name-long", "error", what, name, record.entry)
+        yield Finding("name-long", "error", what, name, record.entry)
     if plain != packed and (not packed or not record.method):
         # Torch reads one of the two numbers of bytes, or refuses the file; Python reads the other number.
         what = f"{quoted(name)}: stored, yet {plain:,} bytes are declared to take {packed:,}"
-        yield Finding.of("stored-size", "error", what, name, record.entry)
+        yield Finding("stored-size", "error", what, name, record.entry)
 
 
 def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Finding]:
@@ -471,16 +471,16 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
     fields = extra_fields(extra)
     if sum(kind == ZIP64_ID for kind, _ in fields) > 1:
         what = f"{quoted(name)} has two zip64 fields; torch takes the first"
-        yield Finding.of("zip64-twice", "error", what, name, offset)
+        yield Finding("zip64-twice", "error", what, name, offset)
     for kind, data in fields:
         if kind == _UNICODE_NAME and data[:5] == b"\1" + zlib.crc32(raw_name).to_bytes(4, "little"):
             other = data[5:]
             if other != raw_name:
                 what = f"{quoted(name)} is called {quoted(other.decode('utf-8', 'replace'))} by an extra field"
-                yield Finding.of("name-twice", "error", what, name, offset)
+                yield Finding("name-twice", "error", what, name, offset)
     if not fills_block(extra):
         what = f"the extra fields of the directory entry of {quoted(name)} do not parse"
-        yield Finding.of("entry-fields", "error", what, name, offset)
+        yield Finding("entry-fields", "error", what, name, offset)
 
 
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
@@ -511,7 +511,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     if not _is_plain(archive):
         _note_name_oddities(archive)
     if unused:
-        note(Finding.of("directory-rest", "error", f"{unused:,} bytes of the directory belong to no entry"))
+        note(Finding("directory-rest", "error", f"{unused:,} bytes of the directory belong to no entry"))
     end = archive.end
     gap = end.begin - end.directory - end.size
     # Only its locator (20 bytes) belongs between the zip64 end record (56 bytes) and the plain one.
@@ -519,27 +519,27 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
     if end.unfinished:
         what = "an edit in place was not finished: torch reads the version before it"
-        note(Finding.of("unfinished-edit", "warning", what, offset=end.tail))
+        note(Finding("unfinished-edit", "warning", what, offset=end.tail))
     elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
-        note(Finding.of("second-archive", "error", "several archives follow one another; torch reads the first"))
+        note(Finding("second-archive", "error", "several archives follow one another; torch reads the first"))
     elif gap or between:
         what = f"the directory and the end records are not adjacent ({gap + between:+,} bytes)"
-        note(Finding.of("directory-gap", "error", what))
+        note(Finding("directory-gap", "error", what))
     elif end.dangling_locator:
         what = "a locator points to no zip64 end record: torch uses the plain one, other readers refuse the file"
-        note(Finding.of("end-records", "error", what, offset=end.plain - _LOCATOR.size))
+        note(Finding("end-records", "error", what, offset=end.plain - _LOCATOR.size))
     limit = archive.source.size
     for name, _, _, _, compressed, _, header, _, _ in archive.records:
         if header + compressed > limit - LOCAL.size:
             what = f"{quoted(name)} reaches beyond the end of the file; torch refuses such a file"
-            note(Finding.of("beyond-end", "error", what, name, header))
+            note(Finding("beyond-end", "error", what, name, header))
     if len(archive.root.encode("utf-8", "surrogateescape")) >= MAX_NAME:
         what = f"the name of the folder {quoted(archive.root)} is longer than torch's reader supports"
-        note(Finding.of("long-root", "error", what, archive.root))
+        note(Finding("long-root", "error", what, archive.root))
     if archive.records:
         first = min(map(attrgetter("header"), archive.records))
         if first > 0 and read_note(archive.source, end.tail) is None:  # otherwise these bytes are a former version
-            note(Finding.of("leading-bytes", "error", f"{first:,} bytes precede the first record"))
+            note(Finding("leading-bytes", "error", f"{first:,} bytes precede the first record"))
 
 
 def _is_plain(archive: Archive) -> bool:
@@ -564,25 +564,25 @@ def _note_name_oddities(archive: Archive) -> None:
         name = record.name
         if name in archive.by_name:
             what = f"two records are called {quoted(name)}; torch takes either one"
-            note(Finding.of("duplicate-record", "error", what, name))
+            note(Finding("duplicate-record", "error", what, name))
         else:
             fold = fold_case(name)
             if fold in folds:
                 what = f"{quoted(name)} differs from another record in case only; torch takes either"
-                note(Finding.of("case-twin", "error", what, name))
+                note(Finding("case-twin", "error", what, name))
             folds.add(fold)
             archive.by_name[name] = record
         if "\0" in name:
             what = f"the name {quoted(name)} contains a NUL byte, which ends it for some readers"
-            note(Finding.of("name-nul", "error", what, name, record.entry))
+            note(Finding("name-nul", "error", what, name, record.entry))
         if record.flags & _UNSUPPORTED_FLAGS:
             what = f"{quoted(name)} has flags for encryption or patched data, which torch's reader refuses"
-            note(Finding.of("special-flags", "error", what, name))
+            note(Finding("special-flags", "error", what, name))
         if record.flags & 1:
-            note(Finding.of("encrypted", "error", f"{quoted(name)} is encrypted; torch cannot read it", name))
+            note(Finding("encrypted", "error", f"{quoted(name)} is encrypted; torch cannot read it", name))
         if archive.root and not name.startswith(archive.root + "/"):
             what = f"{quoted(name)} is outside of the folder {quoted(archive.root)}; torch refuses the file"
-            note(Finding.of("second-root", "error", what, name))
+            note(Finding("second-root", "error", what, name))
 
 
 def checksum(span: Span, size: int, compressed: bool, name: str, progress: Callable[[int], None] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from ...base.errors import CkptoolError
 from ...base.findings import TRANSFORMED
 from ...base.text import join_limited, quoted, shown
-from ...files import zstd
+from ...files import compressed
 from ..pieces.boxes import Box, box_text, misfit
 from .metadata import Item, Metadata, ValueMetadata
 
@@ -82,7 +82,7 @@ def _unread(transforms: tuple[str, ...]) -> str:
     """Return why bytes that went through these extensions cannot be read, or "" if they can."""
     if not is_zstd(transforms):
         return "its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
-    return "" if zstd.available() else f"reading it takes a package that is not installed: {zstd.INSTALL}"
+    return "" if compressed.available() else f"reading it takes a package that is not installed: {compressed.INSTALL}"
 
 
 def is_zstd(transforms: tuple[str, ...]) -> bool:

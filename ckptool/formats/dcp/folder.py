@@ -15,10 +15,10 @@ from itertools import chain, islice
 from math import prod
 from typing import Final
 
+from ...base.addresses import is_remote
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
-from ...base.steps import is_remote
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
     Container,
@@ -223,7 +223,7 @@ class Dcp(Container):
             rest = file.size - used.get(name, 0)
             if rest > 0:
                 what = f"{human_bytes(rest)} of {name} belong to no item of .metadata"
-                problems.append(Finding.of("unlisted-bytes", "warning", what, name))
+                problems.append(Finding("unlisted-bytes", "warning", what, name))
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -302,11 +302,11 @@ class Dcp(Container):
                     self._tensor(item, opened)
                 except SubclassError as error:  # a tensor of another class, which is sound
                     what = f"{item.place}: {error.what}"
-                    problems.append(Finding.of(UNJOINED, "warning", what, item.file, item.at))
+                    problems.append(Finding(UNJOINED, "warning", what, item.file, item.at))
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else reported once per file
                     what = f"{item.place}: {error.what}"
-                    problems.append(Finding.of("bad-item", "error", what, item.file, item.at))
+                    problems.append(Finding("bad-item", "error", what, item.file, item.at))
                 inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
                 yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in inside)
                 yield from () if inside else [(None, FoundPickle(where, None, error.what))]
@@ -322,7 +322,7 @@ class Dcp(Container):
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:
-            self.problems.append(Finding.of(code, level, message, where, offset))
+            self.problems.append(Finding(code, level, message, where, offset))
 
     def note_files(
         self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""

@@ -17,10 +17,10 @@ from ...base.findings import DAMAGED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...checkpoint.tensors import ID_PARTS, TensorReader
+from ...files.compressed import ZstdSource
 from ...files.downloads import prefetch
 from ...files.sources import BytesSource, ExpectedChecksum, SliceSource, Source, Span
 from ...files.zips.reader import Nearby, Record, Window, checksum, read_archive
-from ...files.zstd import ZstdSource
 from ...pickles.nodes import Graph, Persistent, non_utf8_strings
 from ...safety.arguments import CallChecker
 from ...safety.torch_lists import NEWEST, ever_listed
@@ -217,7 +217,7 @@ def open_item(item: Item, file: Source, known: KnownItems, most: int = LIMITS.me
             source = BytesSource(source.read(0, length), item.place)
         opened = OpenedItem(item, whole, at, read_records(read_archive(source), known))
         for problem in opened.zip.problems:
-            if problem.refused or problem.ambiguous or problem.code == DAMAGED:
+            if problem.refused_by_torch or problem.ambiguous or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
         flaw = _cached(opened.graph, "load flaw of an item", _load_flaw)
         if flaw:

@@ -345,7 +345,7 @@ def read(folder: Folder) -> tuple[FolderSource, Meshes]:
     source, container = read_files(folder.path, folder, folder.names(strict=True))
     if container.only_optimizer:
         what = "the rank files here hold the state of an optimizer, and no file holds the model"
-        container.problems.append(Finding.of(INCOMPLETE, "error", what))
+        container.problems.append(Finding(INCOMPLETE, "error", what))
     return source, container
 
 
@@ -357,7 +357,7 @@ def read_files(path: str, folder: Folder, names: Collection[str]) -> tuple[Folde
     if len(sets) > 1:
         what = join_limited([f"{rank_set.label} ({rank_set.pattern})" for rank_set in sets], most=9)
         container.problems.append(
-            Finding.of(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
+            Finding(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
         )
     container.problems += _left_out(folder, names, sets)
     return FolderSource(path, container.files, _of_model(folder), folder=folder.path), container
@@ -380,17 +380,17 @@ def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -
     for pattern, some in islice(files.items(), _MOST_SETS):
         if part := next(filter(None, (_part_in(folder, name) for name in some[:_TRIED])), ""):
             what = f"{part}; the files with the other parts are not there, or are damaged: {pattern} is not read"
-            problems.append(Finding.of(INCOMPLETE, "error", what, folder.join(pattern)))
+            problems.append(Finding(INCOMPLETE, "error", what, folder.join(pattern)))
     for name in sorted(names)[:_MOST_NAMES]:
         inner = folder.inner(name)
         if name not in taken and folder_format(inner, by_names=True) is not None:
             what = f"{name} in this folder is a checkpoint of its own, and not read here"
-            problems.append(Finding.of(INNER, "note", what, inner.path))
+            problems.append(Finding(INNER, "note", what, inner.path))
     if not files:
         return problems
     words = [f"{name} ({pluralize(len(own), 'file')})" if len(own) > 1 else name for name, own in files.items()]
     what = f"other files in this folder, not read here: {join_limited(words)}"
-    return [*problems, Finding.of(OTHER_FILES, "note", what, folder.join(next(iter(files))))]
+    return [*problems, Finding(OTHER_FILES, "note", what, folder.join(next(iter(files))))]
 
 
 def _part_in(folder: Folder, name: str) -> str:

@@ -74,7 +74,7 @@ def missing_tensors(graph: Graph, path: str) -> list[Finding]:
         return []
     files = join_limited([f"tensor_{tid}.pt" for tid in tids], most=3)
     what = f"its tensors are in {os.path.basename(path)}{TENSORS}, which is not there: {files}"
-    return [Finding.of(INCOMPLETE, "error", what, refused=True)]
+    return [Finding(INCOMPLETE, "error", what, refused=True)]
 
 
 def read(path: str) -> tuple[FolderSource, Referenced] | None:

@@ -447,4 +447,4 @@ def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
         return None
     words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
     what = f"other files in this folder, not read here: {join_limited(words)}"
-    return Finding.of(OTHER_FILES, "note", what, next(iter(beside.values()))[0])
+    return Finding(OTHER_FILES, "note", what, next(iter(beside.values()))[0])

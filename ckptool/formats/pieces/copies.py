@@ -134,7 +134,7 @@ def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> lis
         verb = "is" if len(paths) == 1 else "are"
         message = f"{names} in {where} {verb} not the same as in {first}: {why or 'its copies have to be equal'}"
         keys = frozenset(storages[path] for path in paths if path in storages)
-        problems.append(Finding.of(COPIES, "error", message, files[0], storages=keys or None))
+        problems.append(Finding(COPIES, "error", message, files[0], storages=keys or None))
     return problems
 
 

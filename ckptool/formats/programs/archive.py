@@ -187,7 +187,7 @@ def describe(
     named = list(program.named_devices)
     devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}
     program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
-    program.problems.insert(0, Finding.of(PROGRAM, "warning", what, refused=True))
+    program.problems.insert(0, Finding(PROGRAM, "warning", what, refused=True))
     beside = []
     for fact, (noun, rest) in _CONTENTS.items():
         value: Any = facts.get(fact, 0)
@@ -195,7 +195,7 @@ def describe(
         beside += [pluralize(value, noun) + rest] if isinstance(value, int) and value else []
     program.beside = [*beside, *others]
     if program.beside:
-        program.problems.append(Finding.of("program-parts", "note", f"it also holds {'; '.join(program.beside)}"))
+        program.problems.append(Finding("program-parts", "note", f"it also holds {'; '.join(program.beside)}"))
     counts, files = Counter[str](), dict[str, None]()
     for item in named:
         if item["device"] != "cpu":
@@ -205,7 +205,7 @@ def describe(
         names = [f"{device} ({pluralize(number, 'time')})" for device, number in counts.items()]
         places = f"{join_limited(names, most=3)} in {join_limited(list(files), most=3)}"
         what = f"its program names devices: {places}; neither remap nor map_location changes them"
-        program.problems.append(Finding.of("code-devices", "warning", what))
+        program.problems.append(Finding("code-devices", "warning", what))
 
 
 def code_device(where: str, device: str, number: int, what: str = "the code") -> CodeDevice:

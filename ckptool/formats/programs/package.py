@@ -89,7 +89,7 @@ class TorchPackage(ProgramArchive):
         except PickleError as error:
             if named:
                 what = f"{quoted(name)} cannot be decoded to its end: {error}"
-                self.problems.append(Finding.of("broken-part", "error", what, record.name, refused=True))
+                self.problems.append(Finding("broken-part", "error", what, record.name, refused=True))
             return None
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
@@ -98,7 +98,7 @@ class TorchPackage(ProgramArchive):
         for key, record in self.records_of.items():
             if key not in keys and not scripts:
                 what = f"the record {quoted(record.name)} is used by nothing"
-                problems.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
+                problems.append(Finding("unreferenced-record", "warning", what, record.name, record.header))
         return problems
 
 

@@ -71,10 +71,10 @@ class Safetensors(Container):
         self.source = source
         header = read_header(source, cut=cut)
         self.metadata: Mapping[str, str] = header.metadata
-        self.problems = [Finding.of("odd-header", "warning", text) for text in header.oddities]
+        self.problems = [Finding("odd-header", "warning", text) for text in header.oddities]
         if is_piece(self.metadata):
             what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
-            self.problems.append(Finding.of("piece", "warning", what))
+            self.problems.append(Finding("piece", "warning", what))
         #: Whether it may also be a pickle: the bytes that were read to open the file do not tell.
         self._doubtful = False
         if source.read(0, 1) in _SWALLOWING:
@@ -138,7 +138,7 @@ class Safetensors(Container):
 
         found = names_global(self.source, 8 + int.from_bytes(self.source.read(0, 8), "little"), whole=whole)
         what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
-        return [Finding.of(TWO_FORMATS, "error", what, refused=True)] if found else None if found is None else []
+        return [Finding(TWO_FORMATS, "error", what, refused=True)] if found else None if found is None else []
 
     @cached_property
     def _doubts(self) -> list[Finding]:
@@ -146,7 +146,7 @@ class Safetensors(Container):
         twin = self._twin(whole=True) if self._doubtful else []
         if twin is None and self.source.read(0, 1) != b"P":  # pickle.load itself refuses a persistent id
             what = "it is a safetensors file and may be a pickle at once: its first 64 MiB do not tell"
-            return [Finding.of(TWO_FORMATS, "warning", what)]
+            return [Finding(TWO_FORMATS, "warning", what)]
         return twin or []
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -158,7 +158,7 @@ class Safetensors(Container):
         if not ends_in_directory(self.source):
             return self._doubts
         what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
-        return [*self._doubts, Finding.of(TWO_FORMATS, "error", what, refused=True)]
+        return [*self._doubts, Finding(TWO_FORMATS, "error", what, refused=True)]
 
 
 def sniff(head: bytes, source: Source) -> bool:

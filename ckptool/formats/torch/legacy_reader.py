@@ -67,7 +67,7 @@ class TorchLegacy(Container):
             self._note(DAMAGED, "error", "a pickle beside the object's takes bytes from outside the file", True)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False, offset: int = -1) -> None:
-        self.problems.append(Finding.of(code, level, message, offset=offset, refused=refused))
+        self.problems.append(Finding(code, level, message, offset=offset, refused=refused))
 
     @property
     def pickle(self) -> bytes:
@@ -180,7 +180,7 @@ class _Ids:
             self._refuse(f"storages are called {min(twins)} and {min(twins)!r}, which torch tells apart")
 
     def _refuse(self, what: str) -> None:
-        self.problems.append(Finding.of(DAMAGED, "error", what, refused=True))
+        self.problems.append(Finding(DAMAGED, "error", what, refused=True))
 
     def _resolve(self, pid: Node) -> None:
         parts = [self.graph.nodes[ref] for ref in pid] if type(pid) is tuple else []

@@ -85,7 +85,7 @@ class TorchTar(Container):
     def __init__(self, source: Source, chosen: Mapping[str, Member], problems: Sequence[Finding]) -> None:
         self.source = source
         what = "it is in the tar format of torch 0.1, which needs weights_only=False"
-        self.problems: list[Finding] = [Finding.of("torch-tar", "note", what, refused=True), *problems]
+        self.problems: list[Finding] = [Finding("torch-tar", "note", what, refused=True), *problems]
         self._storages: dict[int, _TarStorage] = {}
         self._views: dict[int, _StorageView] = {}
         self._tensors: dict[int, _TarTensor] = {}
@@ -99,7 +99,7 @@ class TorchTar(Container):
                 reader.tensors(self._views, self._tensors)
             if reader.at < reader.end:
                 what = f"{reader.end - reader.at:,} bytes in the member {name!r} follow what torch reads of it"
-                self.problems.append(Finding.of("trailing-bytes", "warning", what, offset=reader.at))
+                self.problems.append(Finding("trailing-bytes", "warning", what, offset=reader.at))
             else:
                 self._known.add(chosen[name].begin)
         reader = _MemberReader(source, chosen[_OBJECT], LIMITS.pickle_bytes)
@@ -108,7 +108,7 @@ class TorchTar(Container):
         self.others: list[Graph] = []  # nothing loads 'sys_info'
         self.graph = self._with_tensors()
         for offset, text in self._object.oddities[: LIMITS.listed]:
-            self.problems.append(Finding.of("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
+            self.problems.append(Finding("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
 
     def stored(self, key: str) -> StorageLocation:
         storage = self._storages.get(_number(key))
@@ -168,7 +168,7 @@ class TorchTar(Container):
             begin = storage.begin + view.offset * storage.dtype.itemsize
             storage = self._storages[key] = storage._replace(numel=view.numel, begin=begin)
             what = f"storage {key} is a part of another one, and becomes one of its own in an edited file"
-            self.problems.append(Finding.of("storage-view", "warning", what))
+            self.problems.append(Finding("storage-view", "warning", what))
         else:
             key = view.root
         return builder.storage(storage.dtype, str(key), storage.location, storage.nbytes)
@@ -348,19 +348,19 @@ def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Itera
         same = [other for other in entries if normpath(other.name) == name]
         if len(same) > 1:
             what = f"{len(same)} members are called {name!r}: torch takes the last one, other programs may not"
-            yield Finding.of("duplicate-record", "error", what, name, member.begin)
+            yield Finding("duplicate-record", "error", what, name, member.begin)
         elif not member.plain or same != [member]:
             what = f"the member {name!r} is a link, or a file with holes: programs differ about what they read for it"
-            yield Finding.of(ODD_MEMBER, "error", what, name, member.begin)
+            yield Finding(ODD_MEMBER, "error", what, name, member.begin)
     for member in [member for member in entries if member.odd][: LIMITS.listed]:
         what = f"{member.odd}, at the member {quoted(member.name)}: programs differ about what that means"
-        yield Finding.of(ODD_MEMBER, "error", what, member.name, member.begin)
+        yield Finding(ODD_MEMBER, "error", what, member.name, member.begin)
 
 
 def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterator[Finding]:
     if error is not None:
         what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
-        yield Finding.of(ODD_MEMBER, "error", what, offset=end)
+        yield Finding(ODD_MEMBER, "error", what, offset=end)
     elif source.size - end > _MAX_PADDING or any(source.read(end, _MAX_PADDING)):
         what = f"{source.size - end:,} bytes after the end of the archive"
-        yield Finding.of("trailing-bytes", "warning", what, offset=end)
+        yield Finding("trailing-bytes", "warning", what, offset=end)

@@ -155,10 +155,10 @@ class TorchZip(Container):
         for record in unused:
             if fold_case(record.name) not in twins:
                 what = f"the record {quoted(record.name)} ({human_bytes(record.size)}) is used by nothing"
-                found.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
+                found.append(Finding("unreferenced-record", "warning", what, record.name, record.header))
         if (archive.text(".format_version") or b"") >= b"1" and not offsets_are_computed(archive, list(keys)):
             what = "the storages are not laid out as .format_version says: torch computes wrong offsets for"
-            found.append(Finding.of("layout-contract", "warning", what + " map_location='meta'"))
+            found.append(Finding("layout-contract", "warning", what + " map_location='meta'"))
         return found
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -206,7 +206,7 @@ class TorchZip(Container):
         return plan_append(archive, {self.record.name: pickle}, dropped, edit, time)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
-        self.problems.append(Finding.of(code, level, message, refused=refused))
+        self.problems.append(Finding(code, level, message, refused=refused))
 
     def _check_records(self) -> None:
         """Report what torch's reader refuses, and what readers may read differently."""
@@ -292,16 +292,16 @@ def version_problem(archive: Archive) -> Finding | None:
     version, other = archive.text(".data/version"), archive.text("version")
     if version is not None and other is not None and version.strip() != other.strip():
         what = f"there are two records of the version, {_shown(version)} and {_shown(other)}; torch takes the first"
-        return Finding.of("two-versions", "error", what)
+        return Finding("two-versions", "error", what)
     version = other if version is None else version
     if version is None:
-        return Finding.of(
+        return Finding(
             "no-version", "error", "the record 'version' is missing; torch refuses such a file", refused=True
         )
     text = version.strip()
     if text.isdigit() and 1 <= int(text) <= 10:
         return None
-    return Finding.of("bad-version", "error", f"version is {_shown(text)}; torch takes 1 to 10", refused=True)
+    return Finding("bad-version", "error", f"version is {_shown(text)}; torch takes 1 to 10", refused=True)
 
 
 def _shown(text: bytes) -> str:
@@ -319,7 +319,7 @@ def _alignment_problem(archive: Archive) -> Finding | None:
     if value is not None and 0 < value <= _MOST_ALIGNMENT:
         return None
     what = f".storage_alignment is {_shown(text)}; torch takes a number from 1 to {_MOST_ALIGNMENT:,}"
-    return Finding.of("bad-alignment", "error", what, refused=value is None)
+    return Finding("bad-alignment", "error", what, refused=value is None)
 
 
 def sniff(head: bytes, source: Source) -> bool:

@@ -326,7 +326,7 @@ def lock_checks(
     if not hashes:
         return checks
     if error is not None:
-        note = Finding.of("lock-content", "error", f"the content cannot be read: {error.what}")
+        note = Finding("lock-content", "error", f"the content cannot be read: {error.what}")
         return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "skipped by the quick check")]
@@ -341,41 +341,41 @@ def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
 
 def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
     if lock["layout"] != actual["layout"]:
-        yield Finding.of("lock-layout", "error", f"the layout is {actual['layout']}, the lock says {lock['layout']}")
+        yield Finding("lock-layout", "error", f"the layout is {actual['layout']}, the lock says {lock['layout']}")
     if lock["container"] != actual["container"]:
-        yield Finding.of(
+        yield Finding(
             "lock-container", "error", f"the root is {actual['container']}, the lock says {lock['container']}"
         )
     locked, present = _groups(lock), _groups(actual)
     for path in (*locked, *(path for path in present if path not in locked)):
         if path not in present or path not in locked:
             word, code = ("missing", "lock-missing") if path in locked else ("new", "lock-added")
-            yield Finding.of(code, "error", f"the state dict {path!r} is {word}", path)
+            yield Finding(code, "error", f"the state dict {path!r} is {word}", path)
             continue
         old, new = locked[path], present[path]
         for name in old:
             if name not in new:
-                yield Finding.of("lock-missing", "error", f"{_label(path, name)} is missing", name)
+                yield Finding("lock-missing", "error", f"{_label(path, name)} is missing", name)
         for name, value in new.items():
             if name not in old:
-                yield Finding.of("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
+                yield Finding("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
         for name, value in old.items():
             if name in new:
                 yield from _value_notes(_label(path, name), name, value, new[name])
     for key, name in lock["entries"].items():
         now = actual["entries"].get(key)
         if now is None:
-            yield Finding.of("lock-entry", "error", f"the entry {key!r} is missing", key)
+            yield Finding("lock-entry", "error", f"the entry {key!r} is missing", key)
         elif now != name:
-            yield Finding.of("lock-entry", "error", f"the entry {key!r} is {now}, the lock says {name}", key)
+            yield Finding("lock-entry", "error", f"the entry {key!r} is {now}, the lock says {name}", key)
     for key, name in actual["entries"].items():
         if key not in lock["entries"]:
-            yield Finding.of("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
+            yield Finding("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
 
 
 def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Finding]:
     if ("dtype" in old) != ("dtype" in new):
-        yield Finding.of("lock-type", "error", f"{label} is {_value_text(new)}, the lock says {_value_text(old)}", name)
+        yield Finding("lock-type", "error", f"{label} is {_value_text(new)}, the lock says {_value_text(old)}", name)
         return
     for field, one, other in (
         ("type", old.get("type"), new.get("type")),
@@ -385,7 +385,7 @@ def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> I
         ("device", old.get("device"), new.get("device")),
     ):
         if one != other:
-            yield Finding.of(f"lock-{field}", "error", f"{label}: {field} {other}, the lock says {one}", name)
+            yield Finding(f"lock-{field}", "error", f"{label}: {field} {other}, the lock says {one}", name)
 
 
 def _content_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
@@ -394,7 +394,7 @@ def _content_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
         for name, old in values.items():
             new = present.get(path, {}).get(name, {})
             if "hash" in old and "hash" in new and old["hash"] != new["hash"]:
-                yield Finding.of("lock-content", "error", f"{_label(path, name)} has other content", name)
+                yield Finding("lock-content", "error", f"{_label(path, name)} has other content", name)
 
 
 def _label(path: str, name: str) -> str:
@@ -407,7 +407,7 @@ def _value_text(value: LockedValue) -> str:
 
 def not_locked(path: str) -> Check:
     """Return the check of a checkpoint that its folder's lock does not name."""
-    note = Finding.of("lock-file-added", "error", "the lock does not name this file")
+    note = Finding("lock-file-added", "error", "the lock does not name this file")
     return judge("lock", "expectations", [note], path)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, Literal, TypeAlias
 
+from ...base.addresses import is_folder
 from ...base.errors import CkptoolError
+from ...base.globs import escaped
 from ...base.lazy import regex
-from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, AnyStep, Line, Step, as_step, command, in_shell, is_folder, suggested_output, tree_step
+from ...base.steps import STDIN, AnyStep, Line, Step, as_step, command, in_shell, suggested_output, tree_step
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete

@@ -15,12 +15,13 @@ from shlex import quote
 from typing import Any, Final, TypeAlias
 
 from ...base import addresses
+from ...base.addresses import is_remote
 from ...base.findings import Effect, codes
+from ...base.globs import escaped
 from ...base.lazy import regex
-from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
-from ...base.steps import argument, is_remote, suggested_output
+from ...base.steps import argument, suggested_output
 from ...base.text import cut, join_limited
 from ...base.toml import parsed
 from ...checkpoint.paths import parse_path

@@ -12,9 +12,10 @@ from operator import attrgetter
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from ...base.addresses import is_remote
 from ...base.errors import CkptoolError, TargetError, UnreadableError
 from ...base.map_location import MapLocation
-from ...base.steps import STDIN, is_remote
+from ...base.steps import STDIN
 from ...files.archives import file_name, is_address, open_any
 from ...files.downloads import expect_reads
 from ...files.sources import Plan, Span

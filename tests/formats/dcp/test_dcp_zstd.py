@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.cli.main import run
-from ckptool.files import zstd
+from ckptool.files import compressed as zstd
 from ckptool.files.sources import BytesSource
 
 zstandard = pytest.importorskip("zstandard")
