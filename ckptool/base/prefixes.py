@@ -70,11 +70,6 @@ class Naming(NamedTuple):
     wrappers: dict[str, int]
 
 
-def naming_of(names: list[str]) -> Naming:
-    """Find the wrappers in the keys of a state dict."""
-    return Naming(names, wrapper_prefix(names), wrapper_counts(names))
-
-
 def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     """Count the names that contain each wrapper segment, anywhere before the last segment."""
     keys = list(names)

@@ -78,9 +78,12 @@ def open_cluster(address: str, jobs: int) -> Iterator[Cluster]:
         stack.enter_context(dask.config.set(settings))
         _silence()
         try:
-            client = _client(distributed, address or _local_cluster(distributed, jobs, stack))
+            target = address or _local_cluster(distributed, jobs, stack)
+            client = distributed.Client(target, timeout=_CONNECT, set_as_default=False)
         except Exception as error:  # the address may also be answered by another program
-            raise EngineError(_unreachable(address, error)) from error
+            reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+            what = f"the scheduler at {address} cannot be reached" if address else "no workers could be started"
+            raise EngineError(f"{what}: {reason}") from error
         stack.callback(_close, client, 1)
         try:
             client.wait_for_workers(1, timeout=_WORKERS)
@@ -88,10 +91,6 @@ def open_cluster(address: str, jobs: int) -> Iterator[Cluster]:
             what = f"the scheduler at {address} has had no workers for {_WORKERS} seconds"
             raise EngineError(what, next=f"dask worker {address} --nthreads 1") from error
         yield Cluster(client)
-
-
-def _client(distributed: Any, target: Any) -> Any:
-    return distributed.Client(target, timeout=_CONNECT, set_as_default=False)
 
 
 def _preload() -> None:
@@ -147,13 +146,6 @@ def _silence() -> None:
 
     for name in ("distributed", "distributed.client", "distributed.core", "distributed.comm", "tornado.application"):
         logging.getLogger(name).setLevel(_CRITICAL)
-
-
-def _unreachable(address: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-    if not address:
-        return f"no workers could be started: {reason[0]}"
-    return f"the scheduler at {address} cannot be reached: {reason[0]}"
 
 
 def _version() -> str:

@@ -159,7 +159,11 @@ def each_answer(
                         stack.close()
                         executor = stack.enter_context(open_executor())
                     future = given(item)
-                yield lost(item, _death()) if _has_died(future) else _result(future)
+                if _has_died(future):
+                    what = "the process that read it was ended: there may not be enough memory"
+                    yield lost(item, WorkerDiedError(what, next="try it alone, without `--jobs=`"))
+                else:
+                    yield _result(future)
 
 
 def _workers(executor: Executor) -> int:
@@ -203,9 +207,3 @@ def _outcome(work: Callable[[Item], Answer], item: Item) -> _Outcome:
         return False, error  # these have their own exit codes
     except Exception as error:
         return False, RuntimeError(f"{type(error).__name__}: {error}")  # the error itself may not be picklable
-
-
-def _death() -> WorkerDiedError:
-    """Return the error for the task that ended its worker, most likely because memory ran out."""
-    what = "the process that read it was ended: there may not be enough memory"
-    return WorkerDiedError(what, next="try it alone, without `--jobs=`")

@@ -166,26 +166,13 @@ class _Reader(BufferedReader):
         pass
 
 
-class _Bytes(RawIOBase):
-    """Bytes that a function puts into a buffer."""
-
-    def __init__(self, receive: Callable[[Any], int]) -> None:
-        self._receive = receive
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._receive(buffer)
-
-
-class _Connection:
+class _Connection(RawIOBase):
     """A connection to a server, through a proxy or not. ``began`` tells whether the last answer began to arrive."""
 
     def __init__(self, scheme: str, host: str, port: int, proxy: str, until: float) -> None:
         self.until, self.patience = until, LIMITS.read_seconds
         self.began, self.reusable = False, False
-        self._reader = _Reader(_Bytes(self._receive), _BUFFER)
+        self._reader = _Reader(self, _BUFFER)
         way = urlsplit(proxy)
         try:
             there = (way.hostname or "", way.port or 80) if proxy else (host, port)
@@ -260,7 +247,10 @@ class _Connection:
         """Return what ``HTTPResponse`` reads: each wait ends with the time of the request."""
         return self._reader
 
-    def _receive(self, buffer: Any) -> int:
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         self._wait()
         try:
             size: int = self._socket.recv_into(buffer)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.map_location import MapLocation, as_map_location, restored_location
-from ..base.prefixes import Naming, common_prefix, naming_of
+from ..base.prefixes import Naming, common_prefix, wrapper_counts, wrapper_prefix
 from ..base.records import TypedDict
 from ..base.steps import as_step
 from ..base.text import json_value
@@ -218,7 +218,8 @@ def inspection(
     program = program_of(checkpoint)
     shards = shards_of(checkpoint)
     nodes = checkpoint.graph.nodes
-    namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
+    every = ([str(nodes[key]) for key, _ in item.items] for item in checkpoint.state_dicts)
+    namings = [Naming(names, wrapper_prefix(names), wrapper_counts(names)) for names in every]
     quantized = quantization(checkpoint)
     state_dicts = _state_dicts(checkpoint, namings, quantized)
     optional: _Optional = {}

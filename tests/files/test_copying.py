@@ -198,7 +198,7 @@ def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, mon
 def test_blocks_are_reserved_for_bytes_that_take_new_ones(
     kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_can_share", lambda source, folder: kind == "shared")
+    monkeypatch.setattr(space, "_can_share", lambda *of: kind == "shared")
     file, size = open_source(str(source)), 17 << 20
     file.sparse = kind == "sparse"
     plan = Plan((b"start", Span(file, 0, SIZE), Computed(size, made, (size,)), b"middle", Span(file, 0, 4000), b"end"))

@@ -49,8 +49,8 @@ ADDRESSES = ["s3://bucket/a.pth", "s3://bucket/run/", "{url}/a.pth?Signature=SEC
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_every_answer_is_bounded(address: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    receive = wire._Connection._receive
-    monkeypatch.setattr(wire._Connection, "_receive", lambda *of: sizes.append(receive(*of)) or sizes[-1])
+    receive = wire._Connection.readinto
+    monkeypatch.setattr(wire._Connection, "readinto", lambda *of: sizes.append(receive(*of)) or sizes[-1])
     with odd(lambda one: endless(one, status)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setenv("HF_ENDPOINT", server.url)

@@ -45,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_it_is_refused_before_the_first_byte(
     disk: Disk, checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
+    monkeypatch.setattr(space, "_can_share", lambda *of: False)
     before = sorted(checkpoint.parent.iterdir())
     disk(19_000)
     assert run(["strip-module", str(checkpoint), "-o", str(out)]) == 5
@@ -60,7 +60,7 @@ def test_it_is_refused_before_the_first_byte(
 def test_the_hint_is_true(
     disk: Disk, checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
+    monkeypatch.setattr(space, "_can_share", lambda *of: False)
     disk(19_000)
     run(["strip-module", str(checkpoint), "-o", str(out)])
     words = capsys.readouterr().err.split("--in-place needs ")[1].split()
@@ -73,7 +73,7 @@ def test_the_hint_is_true(
 def test_a_dry_run_says_it_too(
     disk: Disk, checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
+    monkeypatch.setattr(space, "_can_share", lambda *of: False)
     disk(19_000)
     assert run(["strip-module", str(checkpoint), "-o", str(out), "--dry-run"]) == 0
     assert "there is no room: it needs 402 kB, and 19.0 kB are free" in capsys.readouterr().out
@@ -111,13 +111,13 @@ def test_shared_blocks_and_holes_need_no_room(
     source = _source(path)
     try:
         plan = Plan((b"x" * 4096, Span(source, 0, 1 << 20), b"y" * 100))
-        monkeypatch.setattr(space, "_can_share", lambda source, folder: True)
+        monkeypatch.setattr(space, "_can_share", lambda *of: True)
         assert shortage(plan, str(out)) is None
-        monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
+        monkeypatch.setattr(space, "_can_share", lambda *of: False)
         short = shortage(plan, str(out))
         assert short is not None and short.needed == (1 << 20) + 4196
         # Not at the same place within a block.
-        monkeypatch.setattr(space, "_can_share", lambda source, folder: True)
+        monkeypatch.setattr(space, "_can_share", lambda *of: True)
         assert shortage(plan._replace(pieces=(b"x" * 100, *plan.pieces[1:])), str(out)) is not None
     finally:
         source.close()
@@ -127,7 +127,7 @@ def test_shared_blocks_and_holes_need_no_room(
     source = _source(path)
     try:
         if source.sparse:
-            monkeypatch.setattr(space, "_can_share", lambda source, folder: False)
+            monkeypatch.setattr(space, "_can_share", lambda *of: False)
             assert shortage(Plan((Span(source, 0, 1 << 20),)), str(out)) is None
     finally:
         source.close()
@@ -143,7 +143,7 @@ def test_whether_blocks_are_shared_is_found_out_without_a_trace(tmp_path: Path) 
     path.write_bytes(os.urandom(8192))
     source = _source(path)
     try:
-        assert space._can_share(source, str(tmp_path)) in (True, False)
+        assert space._can_share(source, str(tmp_path), {}) in (True, False)
     finally:
         source.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["input"]

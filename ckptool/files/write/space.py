@@ -12,7 +12,7 @@ from typing import Final
 from ...base.errors import OutputError
 from ...base.records import NamedTuple
 from ...base.text import human_bytes
-from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Source, Span, size_of
+from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Span, size_of
 from .copying import data_and_holes
 
 try:
@@ -71,7 +71,7 @@ def free_bytes(folder: str) -> int | None:
 def _stored(plan: Plan, folder: str) -> Iterator[int]:
     """Yield the bytes of each piece that need new space."""
     at = 0
-    shares: dict[FileSource, bool] = {}
+    shares: dict[int, bool] = {}
     for piece in plan.pieces:
         size = size_of(piece)
         if isinstance(piece, Span) and piece.source.local_file() is not None:
@@ -83,26 +83,30 @@ def _stored(plan: Plan, folder: str) -> Iterator[int]:
         at += size
 
 
-def _shared(part: Span, at: int, folder: str, shares: dict[FileSource, bool]) -> int:
+def _shared(part: Span, at: int, folder: str, shares: dict[int, bool]) -> int:
     """Return the bytes of whole blocks that the output, with the part at ``at``, can share with the input."""
     source = part.source.local_file()
     blocks = (part.size - -at % FILESYSTEM_BLOCK) // FILESYSTEM_BLOCK
     if source is None or (part.offset - at) % FILESYSTEM_BLOCK or blocks < 1:
         return 0
-    if source not in shares:
-        shares[source] = _can_share(source, folder)
-    return blocks * FILESYSTEM_BLOCK if shares[source] else 0
+    return blocks * FILESYSTEM_BLOCK if _can_share(source, folder, shares) else 0
 
 
-def _can_share(source: FileSource, folder: str) -> bool:
-    """Return whether an unnamed file in ``folder`` can share the first block of a source."""
+def _can_share(source: FileSource, folder: str, shares: dict[int, bool]) -> bool:
+    """Return whether an unnamed file in ``folder`` can share the first block of a source.
+
+    ``shares`` keeps the answers by device.
+    """
     if fcntl is None or source.size < FILESYSTEM_BLOCK:
         return False
-    with _nameless(folder) as fd, suppress(OSError), source.kept_open():
-        if fd >= 0:
-            fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source.fd, 0, FILESYSTEM_BLOCK, 0))
-            return True
-    return False
+    device = source.signature[0]
+    if device not in shares:
+        shares[device] = False
+        with _nameless(folder) as fd, suppress(OSError), source.kept_open():
+            if fd >= 0:
+                fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source.fd, 0, FILESYSTEM_BLOCK, 0))
+                shares[device] = True
+    return shares[device]
 
 
 def can_reclaim(path: str) -> bool:
@@ -163,28 +167,14 @@ def allocate(plan: Plan, fd: int, folder: str) -> None:
     begin = at = 0
     shares: dict[int, bool] = {}
     for piece in (*plan.pieces, None):
-        apart = piece is None or (isinstance(piece, Span) and not _is_copied(piece.source, folder, shares))
+        file = piece.source.local_file() if isinstance(piece, Span) else None
+        copied = file is not None and not file.sparse and not _can_share(file, folder, shares)
+        apart = piece is None or (isinstance(piece, Span) and not copied)
         if apart and at - begin >= _MIN_ALLOCATED:
             with suppress(OSError):
                 _fallocate(fd, _KEEP_SIZE, begin, at - begin)
         at += 0 if piece is None else size_of(piece)
         begin = at if apart else begin
-
-
-def _is_copied(source: Source, folder: str, shares: dict[int, bool]) -> bool:
-    """Return whether all bytes of a source are copied to files in ``folder``: it has no holes, and shares no blocks.
-
-    ``shares`` keeps the answers by device.
-    """
-    file = source.local_file()
-    if file is None or file.sparse:
-        return False
-    device = file.signature[0]
-    if device not in shares:
-        if file.size < FILESYSTEM_BLOCK:
-            return True
-        shares[device] = _can_share(file, folder)
-    return not shares[device]
 
 
 def _punch(fd: int, begin: int, size: int) -> bool:
