@@ -64,7 +64,7 @@ def test_effects_come_from_the_table() -> None:
     note = Finding("torch-tar", "note", "an old format")
     assert note.effect is Effect.NONE
     with pytest.raises(KeyError):
-        Finding("no-such-code", "note", "")
+        Finding("no-such-code", "note", "").effect  # noqa: B018
 
 
 def test_damage_always_blocks_edits() -> None:
