@@ -6,7 +6,7 @@ finding (by default "structure"). docs/codes.md is generated from it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from enum import Flag
 from functools import cache, reduce
 from operator import or_
@@ -43,13 +43,13 @@ class Code(NamedTuple):
 def codes() -> dict[str, Code]:
     """Return the table of all codes."""
     return {
-        name: Code(row["meaning"], _effect(row.get("effects", ())), row.get("check", "structure"))
+        name: Code(
+            row["meaning"],
+            reduce(or_, map(Effect.__getitem__, row.get("effects", ())), Effect.NONE),
+            row.get("check", "structure"),
+        )
         for name, row in table("base/findings").items()
     }
-
-
-def _effect(names: Iterable[str]) -> Effect:
-    return reduce(or_, (Effect[name] for name in names), Effect.NONE)
 
 
 class Finding(NamedTuple):

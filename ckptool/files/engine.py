@@ -141,7 +141,7 @@ def each_answer(
                 future.set_exception(error)
                 return future
 
-        room = WAITING * _workers(executor)
+        room = WAITING * (getattr(executor, "workers", 0) or getattr(executor, "_max_workers", 0) or cores())
         while True:
             while len(waiting) < room and not (waiting and waiting[0][1].done()) and (more := [*islice(rest, 1)]):
                 waiting.append((more[0], given(more[0])))
@@ -164,12 +164,6 @@ def each_answer(
                     yield lost(item, WorkerDiedError(what, next="try it alone, without `--jobs=`"))
                 else:
                     yield _result(future)
-
-
-def _workers(executor: Executor) -> int:
-    """Return how many tasks an executor runs at once."""
-    number = getattr(executor, "workers", None) or getattr(executor, "_max_workers", None)
-    return number if isinstance(number, int) else cores()
 
 
 def _has_died(future: Future[Any]) -> bool:

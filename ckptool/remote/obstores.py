@@ -203,14 +203,15 @@ class ObStore(Store):
         return asked(ask)
 
     def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
-        return at_once([prefix], lambda one: asked(lambda: self._list(one)), LIMITS.listing_seconds)[0]
-
-    def _list(self, prefix: str) -> Sequence[Facts]:
         found: list[Facts] = []
-        for page in self._store.list(prefix.strip("/") or None, chunk_size=1000):
-            found += map(self.facts, page)
-            if len(found) > LIMITS.remote_files:
-                raise Failed("many")
+
+        def ask() -> None:
+            for page in self._store.list(prefix.strip("/") or None, chunk_size=1000):
+                found.extend(map(self.facts, page))
+                if len(found) > LIMITS.remote_files:
+                    raise Failed("many")
+
+        at_once([ask], asked, LIMITS.listing_seconds)
         return found
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:

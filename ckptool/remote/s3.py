@@ -182,11 +182,6 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     return _bucket(parts.host, account), parts.path
 
 
-@lru_cache(maxsize=8)  # a bucket remembers its region
-def _bucket(name: str, account: Account) -> Store:
-    return S3(name, account)
-
-
 class S3(Web):
     """A bucket. It takes uploads in parts of 5 MiB to 5 GiB, of which the last one may be smaller.
 
@@ -340,6 +335,9 @@ class S3(Web):
         except Failed as failed:
             if failed.status != 404:  # it is gone
                 raise
+
+
+_bucket = lru_cache(maxsize=8)(S3)  # a bucket remembers its region
 
 
 def _condition(former: str) -> dict[str, str]:

@@ -87,7 +87,8 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
     writer = _Writer(fd, expected, progress or ignore)
     work = size + sum(checksum.span.size for checksum in expected)
     with _Flusher(fd, size), Prefetcher(plan.pieces, _SMALL) as ahead:
-        run_in_threads(writer.steps(plan.pieces, ahead), _do, [work] if hasattr(os, "pwrite") else [], writer.stopped)
+        sizes = [work] if hasattr(os, "pwrite") else []
+        run_in_threads(writer.steps(plan.pieces, ahead), lambda step: step(), sizes, writer.stopped)
     if os.fstat(fd).st_size < size:
         os.ftruncate(fd, size)  # it ends with a hole
 
@@ -103,10 +104,6 @@ def stream_pieces(plan: Plan, put: Callable[[Buffer], None]) -> None:
         for step in writer.steps(plan.pieces, ahead):
             step()
     writer.fill(plan.size)
-
-
-def _do(step: Callable[[], None]) -> None:
-    step()
 
 
 def rehearse(plan: Plan | FolderPlan) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 from ...base.errors import OutputError, RefusedError
@@ -75,7 +75,8 @@ def append(
             _write_at(fd, append_plan.old_size, append_plan.body)
             os.fsync(fd)
             if check is not None:
-                _read_back(append_plan, source.name, check)
+                with closing(_StagedFile(open_source(source.name), append_plan.final_end)) as staged:
+                    check(staged)
             done = True
             _write_at(fd, end - len(append_plan.final_end), append_plan.final_end)
             os.fsync(fd)
@@ -83,14 +84,6 @@ def append(
             _roll_back(fd, append_plan.old_size, source.name, done)
             raise
         return reclaim(fd, given_back) if given_back else 0
-
-
-def _read_back(append_plan: AppendPlan, path: str, check: Check) -> None:
-    staged: Source = _StagedFile(open_source(path), append_plan.final_end)
-    try:
-        check(staged)
-    finally:
-        staged.close()
 
 
 def _growth_steps(size: int, end: int) -> Iterator[int]:

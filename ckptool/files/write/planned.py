@@ -46,7 +46,10 @@ class PlanSource(Source):
     def readily(self, offset: int, size: int) -> int:
         """Return how many of ``size`` bytes come before the next piece that is computed from the inputs."""
         place, end = bisect_right(self._begins, offset) - 1, offset
-        while end < min(offset + size, self.size) and not _is_computed(self._pieces[place]):
+        while end < min(offset + size, self.size):
+            piece = self._pieces[place]
+            if isinstance(piece, Computed) and not piece.late:
+                break
             place, end = place + 1, self._begins[place + 1]
         return min(end - offset, size)
 
@@ -64,10 +67,6 @@ class PlanSource(Source):
                 data += chunk
             return bytes(data[begin : begin + size])
         return piece[begin : begin + size]
-
-
-def _is_computed(piece: Piece) -> bool:
-    return isinstance(piece, Computed) and not piece.late
 
 
 def _cut(chunks: Iterable[bytes], begin: int, end: int) -> bytes:
