@@ -79,7 +79,8 @@ def open_cluster(address: str, jobs: int) -> Iterator[Cluster]:
         _silence()
         try:
             target = address or _local_cluster(distributed, jobs, stack)
-            client = distributed.Client(target, timeout=_CONNECT, set_as_default=False)
+            connect: Any = distributed.Client
+            client = connect(target, timeout=_CONNECT, set_as_default=False)
         except Exception as error:  # the address may also be answered by another program
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]
             what = f"the scheduler at {address} cannot be reached" if address else "no workers could be started"

@@ -121,8 +121,8 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise OutputError("its folder is a file", path=path)
     if not os.path.exists(folder):
-        step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}")
-        raise OutputError("its folder does not exist", path=path, next=step)
+        create_it = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}")
+        raise OutputError("its folder does not exist", path=path, next=create_it)
     try:
         status = os.stat(target)
     except FileNotFoundError:
