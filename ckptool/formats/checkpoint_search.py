@@ -10,6 +10,7 @@ from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
+from ..base.addresses import is_remote
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, lost_a_slash
 from ..base.records import NamedTuple
 from ..base.steps import NextStep, command

@@ -26,7 +26,7 @@ from ..files.threads import Background
 from ..files.write.copying import Buffer, Progress, as_output_failure, ignore, stream_pieces
 from ..files.write.output import output_exists
 from ..files.write.planned import COMPARED, Check, PlanSource
-from .obstores import MOST_PARTS, PART
+from .libraries import MOST_PARTS, PART
 from .s3 import S3
 from .source import REQUEST, RemoteSource, identity_of, open_store
 from .store import Facts, Failed, Range, current, error_of, together

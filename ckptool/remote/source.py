@@ -42,12 +42,8 @@ _NEAR: Final = 4 << 10
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
 _ENDS: Final = {".safetensors": 1, ".distcp": 0}
-#: The modules of stores by the schemes of addresses; every other scheme is left to fsspec.
-_STORES: Final = {
-    **dict.fromkeys(("http", "https", "hf"), "web"),
-    **dict.fromkeys(("gs", "az", "abfs", "abfss"), "obstores"),
-    "s3": "s3",
-}
+#: The modules of stores by the schemes of addresses; every other scheme is left to libraries.
+_STORES: Final = {"http": "web", "https": "web", "hf": "web", "s3": "s3"}
 _A_FOLDER: Final = "it is the address of a folder, not of a file"
 #: What ``is_file`` opened, or the error that is raised when it is opened.
 _OPENED: Final[Recent[RemoteSource | UnreadableError]] = Recent(1, seconds=5)
@@ -109,7 +105,7 @@ def open_store(address: str, settings: Settings, *, writing: bool = False) -> tu
         error = OutputError if writing else UnreadableError
         raise error("the address names no bucket or host", path=conceal(address))
     try:
-        module = lazy.module(f"remote.{_STORES.get(parts.scheme, 'others')}")
+        module = lazy.module(f"remote.{_STORES.get(parts.scheme, 'libraries')}")
         found: tuple[Store, str] = module.open_store(address, settings)
         return found
     except Failed as failed:

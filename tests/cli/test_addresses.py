@@ -15,7 +15,7 @@ from ckptool.base.errors import OutputError, RefusedError, UnreadableError
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
-from ckptool.remote import obstores
+from ckptool.remote import libraries
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0))
+    monkeypatch.setattr(libraries, "LIMITS", libraries.LIMITS._replace(retries=0))
 
 
 def was_opened(said: Said) -> bool:

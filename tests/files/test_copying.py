@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from ckptool.base.errors import MalformedError
 from ckptool.files import threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
-from ckptool.files.write import copying, prefetch, space
+from ckptool.files.write import copying, planned, space
 from ckptool.files.zips.writer import combined_crc
 from ckptool.formats.pieces.chunks import Chunk, joined
 
@@ -176,7 +176,7 @@ def test_after_an_error_no_thread_goes_on(
 
 
 def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_MIN_AHEAD", 0)
+    monkeypatch.setattr(planned, "_MIN_AHEAD", 0)
     finished: list[int] = []
 
     def slow(number: int) -> Iterator[bytes]:
@@ -250,7 +250,7 @@ def test_what_cannot_be_computed_ends_all_that_is_computed_later(
     ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next thread would wait for ever for bytes that nobody computes any more."""
-    monkeypatch.setattr(prefetch, "_MIN_AHEAD", ahead)
+    monkeypatch.setattr(planned, "_MIN_AHEAD", ahead)
     plan = Plan(
         (*[Computed(4000, made, (4000,))] * 5, Computed(4000, failing, (4000,)), *[Computed(9, made, (9,))] * 30)
     )

@@ -295,9 +295,8 @@ OWN_PACKAGES = {
     "ckptool/base/toml.py": {"tomli"},  # tomllib under Python 3.10
     "ckptool/files/cluster.py": {"dask", "distributed"},  # the extra ckptool[dask]
     "ckptool/files/compressed.py": {"zstandard", "compression"},  # the extra ckptool[zstd], and Python 3.14
-    "ckptool/remote/obstores.py": {"obstore"},  # the extra ckptool[remote]
+    "ckptool/remote/libraries.py": {"obstore", "fsspec"},  # the extra ckptool[remote]; torch requires fsspec
     "ckptool/remote/s3.py": {"botocore"},  # the extra ckptool[s3]
-    "ckptool/remote/others.py": {"fsspec"},  # torch requires it
     "ckptool/remote/web.py": {"huggingface_hub"},  # the extra ckptool[hf]
 }
 

@@ -20,7 +20,7 @@ pytest.importorskip("obstore")
 import ckptool
 from ckptool.base.errors import ChangedError, CkptoolError, OutputError, UnreadableError
 from ckptool.base.steps import rename_step, undo_step
-from ckptool.remote import obstores, s3, wire
+from ckptool.remote import libraries, s3, wire
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
 from ckptool.remote.store import Failed, Settings, error_of
@@ -34,7 +34,7 @@ SECRETS = (SECRET, "SECRET", KEY, "Signature", "user:", "Generic", "reqwest", "o
 def impatient(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask once; addresses name the server themselves."""
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=0))
+    monkeypatch.setattr(libraries, "LIMITS", libraries.LIMITS._replace(retries=0))
     monkeypatch.setattr(wire, "LIMITS", wire.LIMITS._replace(retries=0))
     for bucket in ("bucket", "plain"):
         server.put(bucket, "a", bytes(1000))

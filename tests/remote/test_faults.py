@@ -25,7 +25,7 @@ from remote.server import KEY, KILLS, LOST, REPLACED, SECRET, TOKEN, Server
 pytest.importorskip("obstore")
 pytest.importorskip("huggingface_hub")
 
-from ckptool.remote import folder, obstores, s3, source, web, wire
+from ckptool.remote import folder, libraries, s3, source, web, wire
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -182,14 +182,14 @@ class Bench:
 
 def do_not_wait(patch: pytest.MonkeyPatch) -> None:
     """Send failed requests again at once, by obstore and by us."""
-    client, at_once = obstores._client, timedelta(milliseconds=1)
+    client, at_once = libraries._client, timedelta(milliseconds=1)
 
     def hurried(*of: Any) -> dict[str, Any]:
         options = client(*of)
         options["retry_config"]["backoff"] = {"init_backoff": at_once, "max_backoff": at_once}
         return options
 
-    patch.setattr(obstores, "_client", hurried)
+    patch.setattr(libraries, "_client", hurried)
     patch.setattr(wire, "_PAUSE", 0.0)
 
 
@@ -207,7 +207,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("HF_ENDPOINT", f"{server.url}/hub")
-        for module in (obstores, web, wire):
+        for module in (libraries, web, wire):
             patch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1))
         do_not_wait(patch)
         server.redirect = server.url
@@ -217,12 +217,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not wait long for servers that stall."""
-    for module in (obstores, web, wire):
+    for module in (libraries, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(read_seconds=PATIENCE))
     monkeypatch.setattr(s3, "_SLOW", PATIENCE)
-    obstores._bucket.cache_clear()
+    libraries._bucket.cache_clear()
     yield
-    obstores._bucket.cache_clear()
+    libraries._bucket.cache_clear()
 
 
 def chosen(requests: int, name: str) -> list[tuple[int, bool]]:

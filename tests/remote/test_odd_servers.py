@@ -22,7 +22,7 @@ from remote.servers import make_certificates
 pytest.importorskip("obstore")
 
 from ckptool.formats.search import pickle_search
-from ckptool.remote import folder, obstores, s3, source, web, wire
+from ckptool.remote import folder, libraries, s3, source, web, wire
 
 DATA = (FIXTURES / "bare.pth").read_bytes()
 MIB = 1 << 20
@@ -99,7 +99,7 @@ def impatient(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRETTOKEN")
-    for module in (obstores, web, wire):
+    for module in (libraries, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=1, read_seconds=5.0))
     source._OPENED.clear()
     folder._OPENED.clear()

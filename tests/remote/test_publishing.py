@@ -27,7 +27,7 @@ from ckptool.base.errors import OutputError, ReadBackError
 from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
 from ckptool.files.write.planned import PlanSource
-from ckptool.remote import obstores, publishing
+from ckptool.remote import libraries, publishing
 from ckptool.remote.publishing import cut_into_parts, publish
 from ckptool.remote.s3 import S3
 from ckptool.remote.source import open_remote, open_store
@@ -297,7 +297,7 @@ def test_a_plan_is_a_source() -> None:
 @pytest.mark.parametrize("size", [8 * MIB, 2 << 30, 1 << 37, LIMITS.object_bytes])
 def test_a_streamed_output_has_as_many_parts_as_s3_takes(size: int) -> None:
     store = Mock()
-    obstores.ObStore(store).put("key", [], size, "")
+    libraries.ObStore(store).put("key", [], size, "")
     part = store.put.call_args.kwargs["chunk_size"]
     assert -(-size // part) <= 10_000
     assert part == 8 * MIB or size > 2 << 30  # parts are in memory

@@ -21,7 +21,7 @@ pytest.importorskip("huggingface_hub")
 
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.remote import folder as folders
-from ckptool.remote import obstores, source, web, wire
+from ckptool.remote import libraries, source, web, wire
 
 #: What nothing may show. SECRET is in passwords, query strings, and in what the server says of its errors.
 SECRETS = ("SECRET", SECRET, KEY, TOKEN, "X-Amz-Signature")
@@ -57,7 +57,7 @@ def server(folder: Path) -> Iterator[Server]:
 def environment(server: Server, alone: None, monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
     for name, value in variables(server, empty_home).items():
         monkeypatch.setenv(name, value)
-    for module in (obstores, web, wire):
+    for module in (libraries, web, wire):
         monkeypatch.setattr(module, "LIMITS", module.LIMITS._replace(retries=0))
     server.redirect = server.url
     forget(server)

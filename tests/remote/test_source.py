@@ -17,7 +17,7 @@ pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, UnreadableError
 from ckptool.base.limits import LIMITS
-from ckptool.remote import obstores, source, store
+from ckptool.remote import libraries, source, store
 from ckptool.remote.source import ENDS, RemoteSource, open_remote
 from ckptool.remote.store import Settings
 
@@ -31,7 +31,7 @@ Open = Callable[..., RemoteSource]
 @pytest.fixture(autouse=True)
 def impatient(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    monkeypatch.setattr(obstores, "LIMITS", obstores.LIMITS._replace(retries=1))
+    monkeypatch.setattr(libraries, "LIMITS", libraries.LIMITS._replace(retries=1))
 
 
 @pytest.fixture(params=KINDS)

@@ -40,7 +40,7 @@ from ..sources import (
 from ..threads import READ_SIZE, Background, read_blocks, reused_block, run_in_threads
 from ..zips.reader import Nearby, checksum
 from ..zips.writer import combined_crc
-from .prefetch import Prefetcher
+from .planned import Prefetcher
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20

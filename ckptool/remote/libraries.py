@@ -1,18 +1,21 @@
-"""Google Cloud Storage and Azure through obstore.
+"""Stores that are reached with libraries: Google Cloud Storage and Azure with obstore, all others with fsspec.
 
 obstore starts fast and finds credentials, but its errors are pages with the whole address, and its retries take
 minutes. This module sets limits, and turns errors into ``Failed``. obstore has no limit for the bytes of an error page
 or of one page of a listing.
+
+fsspec knows other protocols, such as SFTP. Their files are only read, and looked at again after each answer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, TypeVar
 
+from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
 from .store import Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server
@@ -21,6 +24,8 @@ from .wire import certificates
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
+#: The schemes of addresses that obstore reaches.
+_OBSTORE: Final = frozenset(("gs", "az", "abfs", "abfss"))
 #: Bytes of one part of an upload, at least, and the most parts that S3 and Google Cloud Storage take.
 PART: Final = 8 << 20
 MOST_PARTS: Final = 10_000
@@ -57,6 +62,8 @@ _WORDS: Final = (
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
+    if parse(address).scheme not in _OBSTORE:
+        return _open_system(address)
     parts = check_bucket(address)
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_DEPENDS)))
     return asked(lambda: _bucket(parts.scheme, parts.host, settings, environment)), parts.path
@@ -223,3 +230,87 @@ class ObStore(Store):
         data = b"".join(chunks)
         mode: Any = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"
         asked(lambda: self._store.put(key, data, mode=mode))
+
+
+# -- fsspec
+
+#: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
+_LOCAL: Final = frozenset(
+    ("file", "local", "asynclocal", "git", "simplecache", "filecache", "blockcache", "cached", "reference", "zip")
+) | frozenset(("tar", "libarchive", "dir", "generic", "async_wrapper", "asyncwrapper", "data", "dask"))
+#: What file systems call the ETag, or the time of the last change.
+_MARKS: Final = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "modify", "created")
+#: The failures by the exceptions of Python.
+_EXCEPTIONS: Final[tuple[tuple[type[Exception], str, int], ...]] = (
+    (FileNotFoundError, "", 404),
+    (PermissionError, "", 403),
+    (TimeoutError, "timeout", 0),
+    (OSError, "route", 0),
+    (ImportError, "package", 0),
+    (ValueError, "scheme", 0),
+    (Exception, "", 0),
+)
+
+
+def _open_system(address: str) -> tuple[Store, str]:
+    """Return the store of an address that fsspec knows, and the path of the file; raises Failed."""
+    parts = parse(address)
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise Failed("fsspec") from None
+    if parts.scheme in _LOCAL:
+        raise Failed("scheme")
+    system, path = _ask(lambda: url_to_fs(address))
+    end = parts.path.rstrip("/")
+    if not path.endswith(end):
+        raise Failed("scheme")
+    return _System(system, path.removesuffix(end)), parts.path
+
+
+def _ask(do: Callable[[], T]) -> T:
+    """Return the result of a call of fsspec; raises Failed."""
+    try:
+        return do()
+    except (Failed, MemoryError):
+        raise
+    except Exception as error:
+        failed = next(Failed(kind, status) for known, kind, status in _EXCEPTIONS if isinstance(error, known))
+    raise failed
+
+
+class _System(Store):
+    """The files of a file system of fsspec whose paths begin with ``base``."""
+
+    def __init__(self, system: Any, base: str) -> None:
+        self._system, self._base = system, base
+        self._first: dict[str, Facts] = {}
+
+    def head(self, key: str) -> Facts:
+        _ask(self._system.invalidate_cache)
+        found = _ask(lambda: self._system.info(self._base + key))
+        if found.get("type") == "directory":
+            raise Failed("", 404)
+        return _facts(key, found)
+
+    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
+        before = self._first.get(key) or self._first.setdefault(key, self.head(key))
+        end = min(begin + size, before.size)
+        data = bytes(_ask(lambda: self._system.cat_file(self._base + key, begin, end)))
+        if self.head(key) != before or etag not in ("", before.etag):
+            raise Failed("", 412)
+        if len(data) != end - begin:
+            raise Failed("length")
+        return Answer(data, before)
+
+    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
+        found: Mapping[str, Any] = _ask(lambda: self._system.find(self._base + prefix, detail=True))
+        if len(found) > LIMITS.remote_files:
+            raise Failed("many")
+        return [_facts(path.removeprefix(self._base), facts) for path, facts in sorted(found.items())]
+
+
+def _facts(key: str, found: Mapping[str, Any]) -> Facts:
+    marks = [found[name] for name in _MARKS if name in found]
+    marks = [mark.timestamp() if hasattr(mark, "timestamp") else mark for mark in marks]
+    return Facts(key, found.get("size") or 0, f"W/{marks}" if any(marks) else "")
