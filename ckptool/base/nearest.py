@@ -37,9 +37,10 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     short = [name for name in dict.fromkeys(names) if len(name) <= _TYPED]
     if len(wanted) > _TYPED:
         return []
-    containing = [name for name in short if _has_words(name, wanted)] or [
-        name for name in short if _has_words(wanted, name)
-    ]
+    asked = _words(wanted)
+    words = {name: _words(name) for name in short}
+    containing = [name for name in short if asked and asked <= words[name]]
+    containing = containing or [name for name in short if words[name] and words[name] < asked]
 
     def likeness(name: str) -> int:
         return max(common_length(name, wanted), common_length(name[::-1], wanted[::-1]))
@@ -53,10 +54,8 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     )
 
 
-def _has_words(name: str, words: str) -> bool:
-    """Return whether a name has all words of another text; dots, underscores and brackets are between words."""
-    wanted = _WORD.findall(words.lower())
-    return bool(wanted) and {*wanted} <= {*_WORD.findall(name.lower())}
+def _words(name: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(name.lower()))
 
 
 def file_near(path: str) -> str:

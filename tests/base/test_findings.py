@@ -14,7 +14,7 @@ from ckptool.base import findings
 from ckptool.base.findings import Effect, Finding, codes
 
 #: Functions that take the code of a finding first.
-_MAKERS = ("of", "note", "_note")
+_MAKERS = ("Finding", "Problem", "note", "_note")
 
 
 @cache
