@@ -234,7 +234,6 @@ def test_imports_by_name_run_downwards_too(modules: list[Module]) -> None:
     found = {module.path: names for module in modules if (names := upward_by_name(module))}
     # The room of remote files is imported once an address is opened.
     remote = {f"ckptool/files/{name}.py": {"remote.source"} for name in ("archives", "downloads")}
-    remote["ckptool/files/archives.py"].add("remote.folder")
     remote["ckptool/files/downloads.py"].add("remote.store")
     remote["ckptool/files/folders.py"] = {"remote.folder"}
     assert found == {"ckptool/checkpoint/checkpoint.py": face, **remote}

@@ -200,12 +200,11 @@ class Wrong(Executor):
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
-        for task in args[1]:
-            with open(task.path, "r+b") as file:
-                file.seek(self.place, os.SEEK_SET if self.place >= 0 else os.SEEK_END)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ 1]))
+        with open(args[1].path, "r+b") as file:
+            file.seek(self.place, os.SEEK_SET if self.place >= 0 else os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
         return future
 
 
