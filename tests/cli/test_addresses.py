@@ -110,13 +110,6 @@ def test_a_name_in_a_policy_is_relative_to_the_policy(folder: Path) -> None:
     assert exists(f"{archive}!x") and not exists(f"{folder}/nothing.zip!x")
 
 
-def test_a_library_takes_addresses(folder: Path) -> None:
-    address = f"{folder}/outer.zip!m.tar.gz!run/"
-    for target in ("lock.json", "bare.pth"):
-        report = ckptool.match(f"{address}bare.pth", f"{address}{target}")
-        assert report["fits"]
-
-
 # -- remote addresses ------------------------------------------------------------------------------------------
 
 REMOTE = "s3://bucket/run/"

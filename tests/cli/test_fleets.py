@@ -159,12 +159,7 @@ def peak(here: Path, *words: str) -> Iterator[int]:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "words",
-    [
-        ["scan"],
-        ["scan", "--format", "rows"],
-        ["scan", "--format", "jsonl", "--jobs", "2"],
-        ["validate", "--quiet"],
-    ],
+    [["scan"], ["scan", "--format", "rows"], ["scan", "--format", "jsonl", "--jobs", "2"], ["validate", "--quiet"]],
     ids=" ".join,
 )
 def test_memory_does_not_grow_with_the_files(words: list[str], here: Path) -> None:

@@ -159,18 +159,7 @@ def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
         assert isinstance(option.type, click.Choice) and least <= {*option.type.choices}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "inspect",
-        "keys",
-        "validate",
-        "hash",
-        "redact",
-        "get epoch",
-        "diff lightning.ckpt",
-    ],
-)
+@pytest.mark.parametrize("words", ["inspect", "keys", "validate", "hash", "redact", "get epoch", "diff lightning.ckpt"])
 def test_json_is_short_for_the_format(words: str) -> None:
     command, *more = words.split()
     path = str(FIXTURES / "lightning.ckpt")
@@ -193,10 +182,7 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 #: A command without a function of what it does.
 WITHOUT_FUNCTION = {"completion"}
 #: The functions by the commands that they are called like.
-FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {
-    "strip-module": "strip_module",
-    "add-module": "add_module",
-}
+FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION}
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_color", "quiet", "verbose"}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from ambiguous_archives import EITHER, EXTRA, FAILURES, FIRST, LOADS, Case, concatenated, twice, with_end
 from command_line import say
-from conftest import FIXTURES
 from crafted_files import (
     FLOATS,
     ROOT,
@@ -161,13 +160,6 @@ def test_of_two_archives_torch_reads_the_first_and_zipfile_the_second(tmp_path: 
     assert say("keys", path, "--names").out.split() == ["w"]
 
 
-def test_the_directory_names_a_record_not_its_local_header(tmp_path: Path) -> None:
-    path = tmp_path / "seed.pth"
-    path.write_bytes(altered("data/0", local_name=f"{ROOT}/data/9".encode()))
-    assert torch.load(path, weights_only=True)["w"].tolist() == [1, 2, 3, 4]
-    assert say("keys", path, "--names").code == 0
-
-
 def test_byteorder_big_swaps(tmp_path: Path) -> None:
     path = tmp_path / "seed.pth"
     found = entries(storages={"0": struct.pack(">4f", 1, 2, 3, 4)})
@@ -202,21 +194,6 @@ def test_two_dtypes_on_one_key(tmp_path: Path) -> None:
     report = report_of(tmp_path / "seed.pth", plain(value))
     assert takes(tmp_path / "seed.pth")
     assert notes(report), "nothing is said about one storage under two dtypes"
-
-
-def test_70000_bytes_behind_the_end_are_too_many_for_torch(tmp_path: Path) -> None:
-    report = report_of(tmp_path / "seed.pth", plain() + b"x" * 70_000)
-    assert report["status"] == "invalid"
-    assert not takes(tmp_path / "seed.pth")
-
-
-@pytest.mark.parametrize("name", ["zip_two_folders", "zip_no_version", "zip_leading", "zip_no_folder"])
-def test_what_torch_refuses_and_zipfile_takes_fails(name: str) -> None:
-    path = FIXTURES / f"{name}.pth"
-    assert say("validate", path).code == 1
-    assert not takes(path)
-    with zipfile.ZipFile(path) as found:
-        assert found.testzip() is None
 
 
 @pytest.mark.parametrize("method", [0, 8])

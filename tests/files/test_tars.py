@@ -97,9 +97,7 @@ def test_members_are_those_of_tarfile(data: bytes) -> None:
 @settings(max_examples=examples(150))
 @given(
     st.lists(
-        st.tuples(st.sampled_from(("pickle", "e", "d/e", "d/pickle")), st.sampled_from("012")),
-        min_size=1,
-        max_size=6,
+        st.tuples(st.sampled_from(("pickle", "e", "d/e", "d/pickle")), st.sampled_from("012")), min_size=1, max_size=6
     ),
     st.lists(st.sampled_from(("pickle", "e", "d/e", "nothing")), min_size=6, max_size=6),
 )

@@ -46,14 +46,7 @@ def of_stage(model: Model, stage: int, stages: int, layers: int) -> dict[str, to
 
 
 def save_megatron(
-    folder: Path,
-    model: Model,
-    args: Namespace,
-    layers: int,
-    *,
-    gated: bool = True,
-    iteration: int = 7,
-    **beside: Any,
+    folder: Path, model: Model, args: Namespace, layers: int, *, gated: bool = True, iteration: int = 7, **beside: Any
 ) -> Path:
     """Save the ranks' files of one iteration, which becomes the latest; return the folder of it."""
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

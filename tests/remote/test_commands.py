@@ -297,10 +297,7 @@ def test_readers_ask_ahead(
     state = {f"module.layers.{at}.weight": torch.zeros(size) for at in range(count)}
     torch.save(state, tmp_path / "model.pth", _use_new_zipfile_serialization=kind != "legacy")
     server.put("asked", "model.pth", (tmp_path / "model.pth").read_bytes())
-    more = {
-        "strip-module": ["-o", tmp_path / "out.pth"],
-        "get": ["module.layers.12.weight"],
-    }
+    more = {"strip-module": ["-o", tmp_path / "out.pth"], "get": ["module.layers.12.weight"]}
     words = [*call, "s3://asked/model.pth", *more.get(call[0], ())]
     said = server.slowly(lambda: say(*words), round_trips)
     assert said.code == 0, said.err

@@ -65,10 +65,7 @@ EXPECTED = {
         "no permission to read it, or no such file and no permission to list bucket",
         "check the name and the permissions",
     ),
-    "unauthorized": (
-        "S3 wants credentials",
-        "sign in, or read a public bucket with anonymous=True",
-    ),
+    "unauthorized": ("S3 wants credentials", "sign in, or read a public bucket with anonymous=True"),
     "reset": ("S3 broke off the connection, also when asked again", "try again later"),
     "short": ("S3 broke off its answer, also when asked again", "try again later"),
     "length": ("S3 sends a wrong number of bytes, also when asked again", "try again later"),
