@@ -20,6 +20,7 @@ from ..files.sources import Source
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.opening import CheckpointOrPath, file_of, in_several_files, open_checkpoint, read_checkpoint
+from ..formats.plain_pickle import is_plain_pickle
 from ..formats.search.inert import inert_kind
 from ..formats.search.pickle_search import find_pickles, is_followed
 from ..safety.rules import UNKNOWN, VERDICTS, WEIGHTS_ONLY
@@ -209,6 +210,8 @@ def scan_file(path: str, torch: str = DEFAULT) -> FileScan:
     """Scan one file, or one member of an archive."""
     try:
         with closing(open_any(path)) as source:
+            if is_plain_pickle(source):
+                return _scan(path, source.size, "pickle", Verdict(WEIGHTS_ONLY))
             try:
                 return _checkpoint_scan(path, read_checkpoint(source), torch)
             except CkptoolError as error:

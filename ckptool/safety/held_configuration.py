@@ -6,7 +6,7 @@ runs ``cfg`` as Python (mmengine/infer/infer.py), and hydra's ``instantiate`` ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +32,7 @@ _MAX_PATH: Final = 20
 
 def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and strings among the values of a pickle on which a program may act."""
-    if acting_rules().keys().isdisjoint(graph.strings) and not any(map(_may_be_text, graph.strings)):
+    if not may_be_configuration(graph.strings):
         return []
     # imported only if something looks like configuration
     from .configuration import ActivePart, key_findings, string_findings
@@ -69,6 +69,11 @@ def held_findings(graph: Graph) -> list[ActivePart]:
         place = ".".join(path)
         found += [part._replace(keys=(place, *part.keys) if place else part.keys) for part in parts]
     return found
+
+
+def may_be_configuration(strings: Collection[str]) -> bool:
+    """Return whether ``held_findings`` may find anything in a pickle with these strings."""
+    return not acting_rules().keys().isdisjoint(strings) or any(map(_may_be_text, strings))
 
 
 def _may_be_text(text: str) -> bool:

@@ -45,7 +45,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"foreign"}),
     frozenset({"claims", "folders"}),
     frozenset({"safetensors", "torch"}),
-    frozenset({"bare_pickle"}),
+    frozenset({"bare_pickle", "plain_pickle"}),
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),
     frozenset({"joined", "recipes"}),

@@ -46,7 +46,7 @@ def foreign_kinds() -> frozenset[str]:
 
 def match_magic(source: Source) -> ForeignFormat | None:
     """Return the format of a file with known magic bytes, or None. Call it before examining the file as text."""
-    return next(_matches(source, "magic"), None)
+    return next(_matches(source, magic=True), None)
 
 
 def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
@@ -59,25 +59,32 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
         if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
             return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", tool)
         return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", tool)
-    return next(_matches(source, ""), None)
+    return next(_matches(source, magic=False), None)
 
 
-def _matches(source: Source, field: str) -> Iterator[ForeignFormat]:
-    """Yield the signatures that a file fits, of those with magic bytes or ("") of those without."""
+@cache
+def _signatures(magic: bool) -> list[tuple[int, tuple[str, ...], ForeignFormat, dict[str, Any]]]:
+    """Return the signatures with or without magic bytes, each with its place and its magic bytes ("" for none)."""
+    rows = [item for item in _rows("signatures") if ("magic" in item[1]) is magic]
+    return [(at, tuple(row.get("magic", ("",))), known, row) for known, row in rows for at in row.get("at", (0,))]
+
+
+def _matches(source: Source, *, magic: bool) -> Iterator[ForeignFormat]:
+    """Yield the signatures that a file fits, of those with magic bytes or of those without."""
     heads: dict[int, str] = {}
-    for known, row in _rows("signatures"):
-        magic = row.get("magic", ())
-        if bool(magic) is not bool(field):
-            continue
-        for at in row.get("at", (0,)):
-            if at not in heads:
-                heads[at] = source.read(at, 1024).decode("latin-1")
-            if (not magic or heads[at].startswith(tuple(magic))) and _fits(source, heads[at], row):
-                yield known
-                break
+    for at, starts, known, row in _signatures(magic):
+        if at not in heads:
+            heads[at] = source.read(at, 1024).decode("latin-1")
+        if heads[at].startswith(starts) and _fits(source, heads[at], row):
+            yield known
+
+
+_FLAGS: Final = int(re.S | re.A)
 
 
 def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
+    if re.match(row.get("begins", ""), head, _FLAGS) is None:
+        return False
     name = source.name
     if not name.lower().endswith(tuple(row.get("suffix", ("",)))) or not re.search(row.get("named", ""), name):
         return False
@@ -85,14 +92,12 @@ def _fits(source: Source, head: str, row: dict[str, Any]) -> bool:
         return False
     if "check" in row and not _is_llama2(source):
         return False
-    if re.match(row.get("begins", ""), head, re.S | re.A) is None:
-        return False
     holds: str = row.get("holds", "")
     return not holds or _holds(source.read(0, 1 << 16), holds)
 
 
 def _holds(data: bytes, pattern: str) -> bool:
-    return re.search(pattern, data.decode("latin-1"), re.S | re.A) is not None
+    return re.search(pattern, data.decode("latin-1"), _FLAGS) is not None
 
 
 def _is_beside(name: str, suffix: str, pattern: str) -> bool:

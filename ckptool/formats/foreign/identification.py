@@ -39,12 +39,17 @@ _DOWNLOAD: Final = (
 
 def explain(head: bytes, source: Source) -> UnreadableError:
     """Return the error that names the format of a file; ``head`` are its first bytes."""
-    for test in (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives, _pickle):
-        error = test(head, source)
-        if error is not None:
-            return error
+    error = explain_before_pickle(head, source) or _pickle(head, source)
+    if error is not None:
+        return error
     what = "it is not a checkpoint: its first bytes match no format that ckptool knows"
     return _error("unknown", what, source)
+
+
+def explain_before_pickle(head: bytes, source: Source) -> UnreadableError | None:
+    """Return the error that names a format which goes before a binary pickle, or None for all other files."""
+    tests = (_empty, _magic, _text_pickle, _text, _compressed, _tensor_files, _archives)
+    return next((error for test in tests if (error := test(head, source)) is not None), None)
 
 
 def explain_placeholder(source: Source) -> UnreadableError | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from binascii import a2b_base64, a2b_hex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from typing import Final
 
 from ...base.lazy import regex
@@ -31,11 +32,16 @@ _TO_BASE64: Final = bytes.maketrans(b"-_", b"+/")
 
 def values(graph: Graph) -> Iterator[bytes]:
     """Yield the bytes objects and strings of a pickle that may hold another one, as bytes."""
-    yield from filter(may_hold_pickle, (node for _, node in graph.of_type(bytes)))
-    yield from filter(may_hold_pickle, (node.data for _, node in graph.of_type(ByteArray)))
-    if _SUSPECT.search(" ".join(graph.strings)):
-        texts = (text.encode("latin-1", "replace") for text in graph.strings if _SUSPECT.search(text))
-        yield from filter(may_hold_pickle, texts)
+    arrays = (node.data for _, node in graph.of_type(ByteArray))
+    return suspects(graph.strings, chain((node for _, node in graph.of_type(bytes)), arrays))
+
+
+def suspects(texts: Collection[str], binary: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the bytes objects and texts that may hold a pickle, as bytes."""
+    yield from filter(may_hold_pickle, binary)
+    if _SUSPECT.search(" ".join(texts)):
+        suspected = (text.encode("latin-1", "replace") for text in texts if _SUSPECT.search(text))
+        yield from filter(may_hold_pickle, suspected)
 
 
 def may_hold_pickle(data: bytes, level: int = 0) -> bool:
