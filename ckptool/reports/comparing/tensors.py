@@ -18,12 +18,11 @@ from ...checkpoint.paths import as_children
 from ...checkpoint.sharding import sharding_state
 from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, rebuild_calls
 from ...files.downloads import expect_reads
-from ...files.threads import READ_SIZE, run_in_threads
+from ...files.threads import READ_SIZE, read_blocks, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
 from ...values.elements import (
     BitDifference,
     elements,
-    filling,
     read_for,
     reblocked,
     storage_reader,
@@ -136,10 +135,6 @@ def has_values(tensor: Tensor) -> bool:
     return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape
 
 
-def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> Iterator[bytes]:
-    return reblocked(elements(storage_reader(checkpoint, tensor.storage), tensor), size)
-
-
 # -- bit for bit
 
 
@@ -174,7 +169,7 @@ class BitComparison:
         left = self.pairs[number][0]
         dtype, at, total = BY_NAME.get(left.dtype), 0, tensor_size(left)
         width = dtype.itemsize if dtype else 1
-        for ours, theirs in () if self.is_one_place(number) else self.blocks(number):
+        for ours, theirs in self.blocks(number):
             size = max(len(ours), len(theirs))
             if ours != theirs:
                 padded = ours.ljust(size, b"\0"), theirs.ljust(size, b"\0")
@@ -187,36 +182,31 @@ class BitComparison:
             self.advance(size)
         self.advance(max(total - at, 0))
 
-    def is_one_place(self, number: int) -> bool:
-        """Return whether both tensors of a pair are the same bytes in the same file."""
-        if number in self.readings:
-            return False
-        ours, theirs = (
-            stored_span(storage_reader(side, tensor.storage), tensor)
-            for side, tensor in zip((self.a, self.b), self.pairs[number])
-        )
-        if ours is None or theirs is None or ours[1:] != theirs[1:]:
-            return False
-        one, other = ours.source.local_file(), theirs.source.local_file()
-        return one is not None and other is not None and one.identity == other.identity
-
     def blocks(self, number: int) -> Iterator[tuple[bytes | bytearray, bytes | bytearray]]:
-        """Yield the bytes of both tensors of a pair, block by block; each is valid until the next one is requested."""
+        """Yield the bytes of both tensors of a pair, block by block; each is valid until the next one is requested.
+
+        Yield nothing if they are the same bytes in the same file.
+        """
         if number in self.readings:
             computed = (reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number])
             yield from zip_longest(*computed, fillvalue=b"")
             return
-        pair = list(zip((self.a, self.b), self.pairs[number]))
-        fills = [filling(storage_reader(side, tensor.storage), tensor) for side, tensor in pair]
-        if not hasattr(self.buffers, "pair"):
-            self.buffers.pair = (bytearray(READ_SIZE), bytearray(READ_SIZE))
-        ours, theirs = self.buffers.pair
-        if fills[0] is None or fills[1] is None:
-            yield from zip_longest(*(_blocks(*each) for each in pair), fillvalue=b"")
+        pair = [(storage_reader(side, t.storage), t) for side, t in zip((self.a, self.b), self.pairs[number])]
+        one, other = (stored_span(*each) for each in pair)
+        file = other.source.local_file() if other is not None else None
+        if one is None or other is None or file is None:
+            yield from zip_longest(*(reblocked(elements(*each), READ_SIZE) for each in pair), fillvalue=b"")
             return
-        while size := fills[0](memoryview(ours)):
-            fills[1](memoryview(theirs)[:size])
-            yield (ours, theirs) if size == READ_SIZE else (ours[:size], theirs[:size])
+        if one[1:] == other[1:] and one.source.identity == file.identity:
+            return
+        if not hasattr(self.buffers, "block"):
+            self.buffers.block = bytearray(READ_SIZE)
+        at = other.offset
+        for ours in read_blocks(one):
+            theirs = self.buffers.block if len(ours) == READ_SIZE else bytearray(len(ours))
+            file.read_into(at, theirs)
+            yield ours, theirs
+            at += len(ours)
 
     def advance(self, size: int) -> None:
         if self.progress:
