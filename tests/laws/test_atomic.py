@@ -29,7 +29,6 @@ from ckptool.files.write import copying
 
 SUFFIX = ".ckptool-tmp"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-NOBODY = 65534
 
 
 class State(NamedTuple):
@@ -105,33 +104,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_kernel_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "copy_file_range")
-
-
-@pytest.fixture
-def unprivileged() -> Iterator[Callable[[Path], None]]:
-    """A function that gives a folder to somebody who is not root, and makes this process that somebody."""
-    modes: dict[Path, int] = {}
-
-    def become(folder: Path) -> None:
-        if os.geteuid() != 0:
-            return
-        for path in folder.parents:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            if ~mode & 0o011:  # the group stays that of root
-                modes[path] = mode
-                path.chmod(mode | 0o011)
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, NOBODY, NOBODY)
-        try:
-            os.seteuid(NOBODY)
-        except PermissionError:
-            pytest.skip("root here can be nobody else")
-
-    yield become
-    if os.getuid() == 0:
-        os.seteuid(0)
-    for path, mode in modes.items():
-        path.chmod(mode)
 
 
 # -- what is there already ------------------------------------------------------------------------------
@@ -242,22 +214,6 @@ def test_what_cannot_be_an_output_is_said_with_its_path(
     assert names_in(tmp_path) == listing
 
 
-@pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_a_folder_that_may_not_be_written_to(
-    mode: int, moving: Path, unprivileged: Callable[[Path], None], tmp_path: Path
-) -> None:
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    unprivileged(tmp_path)
-    if os.geteuid() != folder.stat().st_uid:
-        pytest.skip("this process owns other folders only")
-    folder.chmod(mode)
-    with pytest.raises(OutputError, match=r"[Pp]ermission"):
-        strip_to(moving, folder / "out.pth")
-    folder.chmod(0o755)
-    assert list(folder.iterdir()) == []
-
-
 def test_an_output_by_a_symbolic_link_is_written_to_where_it_leads(
     source: Path, tmp_path: Path, expected: bytes
 ) -> None:
@@ -321,15 +277,6 @@ def test_at_every_step_the_output_holds_all_or_nothing(
     strip_to(source, out, force=force, progress=progress)
     assert len(steps) > 8 and steps[-1] == len(expected)
     assert out.read_bytes() == expected
-
-
-def test_the_bytes_are_the_same_by_another_way(
-    source: Path, out: Path, expected: bytes, small_steps: None, without_kernel_copy: None
-) -> None:
-    counts: list[int] = []
-    strip_to(source, out, progress=counts.append)
-    assert out.read_bytes() == expected
-    assert len(counts) > 8 and counts[-1] == len(expected)
 
 
 def refusing(code: int, after: int) -> Callable[..., int]:

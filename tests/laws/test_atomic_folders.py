@@ -52,12 +52,6 @@ def test_a_new_folder(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    write_folder(plan_of(NEW), str(tmp_path / "out"), ())
-    assert content_of(tmp_path / "out") == NEW and os.listdir(tmp_path) == ["out"]
-
-
 def by_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system does it."""
 

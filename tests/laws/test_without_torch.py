@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -135,12 +134,3 @@ def test_what_needs_torch_is_not_possible(bare: Bare, name: str, option: str) ->
     assert NEEDS in check["message"]
     strict = bare.report(file, f"--{option}", "--strict")
     assert (strict["exit"], strict["status"]) == (1, "invalid")
-
-
-def test_the_environment_stays_out(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PYTHONPATH with a torch in it would make this module prove nothing."""
-    trap = bare.work / "trap"
-    trap.mkdir()
-    (trap / "torch.py").write_text("raise SystemExit(99)\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{trap}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert bare.report(bare.put("bare.pth"), "--load")["exit"] == 0

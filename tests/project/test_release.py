@@ -20,7 +20,6 @@ CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
 WORKFLOWS = {path.name: path.read_text("utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 RECIPE = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text("utf-8")
-CITATION = (ROOT / "CITATION.cff").read_text("utf-8")
 #: What ckptool needs but torch, without markers.
 NEEDS = [line for line in CONFIG["options"]["install_requires"].split("\n") if line and not line.startswith("torch")]
 
@@ -91,14 +90,3 @@ def test_the_recipe_has_what_the_package_needs() -> None:
     assert needs == {line.partition(";")[0] for line in wanted if line}
     (setuptools,) = re.findall(r"setuptools >=(\S+)", RECIPE)
     assert f'"setuptools>={setuptools}"' in (ROOT / "pyproject.toml").read_text("utf-8")
-
-
-def test_all_say_the_same_of_the_project() -> None:
-    metadata = CONFIG["metadata"]
-    assert f"homepage: {metadata['url']}\n" in RECIPE and f"repository-code: {metadata['url']}\n" in CITATION
-    assert f"summary: {metadata['description']}\n" in RECIPE and f"abstract: {metadata['description']}\n" in CITATION
-    assert f"license: {metadata['license_expression']}\n" in RECIPE
-    assert f"license: {metadata['license_expression']}\n" in CITATION
-    assert f"- name: {metadata['author']}\n" in CITATION
-    assert f"\nversion: {ckptool.__version__}\n" in CITATION
-    assert re.findall(r"^  - (?!name)(.*)$", CITATION, re.M) == metadata["keywords"].split(", ")

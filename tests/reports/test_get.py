@@ -213,19 +213,14 @@ def test_an_output_is_never_lost(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.npy"]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("sparse.pt", "coo"),
-        ("quantized.pt", "qint8"),
-        ("nested.pt", "ragged"),
-        ("meta.pt", "shape_only"),
-        ("dtypes_untyped.pt", "bits8"),
-        ("dtypes_untyped.pt", "float4_e2m1fn_x2"),
-        ("ddp4_training.pth", "state_dict"),
-        ("ddp4_training.pth", "epoch"),
-    ],
-)
+#: Fixtures with what is no array.
+NO_ARRAYS = {
+    **{"sparse.pt": "coo", "quantized.pt": "qint8", "nested.pt": "ragged", "meta.pt": "shape_only"},
+    **{"dtypes_untyped.pt": "bits8 float4_e2m1fn_x2", "ddp4_training.pth": "state_dict epoch"},
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in NO_ARRAYS for key in NO_ARRAYS[name].split()])
 def test_what_is_no_array_is_refused(name: str, key: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["get", str(FIXTURES / name), key, "-o", str(out)]) == 4
     assert "ckptool get" in capsys.readouterr().err
@@ -350,27 +345,17 @@ def write_pickle(path: Path, value: Any) -> None:
 # -- a tensor as text -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.tensor([1.0, 2.0, -3.0]),
-        torch.tensor([0.5, -1.25, 100.0]),
-        torch.tensor([1e-8, 1.0]),
-        torch.tensor([math.nan, 1.0, -math.inf]),
-        torch.tensor([1e10, 1.0]),
-        torch.arange(12).view(3, 4),
-        torch.tensor([True, False]),
-        torch.linspace(-1, 1, 60),
-        torch.linspace(0, 1, 5000),
-        torch.linspace(0, 1, 4000).view(40, 100),
-        torch.arange(8000).view(20, 20, 20),
-        torch.zeros(2, 0, 3),
-        torch.linspace(0, 1, 8, dtype=torch.float16).view(2, 2, 2),
-        torch.zeros(1100, 2)[::3].t(),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
-)
+PRINTED = [
+    *map(
+        torch.tensor, (1.5, [1.0, 2.0, -3.0], [0.5, -1.25, 100.0], [1e-8, 1.0], [math.nan, 1.0, -math.inf], [1e10, 1.0])
+    ),
+    *(torch.tensor([True, False]), torch.arange(12).view(3, 4), torch.arange(8000).view(20, 20, 20)),
+    *(torch.linspace(-1, 1, 60), torch.linspace(0, 1, 5000), torch.linspace(0, 1, 4000).view(40, 100)),
+    *(torch.zeros(2, 0, 3), torch.linspace(0, 1, 8, dtype=torch.float16).view(2, 2, 2), torch.zeros(1100, 2)[::3].t()),
+]
+
+
+@pytest.mark.parametrize("tensor", PRINTED, ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}")
 def test_a_tensor_looks_as_torch_prints_it(
     tensor: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

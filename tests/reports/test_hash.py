@@ -175,28 +175,6 @@ def test_containers_that_hold_each_other_are_refused_in_time(tmp_path: Path) -> 
     assert ckptool.hash(saved(tmp_path / "b", cycle))["tensors"] == 1
 
 
-class Wrapper:
-    """Pickles as a wrapper subclass of torch does that is made of the tensors ``parts``."""
-
-    def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.parts = parts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        layout = (torch.Tensor, torch.float32, (2,), (1,), 0, torch.strided, torch.device("cpu"), False)
-        state = {f"p{number}": part for number, part in enumerate(self.parts)}
-        make = torch._utils._rebuild_wrapper_subclass  # type: ignore[attr-defined]
-        return torch._tensor._rebuild_from_type_v2, (make, torch.Tensor, layout, state)
-
-
-@pytest.mark.parametrize("number", [0, 64, 199])
-def test_every_tensor_within_a_tensor_counts(number: int, tmp_path: Path) -> None:
-    parts = [torch.full((3,), float(place)) for place in range(200)]
-    torch.save({"w": Wrapper(parts)}, tmp_path / "a.pth")
-    parts[number] = parts[number] + 1
-    torch.save({"w": Wrapper(parts)}, tmp_path / "b.pth")
-    assert content(tmp_path / "a.pth") != content(tmp_path / "b.pth")
-
-
 def test_copies_that_differ_are_an_answer_of_no(tmp_path: Path) -> None:
     def state(rank: int) -> object:
         mesh = init_device_mesh("cpu", (2,))

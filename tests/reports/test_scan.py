@@ -235,19 +235,6 @@ def test_every_file_of_a_folder_is_looked_at(downloads: Path) -> None:
     assert "skipped: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
 
 
-def test_arrays_of_joblib_are_followed(tmp_path: Path) -> None:
-    joblib = pytest.importorskip("joblib")
-    arrays = {"a": np.ones(1000), "b": np.arange(5), "c": np.ones((2, 3), order="F"), "d": np.array(["x", 1], object)}
-    for protocol in range(2, 6):
-        joblib.dump(arrays, tmp_path / "good.joblib", protocol=protocol)
-        report = scan_file(str(tmp_path / "good.joblib"))
-        assert report["verdict"] == "unknown"
-        assert all(reason.startswith("not on torch") for reason in report["reasons"])
-        for inner in (np.array([Recorded()], object), Recorded()):
-            joblib.dump(arrays | {"e": inner}, tmp_path / "evil.joblib", protocol=protocol)
-            assert verdict(tmp_path / "evil.joblib") == "unsafe"
-
-
 # -- validate of a folder --------------------------------------------------------------------------------------------
 
 

@@ -436,15 +436,12 @@ def test_a_template_that_does_not_is_text(template: str, tmp_path: Path) -> None
 #: Ordinary files of models, of which nothing is run.
 HARMLESS = {
     "config.json": {
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-        "torch_dtype": "bfloat16",
+        "rope_scaling": {"type": "linear"},
         "auto_map": {},
         "trust_remote_code": False,
-        "activation_function": "gelu_new",
-        "_attn_implementation": "sdpa",
     },
+    "config_of_attention.json": {"activation_function": "gelu_new", "_attn_implementation": "sdpa"},
     "adapter_config.json": {"auto_mapping": None, "megatron_core": "megatron.core", "target_modules": ["q_proj"]},
     "adapter_of_transformers.json": {"auto_mapping": {"parent_library": "transformers.models.llama.modeling_llama"}},
     "adapter_of_a_module.json": {"auto_mapping": {"parent_library": "torch.nn.modules.container"}},
