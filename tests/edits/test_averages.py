@@ -12,7 +12,6 @@ import pytest
 import torch
 from command_line import say
 from output_checks import saved
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -86,23 +85,6 @@ def test_a_state_dict_beside_the_model(tmp_path: Path) -> None:
         found = used({"epoch": 1, "state_dict": own.state_dict(), entry: ema}, tmp_path)
         assert list(found) == ["epoch", "state_dict"]
         same(found["state_dict"], expected(own))
-
-
-def test_convert_takes_the_average_too(tmp_path: Path) -> None:
-    own = network()
-    state = {"epoch": 1, "state_dict": own.state_dict(), "state_dict_ema": averaged(own).state_dict()}
-    path = saved(state, tmp_path / "in.pth")
-    with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "safetensors", use_ema=True), tmp_path / "one.safetensors")
-    assert say("convert", path, "--use-ema", "-o", tmp_path / "two.safetensors").code == 0
-    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
-    wanted = expected(own)
-    found = load_file(tmp_path / "one.safetensors")
-    same(found, wanted, list(found))
-    assert found.keys() == wanted.keys()
-    # The key of the average takes it as it is, without the buffers of the model.
-    assert say("convert", path, "--use-ema", "--key", "state_dict_ema", "-o", tmp_path / "three.safetensors").code == 0
-    same(alone := load_file(tmp_path / "three.safetensors"), averaged(own).state_dict(), list(alone))
 
 
 def test_the_average_of_a_wrapped_model_beside_the_model(tmp_path: Path) -> None:

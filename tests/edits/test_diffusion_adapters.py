@@ -305,16 +305,6 @@ def test_an_adapter_for_another_base_is_refused(name: str, base: State, words: s
         merged(base, lora("kohya", "unet", UNET)[0], tmp_path)
 
 
-def test_two_text_encoders_of_one_shape_are_refused(tmp_path: Path) -> None:
-    """A text encoder in a file of its own does not say which one of the pipeline it is."""
-    adapter = lora("kohya", "text_encoder_1", TEXT)[0] | lora("kohya", "text_encoder_2", TEXT)[0]
-    with pytest.raises(RefusedError, match="its models te1 and te2 both fit"):
-        merged(weights(TEXT), adapter, tmp_path)
-    other = lora("kohya", "text_encoder_2", dict.fromkeys(TEXT, (10, 10)))[0]
-    adapter, deltas = lora("kohya", "text_encoder_1", TEXT)
-    assert_merged(merged(weights(TEXT), adapter | other, tmp_path), weights(TEXT), deltas)
-
-
 # -- diffusers itself
 
 

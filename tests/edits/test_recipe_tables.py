@@ -217,14 +217,6 @@ def test_the_folder_that_comes_out_loads_in_transformers(tmp_path: Path) -> None
         ckptool.convert(tmp_path / "out", "safetensors", to_names="hf:internlm2", max_shard_size=1500)
 
 
-def test_phi4_mini_rotates_only_some_of_a_head(tmp_path: Path) -> None:
-    phi = tiny("Phi3", num_key_value_heads=2, intermediate_size=6)
-    files = files_of(phi, tmp_path / "hf")
-    for config in ({"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}):
-        with pytest.raises(RefusedError, match=r"partial_rotary_factor = 0\.75"):
-            converted(files, "hf:llama", tmp_path, config)
-
-
 def internlm_heads(token: torch.Tensor, weight: torch.Tensor, groups: int, size: int) -> Heads:
     """Queries, keys and values, as InternLM2Attention.forward takes them from the output of wqkv."""
     states = (weight @ token).view(groups, -1, size)

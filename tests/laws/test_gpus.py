@@ -160,18 +160,6 @@ def test_a_tag_of_another_gpu_comes_back(written: Path, tmp_path: Path) -> None:
     _equal(_load(back), _load(written))
 
 
-@pytest.mark.parametrize("location", [None, "cpu", "cuda:0", "cuda", "meta"])
-def test_inspect_predicts_the_device(written: Path, location: str | None) -> None:
-    """``inspect --map-location`` says where torch puts each tag."""
-    report = ckptool.inspect(written, map_location=location)
-    predicted = {row["location"]: row.get("lands_on", row["location"]) for row in report["devices"]}
-    loaded = _leaves(_load(written, map_location=location))
-    normal = {"cuda": "cuda:0"}
-    assert {normal.get(name, name) for name in predicted.values()} == {
-        normal.get(str(tensor.device), str(tensor.device)) for tensor in loaded.values()
-    }
-
-
 def test_a_device_that_is_hidden(written: Path, tmp_path: Path) -> None:
     """With no visible GPU, torch refuses the file, and the command that ``explain`` prints makes it load."""
     program = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"

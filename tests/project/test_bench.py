@@ -37,13 +37,6 @@ def test_a_wrong_output_ends_the_run(tmp_path: Path) -> None:
         run(group, tmp_path)
 
 
-def test_a_right_output_passes_and_is_removed(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_bytes(b"1")
-    assert run(group_of(_copying(one, other, b"1")), tmp_path)["copy"].samples
-    assert not other.exists()
-
-
 def _copying(one: Path, other: Path, data: bytes) -> Job:
     code = f"import sys; open(sys.argv[1], 'wb').write({data!r})"
     return Job("copy", (*PYTHON, code, str(other)), (one,), other, instant.Check("same", one, other))

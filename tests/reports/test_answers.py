@@ -44,40 +44,6 @@ def test_what_lightning_reads_is_added(whole: bool, tmp_path: Path, monkeypatch:
     assert list(loaded["state_dict"]) == ["fc.weight"]
 
 
-@pytest.mark.parametrize(
-    ("key", "saved", "wanted", "words"),
-    [
-        ("model.embed_tokens.weight", (32001, 8), (32000, 8), "resize_token_embeddings"),
-        ("pos_embed", (1, 197, 8), (1, 577, 8), "image size"),
-        ("layers.0.q.lora_A.default.weight", (16, 8), (8, 8), "rank"),
-        ("h.0.attn.c_attn.weight", (8, 24), (24, 8), "transposed"),
-        ("layers.0.mlp.weight", (32, 1), (8, 8), "bitsandbytes"),
-        ("emb_g.weight", (109, 8), (10, 8), "speaker"),
-        ("conv1.weight", (8, 1, 3, 3), (8, 3, 3, 3), "channels"),
-        ("layers.0.weight", (64,), (8, 8), "FSDP"),
-        ("layers.0.weight", (0,), (8, 8), "ZeRO"),
-    ],
-)
-def test_a_size_is_explained_and_nothing_is_dropped(
-    key: str,
-    saved: tuple[int, ...],
-    wanted: tuple[int, ...],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"model": {f"module.{key}": torch.zeros(saved), "module.norm.weight": torch.ones(8)}}, "a.pth")
-    text = (
-        f"RuntimeError: size mismatch for {key}: copying a param with shape {torch.Size(saved)} from checkpoint, the"
-        f" shape in current model is {torch.Size(wanted)}."
-    )
-    report = ckptool.explain(text, "a.pth")
-    assert words in report["why"]
-    assert key in report["why"]
-    assert report["next"] == ""
-
-
 #: Keys of a model with their shapes; most shapes are equal, so only names tell tensors apart.
 KEYS = {
     "conv1.weight": (4, 4),

@@ -17,7 +17,7 @@ from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
 
 import ckptool
-from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError, UnreadableError
+from ckptool.base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ckptool.cli.main import run
 from ckptool.reports.comparing.lock import lock_text, read_lock
 
@@ -227,12 +227,6 @@ def test_the_lock_of_a_folder_never_replaces_a_checkpoint(release: Path) -> None
     with pytest.raises(RefusedError):
         ckptool.write_lock(release, release.parent / "lock.json")
     ckptool.write_lock(release, release.parent / "lock.json", force=True)
-
-
-def test_a_folder_with_a_broken_checkpoint_is_not_locked(release: Path) -> None:
-    shutil.copy(FIXTURES / "truncated.pth", release / "cut.pth")
-    with pytest.raises(UnreadableError):
-        ckptool.lock(release)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -145,8 +145,6 @@ SIZES = {
     " and torch.Size([2, 4]) in the model instantiated",
     "diffusers": "ValueError: Cannot load ./unet because head.weight expected shape tensor(..., device='meta', size=(2,"
     " 4)), but got torch.Size([10, 4]). If you want to instead overwrite randomly initialized weights",
-    "diffusers 0.30": "ValueError: Cannot load because head.weight expected shape torch.Size([2, 4]), but got"
-    " torch.Size([10, 4]).",
     "fvcore": "Skip loading parameter 'head.weight' to the model due to incompatible shapes: (10, 4) in the checkpoint"
     " but (2, 4) in the model! You might want to double check if this is expected.",
     "CenterNet": "Skip loading parameter head.weight, required shapetorch.Size([2, 4]), loaded shape"
