@@ -163,3 +163,17 @@ def test_devices_of_compiled_packages_are_reported(tmp_path: Path) -> None:
     assert said.code == 0 and "the compiled code names cuda 1 time; it stays as it is" in said.all
     said = say("edit", path, "--wrap", "x", "-o", tmp_path / "out2.pt2")
     assert said.code == 4 and "ckptool inspect" in said.all and "ckptool convert" not in said.all
+
+
+def test_weights_of_programs_within_packages_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.package import package_exporter
+
+    monkeypatch.setattr(package_exporter, "_gate_torchscript_serialization", False)
+    with package_exporter.PackageExporter(str(tmp_path / "p.pt")) as exporter:
+        exporter.extern("**")
+        exporter.save_pickle("m", "m.pkl", {"net": module(), "w": torch.ones(2)})
+    said = say("validate", tmp_path / "p.pt", "--format", "json")
+    assert json.loads(said.out)["status"] == "valid" and "used by nothing" not in said.all
+    assert "1 object that only its own code rebuilds, here None" in say("inspect", tmp_path / "p.pt").all
+    said = say("convert", tmp_path / "p.pt", "-o", tmp_path / "w.pth")
+    assert said.code == 4 and "that only its own code uses; keep the program" in said.all

@@ -353,3 +353,21 @@ def test_the_base_may_have_the_prefix_of_the_adapter(prefix: str, tmp_path: Path
     base = {f"{prefix}{name}": item for name, item in weights(shapes).items()}
     expected = {f"{prefix}{name}": item for name, item in deltas.items()}
     assert_merged(merged(base, adapter, tmp_path), base, expected)
+
+
+def test_names_that_two_modules_share_are_refused(tmp_path: Path) -> None:
+    """Without its dots, ``a_b.c`` is ``a.b_c``."""
+    base = weights({"down_blocks.0_x.proj": (8, 4), "down_blocks.0.x_proj": (8, 4)})
+    adapter, _ = lora("kohya", "unet", {"down_blocks.0_x.proj": (8, 4)})
+    with pytest.raises(RefusedError, match="0 of 1 module matched"):
+        merged(base, adapter, tmp_path)
+
+
+def test_two_text_encoders_of_one_shape_are_refused(tmp_path: Path) -> None:
+    """A text encoder in a file of its own does not say which one of the pipeline it is."""
+    adapter = lora("kohya", "text_encoder_1", TEXT)[0] | lora("kohya", "text_encoder_2", TEXT)[0]
+    with pytest.raises(RefusedError, match="its models te1 and te2 both fit"):
+        merged(weights(TEXT), adapter, tmp_path)
+    other = lora("kohya", "text_encoder_2", dict.fromkeys(TEXT, (10, 10)))[0]
+    adapter, deltas = lora("kohya", "text_encoder_1", TEXT)
+    assert_merged(merged(weights(TEXT), adapter | other, tmp_path), weights(TEXT), deltas)

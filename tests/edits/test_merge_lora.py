@@ -422,3 +422,23 @@ def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     save_file(other, tmp_path / "mlx.safetensors")
     with pytest.raises(RefusedError, match="names as of mlx or torchtune"):
         merged(base, tmp_path / "mlx.safetensors", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["base", "adapter"])
+def test_tensors_without_values_are_refused(where: str, base: Path, tmp_path: Path) -> None:
+    tensors, weights = dict(GOOD), {f"{LAYER}.weight": torch.ones(150, 8)}
+    chosen = tensors if where == "adapter" else weights
+    chosen[next(iter(chosen))] = next(iter(chosen.values())).to("meta")
+    folder = write_adapter(tmp_path / "adapter", GOOD)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    torch.save(weights, tmp_path / "in.pth")
+    with pytest.raises(RefusedError, match=r"has no (floating-point|plain) values"):
+        merged(tmp_path / "in.pth", folder, out=tmp_path / "out.pth")
+
+
+def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path: Path) -> None:
+    tensors = {**GOOD, f"base_model.model.{HEAD}": torch.ones(32, 8)}
+    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head"])
+    with pytest.raises(RefusedError, match=r"replaces or multiplies 'lm_head.weight'"):
+        merged(base, adapter, out=tmp_path / "out", weights=[0.5])

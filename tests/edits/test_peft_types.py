@@ -345,3 +345,8 @@ def test_loha_of_convolutions(with_core: bool, kernel: tuple[int, ...], tmp_path
         made = [part["w{}_a"] @ part["w{}_b"] for part in parts]
     result = merged({f"{MODULE}.weight": base}, adapter, tmp_path, peft_type="LOHA", r=RANK, alpha=3)
     assert torch.equal(result, base + (made[0] * made[1] * (3 / RANK)).reshape(base.shape))
+
+
+def test_a_rotation_has_no_weight(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"a weight of 0.5 does not describe"):
+        merged({f"{MODULE}.weight": torch.ones(OUT, INNER)}, ROTATED, tmp_path, 0.5, **BOFT)

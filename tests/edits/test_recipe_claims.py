@@ -217,3 +217,16 @@ def test_every_family_is_in_this_file_or_has_a_test_of_its_own() -> None:
     elsewhere |= {"torch:mha", "split:mha", "timm:qkv", "split:qkv"}
     libraries = ("diffusers:", "ldm:", "flux:", "sd1:", "sd2:", "sd3:", "sdxl:")
     assert {family for family in families() if not family.startswith(libraries)} == named | elsewhere
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind not in EXPERTS])
+def test_a_gap_in_the_layers_is_refused(kind: str, tmp_path: Path) -> None:
+    """The first layer, or the last one, is missing as a whole."""
+    state, config = sample(kind)
+    for layer in ("0", "1"):
+        fewer = {name: value for name, value in state.items() if f".{layer}." not in name}
+        assert len(fewer) < len(state)
+        for target in TARGETS[kind]:
+            if not target.endswith("gate_up"):
+                with pytest.raises(RefusedError):
+                    converted(fewer, target, tmp_path, config)

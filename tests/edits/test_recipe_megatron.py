@@ -188,3 +188,17 @@ def test_arguments_of_another_model_are_refused(values: dict[str, Any], words: s
         torch.save(state, path)
     with pytest.raises(RefusedError, match=words):
         ckptool.convert(folder, "safetensors", key="model", to_names="hf:llama")
+
+
+def test_tensors_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    model = as_megatron(load_hf(tmp_path))
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    model[name] = model[name].to_sparse()
+    torch.save({"args": run_of(), "model": model}, tmp_path / "sparse.pt")
+    with pytest.raises(RefusedError, match="it is sparse"):
+        ckptool.convert(tmp_path / "sparse.pt", "safetensors", key="model", to_names="hf:llama")
+    stacked = {"embedding.word_embeddings.weight": torch.ones(16, 8)}
+    stacked["decoder.layers.mlp.linear_fc2.weight"] = torch.ones(1 << 40, 0)
+    torch.save({"args": run_of(), "model": stacked}, tmp_path / "stacked.pt")
+    with pytest.raises(RefusedError, match="nothing here becomes that"):
+        ckptool.convert(tmp_path / "stacked.pt", "safetensors", key="model", to_names="hf:llama")

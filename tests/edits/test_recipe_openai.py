@@ -178,3 +178,11 @@ def test_clip_sees_the_same_as_the_model_of_open_clip(tmp_path: Path) -> None:
     assert torch.allclose(found.image_embeds, seen, atol=1e-6, rtol=0)
     assert torch.allclose(found.text_embeds, read, atol=1e-6, rtol=0)
     assert_equal(converted(load_file(tmp_path / "hf" / "model.safetensors"), "openai:clip", tmp_path), own)
+
+
+def test_whisper_without_its_last_layer_is_refused(tmp_path: Path) -> None:
+    own = whisper_folder(tmp_path / "hf")
+    short = {name: value for name, value in own.items() if ".layers.2." not in name}
+    save_file(short, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"2 values of \{E\}, and its configuration or another tensor says 3"):
+        ckptool.convert(tmp_path / "hf" / "model.safetensors", "safetensors", to_names="openai:whisper")

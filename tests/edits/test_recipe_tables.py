@@ -330,3 +330,25 @@ def test_logits_are_those_of_metas_model(
     made = Meta(meta, 4, groups).logits(tokens)
     assert torch.allclose(made, logits(model)[0], atol=1e-4)
     assert_equal(converted(meta, f"hf:{name.lower()}", tmp_path / "b", {"n_heads": 4, "n_kv_heads": groups}), files)
+
+
+def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
+    files = files_of(tiny("Qwen3Moe", **EXPERTS["qwen3_moe"][1]), tmp_path / "hf")
+    del files["model.layers.1.mlp.experts.1.up_proj.weight"]
+    with pytest.raises(RefusedError, match=r"experts\.1\.up_proj\.weight' is missing"):
+        converted(files, "stacked:qwen3_moe", tmp_path)
+
+
+@pytest.mark.parametrize("numbers", [{"num_attention_heads": 4}, {"num_attention_heads": 4, "multi_query": True}])
+def test_falcon_without_its_configuration_is_refused(numbers: Any, tmp_path: Path) -> None:
+    state = {"transformer.h.0.self_attention.query_key_value.weight": torch.ones(12, 8)}
+    with pytest.raises(RefusedError, match="new_decoder_architecture is not known"):
+        converted(state, "split:falcon", tmp_path, numbers)
+
+
+def test_phi4_mini_rotates_only_some_of_a_head(tmp_path: Path) -> None:
+    phi = tiny("Phi3", num_key_value_heads=2, intermediate_size=6)
+    files = files_of(phi, tmp_path / "hf")
+    for config in ({"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}):
+        with pytest.raises(RefusedError, match=r"partial_rotary_factor = 0\.75"):
+            converted(files, "hf:llama", tmp_path, config)

@@ -149,3 +149,9 @@ def test_what_cannot_be_resized_is_refused(name: str, tmp_path: Path) -> None:
     state, message = REFUSED[name]
     with pytest.raises(RefusedError, match=message):
         resized(state, tmp_path, 8)
+
+
+def test_views_of_one_storage_are_refused(tmp_path: Path) -> None:
+    whole = torch.randn(10, 4)
+    with pytest.raises(RefusedError, match="shares its storage with other tensors"):
+        resized({NAME: whole[:6], "other.weight": whole[6:]}, tmp_path, 8)

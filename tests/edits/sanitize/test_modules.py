@@ -139,3 +139,12 @@ def test_the_versions_are_those_of_torch(tmp_path: Path, out: Path) -> None:
     for module, state in zip(made, loaded):
         found = oracle.difference(module.state_dict(), state)
         assert not found, (type(module), found)
+
+
+def test_without_as_state_dict_a_module_is_refused(tmp_path: Path, out: Path) -> None:
+    torch.save({"m": nn.Linear(1, 1), "x": 1}, tmp_path / "in.pth")
+    with pytest.raises(RefusedError, match="it holds a pickled module at m") as refusal:
+        sanitized(tmp_path / "in.pth", out)
+    assert "as_state_dict" in refusal.value.next
+    with pytest.raises(RefusedError, match="it holds a pickled module at m"):
+        sanitized(tmp_path / "in.pth", out, drop_unknown=True)
