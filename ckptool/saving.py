@@ -42,9 +42,9 @@ from .files.write.output import check_folder_target, check_output, write_file, w
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
+from .formats.losses import Promise
 from .formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text, takes_path
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of, refuse_step_file
-from .formats.promises import Promise
 from .formats.readback import check_file, check_folder
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
@@ -24,6 +25,7 @@ from .objects import by_name, class_name, list_items, local_shards, named_attrib
 from .survey import TensorEntry
 from .tensors import SHARDED_CLASSES, Tensor, TensorReader, contiguous_strides, is_contiguous, is_sharded, rebuild_calls
 
+_T = TypeVar("_T")
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
 
@@ -56,16 +58,18 @@ def ranges_of(
     if not len(mesh) == len(coordinate) == len(placements) <= _MAX_MESH_DIMENSIONS:
         return None
     dimensions: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
-    for placement, size, number in zip(placements, mesh, coordinate):
-        if placement.dim < 0:
+    for (_, dim, count), size, number in zip(placements, mesh, coordinate):
+        if dim < 0:
             continue
-        if placement.dim >= len(shape) or not 0 <= number < size:
+        if dim >= len(shape) or not (0 <= number < size and 0 < max(len(dimensions[dim]), 1) * count <= _MAX_RANGES):
             return None
-        ranges = dimensions[placement.dim]
-        if not 0 < max(len(ranges), 1) * placement.pieces <= _MAX_RANGES:
-            return None
-        pieces = [_chunk(ranges, placement.pieces, piece) for piece in range(placement.pieces)]
-        dimensions[placement.dim] = _joined(part for piece in pieces for part in _chunk(piece, size, number))
+        joined: list[Range] = []
+        for piece in range(count):
+            for begin, end in _chunk(_chunk(dimensions[dim], count, piece), size, number):
+                if joined and joined[-1][1] == begin:
+                    begin = joined.pop()[0]
+                joined.append((begin, end))
+        dimensions[dim] = joined
     return tuple(tuple(ranges) for ranges in dimensions)
 
 
@@ -81,15 +85,6 @@ def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
             chunk.append((low + first - at, low + last - at))
         at += high - low
     return chunk
-
-
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    joined: list[Range] = []
-    for begin, end in ranges:
-        if joined and joined[-1][1] == begin:
-            begin = joined.pop()[0]
-        joined.append((begin, end))
-    return joined
 
 
 def _length(ranges: Iterable[Range]) -> int:
@@ -136,9 +131,7 @@ class Mesh(NamedTuple):
         return any(_PIPELINE.match(name) for name in self.outer)
 
     def is_ascending(self, placements: Sequence[str]) -> bool:
-        """Return whether the ranks ascend along each mesh dimension that divides a tensor; True if the ranks are
-        unknown.
-        """
+        """Return whether the ranks ascend along each mesh dimension that divides a tensor, or are unknown."""
         if not self.members or len(placements) != len(self.shape):
             return True
         steps = zip(placements, self.shape, contiguous_strides(self.shape))
@@ -155,12 +148,9 @@ class Mesh(NamedTuple):
         """The mesh as text, such as "dp=2, tp=4 on cuda" or "2x4 on cuda"."""
         sizes = [str(size) for size in self.shape]
         named = len(self.names) == len(sizes)
-        where = f" on {self.device}" if self.device else ""
-        if not sizes:
-            return f"a mesh{where}"
-        if len(sizes) == 1 and not named:
-            return f"{pluralize(self.shape[0], 'rank')}{where}"
-        return (", ".join(map("=".join, zip(self.names, sizes))) if named else "x".join(sizes)) + where
+        words = ", ".join(map("=".join, zip(self.names, sizes))) if named else "x".join(sizes)
+        words = pluralize(self.shape[0], "rank") if len(sizes) == 1 and not named else words or "a mesh"
+        return words + (f" on {self.device}" if self.device else "")
 
 
 class ShardPart(NamedTuple):
@@ -238,24 +228,20 @@ class ShardingSummary(NamedTuple):
     meshes: tuple[Mesh, ...]
 
     @property
-    def expected(self) -> int:
-        """The number of ranks that hold parts of the tensors, as far as known; 0 if unknown."""
-        members = {rank for mesh in self.meshes for rank in mesh.members}
-        return max([len(members), *(mesh.ranks for mesh in self.meshes)])
+    def members(self) -> set[int]:
+        """The ranks that hold parts of the tensors, as far as known."""
+        return {rank for mesh in self.meshes for rank in mesh.members}
 
     @property
-    def absent(self) -> tuple[int, ...]:
-        """The ranks that hold the other parts of the tensors; () if unknown."""
-        members = {rank for mesh in self.meshes for rank in mesh.members}
-        return tuple(sorted(members - {*self.ranks}))
+    def expected(self) -> int:
+        """The number of ranks that hold parts of the tensors, as far as known; 0 if unknown."""
+        return max([len(self.members), *(mesh.ranks for mesh in self.meshes)])
 
     @property
     def owner(self) -> str:
         """The rank that saved the tensors, as text: "rank 1 of 4", as far as known."""
-        most = self.expected
-        if len(self.ranks) != 1:
-            return f"one rank of {most}" if most else "one rank"
-        return f"rank {self.ranks[0]}" + (f" of {most}" if most > self.ranks[0] else "")
+        rank = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "one rank"
+        return rank + (f" of {self.expected}" if self.expected > min(self.ranks, default=0) else "")
 
     @property
     def words(self) -> str:
@@ -278,19 +264,16 @@ def sharding_summary(reader: TensorReader, entries: Iterable[TensorEntry]) -> Sh
     """Summarize the sharded tensors among the entries; return None if there are none."""
     if not has_sharded(reader.graph):
         return None
-    number = partial = 0
-    kinds: dict[str, None] = {}
-    ranks: dict[int, None] = {}
-    meshes: dict[Mesh, None] = {}
-    for entry in entries:
-        how = sharding(reader, entry.ref, entry.tensor)
-        if how is not None:
-            number += 1
-            partial += not how.is_whole(entry.tensor.shape)
-            kinds[how.kind] = meshes[how.mesh] = None
-            if how.rank >= 0:
-                ranks[how.rank] = None
-    return ShardingSummary(number, partial, tuple(kinds), tuple(ranks), tuple(meshes)) if number else None
+    every = [(entry, how) for entry in entries if (how := sharding(reader, entry.ref, entry.tensor)) is not None]
+    if not every:
+        return None
+    return ShardingSummary(
+        len(every),
+        sum(not how.is_whole(entry.tensor.shape) for entry, how in every),
+        tuple(dict.fromkeys(how.kind for _, how in every)),
+        tuple(dict.fromkeys(how.rank for _, how in every if how.rank >= 0)),
+        tuple(dict.fromkeys(how.mesh for _, how in every)),
+    )
 
 
 def sharding(reader: TensorReader, ref: Ref, tensor: Tensor) -> Sharding | None:
@@ -344,8 +327,10 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     spec = _fields(graph, fields, "_spec")
     if local is None or not spec:
         return None
-    mesh, coordinate, rank = _place_in_mesh(reader, spec.get("mesh", -1))
-    placements = [_placement(graph, part) for part in _few(graph, spec, "placements")]
+    mesh, coordinate, rank = _cached(graph, "place in a mesh", spec.get("mesh", -1), partial(_read_place, reader))
+    placements = [
+        _cached(graph, "placement", part, partial(_read_placement, graph)) for part in _few(graph, spec, "placements")
+    ]
     ranges = ranges_of(tensor.shape, mesh.shape, coordinate, placements) if coordinate is not None else None
     if ranges is not None and tuple(map(_length, ranges)) != local.shape:
         ranges = None  # DTensor.from_local takes parts of uneven sizes
@@ -354,15 +339,6 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     part = ShardPart(fields["_local_tensor"], local.shape, ranges)
     words = tuple(placement.words for placement in placements)
     return Sharding("DTensor", (part,), words, mesh, rank, parameter)
-
-
-def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...] | None, int]:
-    """Return a mesh, and the coordinates and number of the rank that saved it. Cached: most tensors share a mesh."""
-    graph, key = reader.graph, ("place in a mesh", ref)
-    if key not in graph.cache:
-        graph.cache[key] = _read_place(reader, ref, ())
-    found: tuple[Mesh, tuple[int, ...] | None, int] = graph.cache[key]
-    return found
 
 
 def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
@@ -380,7 +356,6 @@ def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
 
 
 def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
-    """Return the values of an integer tensor; () if they cannot be read."""
     code = {"int32": "i", "int64": "q"}.get(tensor.dtype, "")
     if not code or not 0 < tensor.numel <= _MAX_RANKS or not is_contiguous(tensor):
         return ()
@@ -393,8 +368,11 @@ def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
     return struct.unpack(f"{order}{tensor.numel}{code}", data) if len(data) == size else ()
 
 
-def _read_place(reader: TensorReader, ref: Ref, ranks: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...] | None, int]:
-    """Read a mesh. ``ranks`` are the ranks of the whole mesh, used if the pickle does not list them."""
+def _read_place(
+    reader: TensorReader, ref: Ref, ranks: tuple[int, ...] = ()
+) -> tuple[Mesh, tuple[int, ...] | None, int]:
+    """Read a mesh, and the coordinates and number of the rank that saved it. ``ranks`` are the ranks of the whole mesh,
+    used if the pickle does not list them."""
     graph = reader.graph
     fields = named_attributes(graph, ref) if ref >= 0 else {}
     coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))
@@ -428,9 +406,8 @@ def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
 
 
 def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the sizes and strides of each mesh dimension within the list of ranks; both lists are empty if unknown. A
-    flattened dimension has several sizes and strides. Source: torch/distributed/_mesh_layout.py. Before torch 2.13, a
-    layout has the sizes of all dimensions in one tuple."""
+    """Return the sizes and strides of each mesh dimension, several for a flattened one; empty lists if unknown. Before
+    torch 2.13, one tuple has the sizes of all dimensions. Source: torch/distributed/_mesh_layout.py."""
     layout = named_attributes(graph, ref)
     parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
     for name, values in parts.items():
@@ -453,16 +430,16 @@ def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Seque
     return total
 
 
-def _placement(graph: Graph, ref: Ref) -> Placement:
-    """Read ``Shard(0)``, ``Replicate()`` or ``Partial(sum)``; the text nearly equals torch's."""
-    key = ("placement", ref)
-    if key not in graph.cache:
-        graph.cache[key] = _read_placement(graph, ref)
-    found: Placement = graph.cache[key]
+def _cached(graph: Graph, what: str, ref: Ref, read: Callable[[Ref], _T]) -> _T:
+    """Read a node once: most tensors share their mesh and placements."""
+    if (what, ref) not in graph.cache:
+        graph.cache[what, ref] = read(ref)
+    found: _T = graph.cache[what, ref]
     return found
 
 
 def _read_placement(graph: Graph, ref: Ref) -> Placement:
+    """Read ``Shard(0)``, ``Replicate()`` or ``Partial(sum)``; the text nearly equals torch's."""
     fields = named_attributes(graph, ref)
     name = class_name(graph, ref).rpartition(".")[2]
     dim = _number(_value(graph, fields, "dim"))
@@ -471,8 +448,7 @@ def _read_placement(graph: Graph, ref: Ref) -> Placement:
     if "split_factor" in fields:
         pieces = _number(_value(graph, fields, "split_factor"))
         words.append(str(pieces))
-    reduced = _value(graph, fields, "reduce_op")
-    words += [_name(reduced)] if reduced else []
+    words += [_name(reduced)] if (reduced := _value(graph, fields, "reduce_op")) else []
     return Placement(f"{cut(name, _MAX_NAME)}({', '.join(words)})", dim, pieces)
 
 
@@ -511,7 +487,6 @@ def _value(graph: Graph, fields: dict[str, Ref], name: str) -> Node:
 
 
 def _few(graph: Graph, fields: dict[str, Ref], name: str) -> tuple[Ref, ...]:
-    """Return the references in a list or tuple field; () if there are more than a mesh or tensor has dimensions."""
     refs = list_items(graph.nodes[fields[name]]) if name in fields else ()
     return refs if len(refs) <= LIMITS.dimensions else ()
 

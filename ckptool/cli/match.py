@@ -35,16 +35,7 @@ from .options import (
     other_key_option,
     quiet_option,
 )
-from .render import (
-    advised_step,
-    clean,
-    emit_report,
-    say_model,
-    say_problems,
-    step_lines,
-    table,
-    unreadable,
-)
+from .render import advised_step, clean, emit_report, say_model, say_problems, step_lines, table, unreadable
 from .terminal import judged
 
 Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]

@@ -17,13 +17,7 @@ from ..base.engines import LOCAL, Precomputed
 from ..base.errors import CkptoolError, EngineError, UnreadableError
 from ..base.records import NamedTuple
 from ..base.text import BREVITY, Brevity, pluralize, shown
-from ..reports.file_rows import (
-    PASSED_OVER,
-    UNREADABLE,
-    FileVerdict,
-    file_row,
-    size_of,
-)
+from ..reports.file_rows import PASSED_OVER, UNREADABLE, FileVerdict, file_row, size_of
 from .options import Workers, worst
 from .render import emit, emit_part, failure, flush, say, say_error, table, tell, to_json
 

@@ -19,16 +19,7 @@ from ..reports.file_rows import FileVerdict
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
 from .inputs import Inputs, input_options
-from .options import (
-    ALL_FORMATS,
-    PLAIN_KINDS,
-    Workers,
-    format_option,
-    key_option,
-    listing,
-    sort_option,
-    unmatched_lines,
-)
+from .options import ALL_FORMATS, PLAIN_KINDS, Workers, format_option, key_option, listing, sort_option, unmatched_lines
 from .render import ARROW, clean, problem_lines, table
 from .runner import JSON, Answer, Columns, FileCommand, report_text, run
 from .terminal import draws, progress_bar, watched

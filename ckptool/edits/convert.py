@@ -10,17 +10,7 @@ from ..base.findings import INNER
 from ..base.globs import escaped
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
-from ..base.steps import (
-    AnyStep,
-    NextStep,
-    Step,
-    argument,
-    command,
-    folder_of,
-    option,
-    suggested_output,
-    tree_step,
-)
+from ..base.steps import AnyStep, NextStep, Step, argument, command, folder_of, option, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
 from ..checkpoint.paths import within

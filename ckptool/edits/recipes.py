@@ -26,9 +26,9 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.archives import read_object
 from ..files.sources import FolderSource, Span
-from ..formats.megatron.args import arguments
+from ..formats.names.megatron import arguments
 from ..formats.opening import open_checkpoint, takes_path
-from ..formats.pieces.chunks import Chunk, RowSource, joined
+from ..formats.pieces import Chunk, RowSource, assembled
 from ..formats.rank_part import part_of
 from ..formats.recipes.evaluation import (
     Block,
@@ -389,7 +389,7 @@ def _made(work: Recomputation, output: Output, refs: Mapping[str, tuple[Ref, Ref
     places = tuple(block._replace(source=str(stored[block.source])) for block in output.blocks)
     identity = output.shape, places
     if identity not in known:
-        piece = joined(chunks, output.grid, dtype.itemsize, output.name).span
+        piece = assembled(chunks, output.grid, dtype.itemsize, output.name).span
         assert piece is not None
         known[identity] = work.tensor(output.name, dtype, output.shape, piece, first.location)
     return known[identity]

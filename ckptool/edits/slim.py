@@ -27,14 +27,7 @@ from ..files.threads import run_in_threads
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS
 from ..pickles.nodes import Ref
-from ..values.elements import (
-    StorageReader,
-    as_in_file,
-    elements,
-    reblocked,
-    storage_reader,
-    tensor_size,
-)
+from ..values.elements import StorageReader, as_in_file, elements, reblocked, storage_reader, tensor_size
 from .averages import Purpose, fit_for
 from .recompute import Recomputation
 from .storages import Use, chosen_storages, has_bits, refuse_bits, repointed

@@ -18,28 +18,13 @@ from typing import Any, Final, cast
 
 from ..base import addresses, lazy
 from ..base.addresses import conceal, is_remote
-from ..base.errors import (
-    NO_FILE,
-    MalformedError,
-    RefusedError,
-    UnreadableError,
-    refuse_file_uri,
-    refuse_one_slash,
-)
+from ..base.errors import NO_FILE, MalformedError, RefusedError, UnreadableError, refuse_file_uri, refuse_one_slash
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted
-from .sources import (
-    BytesSource,
-    FilePath,
-    MemberSource,
-    SliceSource,
-    Source,
-    open_error,
-    open_source,
-)
+from .sources import BytesSource, FilePath, MemberSource, SliceSource, Source, open_error, open_source
 from .tars import is_header, members
 from .zips.reader import read_archive
 

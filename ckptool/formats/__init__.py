@@ -130,12 +130,12 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "megatron",
         "folders of Megatron-LM: `mp_rank_XX/model_optim_rng.pt` of all tensor-parallel and pipeline ranks, joined",
-        "megatron.folder",
+        "megatron",
     ),
     FolderFormat(
         "parts",
         "folders with the parts of one model, as recipes describe them: `consolidated.00.pth` of Llama and so on",
-        "parts.folder",
+        "parts",
         by_names=False,
         endings=(".pth", ".pt", ".safetensors"),
     ),

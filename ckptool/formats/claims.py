@@ -1,14 +1,10 @@
-"""The recorded checksums of input bytes that an output uses, to be verified while the output is written.
-
-They are derived from the plan, not from the edits behind it: every input byte that a piece copies, or reads to compute
-other bytes, is in a span of that piece.
-"""
+"""The recorded checksums of the input bytes in a plan, to be verified while the output is written."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from itertools import accumulate
 from typing import Final
 
@@ -39,11 +35,9 @@ def claims_of(
 ) -> tuple[ExpectedChecksum, ...]:
     """Return the recorded checksums of all that the plans of an output read.
 
-    There is one exception. A record that is copied whole from a single file is not verified if the output has
-    checksums: the output repeats the recorded checksum, so any damage stays visible. ``output`` is the
-    format of the output, or None for an unchanged copy, and for an output that is not a checkpoint. ``whole`` says that
-    the files of a folder are copied unchanged; then the structure of each file is also checked, and MalformedError is
-    raised for damage.
+    A record that is copied whole from a single file is not verified if the output repeats its checksum: any damage
+    stays visible. ``output`` is the format of the output, or None for an unchanged copy, and for other outputs. With
+    ``whole``, the files of a folder are copied unchanged: raises MalformedError if the structure of one is damaged.
     """
     members = tuple(member_checksums(checkpoint))
     if all(each.traits.no_checksums for each in checkpoint.inputs):
@@ -88,15 +82,13 @@ class _Reads:
 
     def claims(self, source: Source, begin: int, end: int) -> bool:
         """Return whether a record is read, except by a copy of the whole record."""
-        if (ranges := self.others.get(id(source))) and ranges.meet(begin, end):
-            return True
-        ranges = self._copied.get(id(source))
-        return ranges is not None and ranges.meet(begin, end) and not ranges.contain(begin, end)
+        others, copied = (kind.get(id(source), _NOTHING) for kind in (self.others, self._copied))
+        return others.meet(begin, end) or (copied.meet(begin, end) and not copied.contain(begin, end))
 
     def touch(self, span: Span) -> bool:
         """Return whether any of these bytes are read."""
         return any(
-            (ranges := kind.get(id(source))) is not None and ranges.meet(begin, begin + size)
+            kind.get(id(source), _NOTHING).meet(begin, begin + size)
             for source, begin, size in origins(span)
             for kind in (self.others, self._copied)
         )
@@ -121,45 +113,31 @@ class _Ranges:
         return last > 0 and self._reach[last - 1] >= end
 
 
-def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterator[ExpectedChecksum]:
-    """Yield the recorded checksums of the records that are read, for all inputs.
+_NOTHING: Final = _Ranges(set())
 
-    If ``whole`` files are copied, this includes the records of tensors that are otherwise assembled.
-    """
+
+def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterator[ExpectedChecksum]:
+    """Yield the recorded checksums of the records that are read; with ``whole``, also of parts of assembled tensors."""
     seen = set[int]()
     for each in checkpoint.inputs:
         if each.traits.no_checksums or id(each.container) in seen:
             continue
         seen.add(id(each.container))
-        names = _StorageNames(each)
+        names = cache(partial(_storage_names, each))  # called when a message first needs one
         container = each.container
         for record in container.records() if whole else container.outer_records(reads.touch if reads.few else None):
             if not record.crc:
                 continue
-            for source, at, size in origins(record.span):
-                if reads.claims(source, at, at + size):
-                    break
-            else:
-                continue
-            where = _Place(record, names)
-            known = None if record.compressed else checkpoint.cache.checksums
-            yield new_tuple(ExpectedChecksum, (record.span, record.size, record.compressed, record.crc, where, known))
+            if any(reads.claims(source, at, at + size) for source, at, size in origins(record.span)):
+                known = None if record.compressed else checkpoint.cache.checksums
+                facts = (record.span, record.size, record.compressed, record.crc, _Place(record, names), known)
+                yield new_tuple(ExpectedChecksum, facts)
 
 
-class _StorageNames:
-    """A tensor path for the key of each storage in use; found when a message first needs one."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    @cached_property
-    def paths(self) -> Mapping[str, str]:
-        survey = self._checkpoint.lenient().survey
-        paths: dict[str, str] = {}
-        for entry in survey.tensors:
-            for part in survey.reader.parts(entry.tensor):
-                paths.setdefault(part.storage, entry.path)
-        return paths
+def _storage_names(checkpoint: Checkpoint) -> Mapping[str, str]:
+    survey = checkpoint.lenient().survey
+    entries = reversed(survey.tensors)
+    return {part.storage: entry.path for entry in entries for part in survey.reader.parts(entry.tensor)}
 
 
 class _Place:
@@ -167,17 +145,14 @@ class _Place:
 
     __slots__ = ("_names", "_record")
 
-    def __init__(self, record: StoredRecord, names: _StorageNames) -> None:
+    def __init__(self, record: StoredRecord, names: Callable[[], Mapping[str, str]]) -> None:
         self._record, self._names = record, names
 
     def __str__(self) -> str:
-        record, key, paths = self._record, self._record.key, self._names.paths
-        if key not in paths:
-            keys = [key for key in (key, *record.part_of) if key]
-            key = next((key for key in keys if key in paths), next(iter(keys), ""))
-        name = record.name
-        if ": " in name:
-            name = name.removeprefix(f"{record.span.source.name.rpartition('/')[2]}: ")
+        record, paths = self._record, self._names()
+        keys = [key for key in (record.key, *record.part_of) if key]
+        key = next((key for key in keys if key in paths), next(iter(keys), ""))
+        name = record.name.removeprefix(f"{record.span.source.name.rpartition('/')[2]}: ")
         return f"record {name}: the storage of {paths.get(key, key)}" if key else f"record {name}"
 
     def __reduce__(self) -> tuple[object, ...]:

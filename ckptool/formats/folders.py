@@ -12,7 +12,7 @@ from ..base.findings import INCOMPLETE, Finding
 from ..base.limits import LIMITS
 from ..base.steps import as_step
 from ..base.text import join_limited, pluralize
-from ..checkpoint.container import Container, FoundPickle
+from ..checkpoint.container import Container, FoundPickle, is_complete
 from ..checkpoint.objects import named_and_called
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import Folder
@@ -44,13 +44,19 @@ class ShardedContainer(Container):
         level: str,
         message: str,
         where: str = "",
+        offset: int = -1,
         *,
         refused: bool = False,
         storages: Collection[str] | None = None,
     ) -> None:
         """Add a problem of the whole checkpoint, or of these ``storages``."""
         if len(self.problems) < LIMITS.listed:
-            self.problems.append(Finding(code, level, message, where, refused=refused, storages=storages))
+            self.problems.append(Finding(code, level, message, where, offset, refused=refused, storages=storages))
+
+    @property
+    def completeness(self) -> str:
+        """Whether all parts are there, as text."""
+        return "all there" if is_complete(self.problems) else "incomplete"
 
     def note_lost(self, message: str, where: str = "") -> None:
         """Report that a part is missing, damaged, or from another save."""
@@ -59,10 +65,7 @@ class ShardedContainer(Container):
     def _read_file(
         self, folder: Folder, name: str, stack: ExitStack, read: Callable[[Source, str], T], subject: str
     ) -> T | None:
-        """Read a file of the folder with ``read``; report a problem and return None if it cannot be read.
-
-        Raises the error if a server failed.
-        """
+        """Read a file of the folder; report a problem and return None if it cannot be read."""
         try:
             source = folder.open(name)
             stack.callback(source.close)
@@ -80,7 +83,7 @@ def in_file(problem: Finding, name: str) -> Finding:
     return problem._replace(message=f"{name}: {problem.message}", where=name)
 
 
-def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Finding:
+def other_steps_note(path: str, latest: str, others: Sequence[str]) -> Finding:
     """Return the note on other step folders next to the one that the file ``latest`` names. ``where`` is the path of a
     later step, or ""."""
     name = os.path.basename(path)
@@ -105,10 +108,7 @@ def opening(folder: str, next: str = "") -> Iterator[ExitStack]:
 
 
 def open_listing(folder: Folder, name: str, stack: ExitStack, subject: str) -> Source:
-    """Open the file that lists the content of a folder; ``subject`` names it in errors.
-
-    Raises UnreadableError, and MalformedError for a placeholder.
-    """
+    """Open the file that lists the content of a folder; raise UnreadableError, or MalformedError for a placeholder."""
     try:
         listing = folder.open(name)
     except UnreadableError as error:

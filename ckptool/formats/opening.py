@@ -62,7 +62,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         raise explain_directory(name)
     elif os.path.isdir(name + _TENSORS):
-        from .joined import xser
+        from . import xser
 
         if referenced := xser.read(name):
             return Checkpoint.of(name, *referenced)
@@ -181,7 +181,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     try:
         container = read_container(source)
         if any(node.name == "TensorReference" for _, node in container.graph.of_type(Global)):
-            from .joined.xser import missing_tensors
+            from .xser import missing_tensors
 
             container.problems.extend(missing_tensors(container.graph, source.name))
         return Checkpoint.of(source.name, source, container)

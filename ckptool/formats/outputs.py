@@ -13,8 +13,7 @@ from ..base.suffixes import SAFETENSORS, TORCH
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint, Target
     from ..files.sources import FolderPlan, Plan
-    from .losses import Fit
-    from .promises import Promise
+    from .losses import Fit, Promise
 
 
 class Writer(Protocol):

@@ -21,23 +21,13 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import open_folder
-from ..files.sources import (
-    AppendPlan,
-    ExpectedChecksum,
-    FolderPlan,
-    FolderSource,
-    Plan,
-    Source,
-    Span,
-    links_outside,
-)
+from ..files.sources import AppendPlan, ExpectedChecksum, FolderPlan, FolderSource, Plan, Source, Span, links_outside
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from . import read_folder, repickled
 from .claims import claims_of
-from .losses import refuse_emptied
+from .losses import Promise, refuse_emptied
 from .outputs import OUTPUTS, OutputFormat, named_format
-from .promises import Promise
 from .repickled import verified_pickle
 
 #: The default shard size in bytes, as in huggingface_hub.
@@ -56,7 +46,7 @@ def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
     if target is None:
         return None
     writer = OUTPUTS[target.format].writer(target.shard_size)
-    return _tolerating(writer.promise(checkpoint, target), checkpoint)
+    return writer.promise(checkpoint, target)._replace(odd=_odd(checkpoint))
 
 
 def promise_in_place(checkpoint: Checkpoint) -> Promise:
@@ -64,19 +54,22 @@ def promise_in_place(checkpoint: Checkpoint) -> Promise:
     container = checkpoint.container
     gone = TensorReader(container.graph).storages.keys() - used_storages(checkpoint.graph, checkpoint.path).keys()
     dropped = {f"{container.root}/data/{key}".lower() for key in gone} | {f"{container.root}{_CONTRACT}".lower()}
-    return _tolerating(repickled.promise(checkpoint), checkpoint)._replace(dropped=frozenset(dropped))
+    return repickled.promise(checkpoint)._replace(odd=_odd(checkpoint), dropped=frozenset(dropped))
 
 
-def _tolerating(promise: Promise, checkpoint: Checkpoint) -> Promise:
-    return promise._replace(odd=frozenset(problem.code for problem in checkpoint.container.problems))
+def _odd(checkpoint: Checkpoint) -> frozenset[str]:
+    return frozenset(problem.code for problem in checkpoint.container.problems)
 
 
 def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
     """Return the output of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
     ``output`` is the output name, "" if unknown. Raises MalformedError for a damaged file, and RefusedError if
     something would be lost or the name has the suffix of another format."""
-    if not follow_links:
-        _refuse_links(checkpoint)
+    files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) and not follow_links else ()
+    if link := next((file.name for file in files if links_outside(file.name)), ""):  # it could lead to any file
+        what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
+        step = "if its content may go into the output, add `--follow-links`"
+        raise RefusedError(what, path=checkpoint.path, next=step)
     if checkpoint.target is not None:
         _check_target(checkpoint.target, output)
     target = target_of(checkpoint, output)
@@ -104,25 +97,30 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, planned, written_as)
-    in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
-    if target.format == checkpoint.traits.writes_as or (in_files and target.shard_size):
+    if target.format == checkpoint.traits.writes_as or (_in_files(checkpoint) and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 
 
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
     """Return the target for an output name; None if the input is copied unchanged."""
-    # An unedited folder is also rewritten if the output is a single file.
-    in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
-    if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)) and not _is_nested(checkpoint):
-        return None
-    return checkpoint.target or _own_target(checkpoint, output)
-
-
-def _is_nested(checkpoint: Checkpoint) -> bool:
-    """Return whether files in several folders have the same name, so that no folder can hold copies of them all."""
+    # An unedited folder is also rewritten if the output is a single file, or if files in several folders have the same
+    # name, so that no folder can hold copies of them all.
+    joins = _in_files(checkpoint) and not makes_folder(checkpoint, output)
     files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
-    return len({os.path.basename(file.name) for file in files}) < len(files)
+    if not (checkpoint.edited or joins or len({os.path.basename(file.name) for file in files}) < len(files)):
+        return None
+    own, metadata = checkpoint.traits.writes_as or "torch", checkpoint.metadata
+    if checkpoint.target is None and checkpoint.traits.sharded:
+        layout = checkpoint.container.shard_layout
+        size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
+        return Target(own, "", "", metadata, size, layout.stem, layout.variant)
+    moved = own == "same" and checkpoint.needs_relayout
+    return checkpoint.target or Target("torch" if moved else own, metadata=metadata)
+
+
+def _in_files(checkpoint: Checkpoint) -> bool:
+    return checkpoint.traits.sharded or not checkpoint.traits.writes_as
 
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
@@ -164,14 +162,13 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     pattern = {"*", "{"} & {*os.path.basename(source.name)} and not os.path.lexists(source.name)
     if not isinstance(source, FolderSource) or pattern:
         return Companions()  # a pattern selects its files only
-    planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
-    taken = planned_names.difference(checkpoint.companions)
+    names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set[str]()
+    taken = names.difference(checkpoint.companions)
     paths = [path for path in (*source.beside, *source.links) if os.path.basename(path) in taken]
     copied = tuple(map(os.path.basename, paths))
     used = (*paths, *(file.name for file in source.files))
     own = {os.path.relpath(path, source.folder).partition(os.sep)[0] for path in used}
-    names = open_folder(source.folder).names(strict=True)
-    others = {name for name in names if not name.startswith(".")} - own
+    others = {name for name in open_folder(source.folder).names(strict=True) if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
     folder = os.path.realpath(source.folder)
     here = {os.path.basename(path) for path in paths if os.path.realpath(os.path.dirname(path)) == folder}
@@ -180,17 +177,12 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
 
 
 def _refuse_discarded(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if torch fails at an object that the pickle builds and discards: rewritten, the file would
-    load.
-
-    Removing such objects is the task of ``sanitize``.
-    """
+    """Raise RefusedError if torch fails at an object that the pickle discards: rewritten, the file would load."""
     if any(change.edit == "sanitize" for change in checkpoint.changes):
         return
     own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient()
-    graph, reader = own.graph, own.survey.reader
-    kept = _kept(graph)
-    used = {storage.key for ref, storage in reader.uses() if ref in kept}
+    kept = _kept(own.graph)
+    used = {storage.key for ref, storage in own.survey.reader.uses() if ref in kept}
     for flaw in storage_flaws(own):
         of_storage = flaw.code in ("missing-storage", "storage-size")
         if flaw.refused_by_torch and (flaw.where not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
@@ -215,27 +207,15 @@ def _kept(graph: Graph) -> set[Ref]:
     return kept
 
 
-def _refuse_links(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if a part of a folder is a link out of it: a downloaded folder could link to any file."""
-    files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
-    link = next((file.name for file in files if links_outside(file.name)), "")
-    if link:
-        what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
-        step = "if its content may go into the output, add `--follow-links`"
-        raise RefusedError(what, path=checkpoint.path, next=step)
-
-
 def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_links: bool) -> Plan | FolderPlan:
-    """Return a planned folder with the companion files of the input folder."""
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
         return planned
-    changed = tuple((name, Plan((data,))) for name, data in checkpoint.companions.items())
-    planned = FolderPlan((*planned.files, *changed))
-    planned_names = {name for name, _ in planned.files}
+    changed = ((name, Plan((data,))) for name, data in checkpoint.companions.items())
+    files = dict((*planned.files, *changed))
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
     places = [(open_folder(os.path.dirname(path)), os.path.basename(path)) for path in every]
-    beside = [place for place in places if place[1] not in planned_names and place[0].size(place[1]) is not None]
-    return FolderPlan((*planned.files, *_whole_files(folder.open(name) for folder, name in beside).files))
+    beside = [place for place in places if place[1] not in files and place[0].size(place[1]) is not None]
+    return FolderPlan((*files.items(), *_whole_files(folder.open(name) for folder, name in beside).files))
 
 
 def _whole_files(files: Iterable[Source]) -> FolderPlan:
@@ -245,15 +225,13 @@ def _whole_files(files: Iterable[Source]) -> FolderPlan:
 def _with_claims(
     checkpoint: Checkpoint, planned: Plan | FolderPlan, written_as: OutputFormat | None = None, *, whole: bool = False
 ) -> Plan | FolderPlan:
-    """Return a planned output with the recorded checksums to verify (see ``claims_of``)."""
     if isinstance(planned, Plan):
         return planned._replace(expected_checksums=claims_of(checkpoint, [planned], written_as))
     plans = [plan for _, plan in planned.files]
+    spans = ((piece, n) for n, plan in enumerate(plans) for piece in plan.pieces if isinstance(piece, Span))
     readers: dict[int, int] = {}
-    for number, plan in enumerate(plans):
-        for piece in plan.pieces:
-            if isinstance(piece, Span):
-                readers.setdefault(id(piece.source), number)
+    for piece, number in spans:
+        readers.setdefault(id(piece.source), number)
     claims: dict[int, list[ExpectedChecksum]] = {}
     for claim in claims_of(checkpoint, plans, written_as, whole=whole):
         # Verified with the first file that copies from the source, so that its bytes are read once.
@@ -264,22 +242,12 @@ def _with_claims(
     )
 
 
-def _own_target(checkpoint: Checkpoint, output: str) -> Target:
-    container, own = checkpoint.container, checkpoint.traits.writes_as or "torch"
-    if checkpoint.traits.sharded:
-        layout = container.shard_layout
-        size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
-        return Target(own, "", "", checkpoint.metadata, size, layout.stem, layout.variant)
-    return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=checkpoint.metadata)
-
-
 def is_folder_name(output: str) -> bool:
     """Return whether a name can only name a folder."""
     return output.endswith(os.sep)
 
 
 def _check_target(target: Target, output: str) -> None:
-    """Raise RefusedError if the output name has the suffix of another format than requested."""
     stem = os.path.splitext(output)[0]
     named, written_as = named_format(output), OUTPUTS[target.format]
     if output.endswith(WEIGHTS) and (target.shard_size or written_as.folder):
@@ -327,13 +295,12 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         return InPlace(None)
     refuse_damage(checkpoint)
     refuse_emptied(checkpoint)
-    if checkpoint.added or checkpoint.others:
-        what = "the edit makes new bytes of tensors, which need a new file"
-        raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
+    what = "the edit makes new bytes of tensors, which need a new file" if checkpoint.added or checkpoint.others else ""
     program = program_of(checkpoint)
-    if program is not None:
+    if program is not None and not what:
         lazy.module("formats.programs.writer").editable(checkpoint)
         what = f"{program.kind} is not edited in place"
+    if what:
         raise RefusedError(what, path=checkpoint.path, next="write it with `-o=`")
     used, before = used_storages(checkpoint.graph, checkpoint.path), TensorReader(checkpoint.container.graph).storages
     gone = before.keys() - used.keys()

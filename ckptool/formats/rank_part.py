@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, Final
 
 from ..base.errors import CkptoolError, UnreadableError
@@ -14,12 +15,11 @@ from ..base.records import NamedTuple
 from ..base.steps import folder_of
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import list_items, values_of
+from ..checkpoint.objects import values_of
 from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address, parsed_object
 from ..files.folders import Folder, open_folder
-from ..pickles.nodes import Ref
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
 #: The most bytes of a ``params.json``.
@@ -92,53 +92,46 @@ def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     if _DEEPSPEED.isdisjoint(graph.strings) and not expert and not file.endswith("model_states.pt"):
         return None
     from . import folder_format
-    from .names.deepspeed import EXPERT, LAYER, OPTIMIZER, RANK_MODEL, whole_number
+    from .names.deepspeed import EXPERT, LAYER, OPTIMIZER, RANK_MODEL, items_in, number_in
 
     values, names = values_of(graph, graph.root), folder.names()
-
-    def number(name: str, default: int, within: Mapping[str, Ref] = values) -> int:
-        return whole_number(graph, within[name]) if name in within else default
-
-    def part(message: str, *, alone: bool, whole: bool = True, code: str = "rank-part") -> Part:
-        return Part(code, "warning", f"{message}; {_FOLDER}", folder.path if whole else "", alone=alone)
-
+    message, code, lost, whole = "", "rank-part", False, True
     own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
-    if not _ZERO.isdisjoint(own):
-        name = OPTIMIZER.match(file)
-        count, stage = number("partition_count", 0, own), number("zero_stage", 0, own)
-        message = f"it holds the optimizer partition of {f'rank {name[1]}' if name else 'one rank'}"
-        message += f"{f' of {count:,}' if count else ''} from DeepSpeed ZeRO{f' stage {stage}' if stage else ''}"
-        there = sum(OPTIMIZER.match(other) is not None for other in names)
-        return part(f"{message}: flat vectors without parameter names", alone=there < count)
     module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
-    reader = TensorReader(graph)
-    buffers = {graph.nodes[ref] for ref in list_items(graph.nodes[values.get("buffer_names", graph.root)])}
+    buffers = {graph.nodes[ref] for ref in items_in(graph, values, "buffer_names")}
+    reader, layer, name = TensorReader(graph), LAYER.match(file), OPTIMIZER.match(file)
     tensors = [tensor for name, ref in module.items() if name not in buffers and (tensor := reader.tensor(ref))]
-    if tensors and all(0 in tensor.shape for tensor in tensors):
+
+    def count(*kinds: re.Pattern[str]) -> int:
+        return min(sum(kind.match(other) is not None for other in names) for kind in kinds)
+
+    if not _ZERO.isdisjoint(own):
+        ranks, stage = number_in(graph, own, "partition_count"), number_in(graph, own, "zero_stage")
+        message = f"it holds the optimizer partition of {f'rank {name[1]}' if name else 'one rank'}"
+        message += f"{f' of {ranks:,}' if ranks else ''} from DeepSpeed ZeRO{f' stage {stage}' if stage else ''}"
+        message, lost = f"{message}: flat vectors without parameter names", count(OPTIMIZER) < ranks
+    elif tensors and all(0 in tensor.shape for tensor in tensors):
         message = "its parameters are empty: with ZeRO stage 3 the weights are in the optimizer's files"
-        there = min(sum(kind.match(other) is not None for other in names) for kind in (OPTIMIZER, RANK_MODEL))
-        return part(message, alone=there < number("dp_world_size", 1), code="weights-elsewhere")
-    ranks = number("mp_world_size", 1)
-    if tensors and ranks > 1:
+        code, lost = "weights-elsewhere", count(OPTIMIZER, RANK_MODEL) < number_in(graph, values, "dp_world_size", 1)
+    elif tensors and (ranks := number_in(graph, values, "mp_world_size")) > 1:
         message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed"
-        return part(message, alone=False)
-    message, layer = "", LAYER.match(file)
-    if tensors and number("num_experts", 0) and not any(_EXPERTS in str(name) for name in module):
-        message = "it lacks the experts of the model, which DeepSpeed saves in files of their own"
-    elif checkpoint.state_dicts and expert and all(_EXPERTS in name for name in values):
-        message = "it holds one expert of a model that DeepSpeed saved"
-    elif checkpoint.state_dicts and layer is not None and not layer[2]:
-        message = "it holds one layer of a model that DeepSpeed saved"
-    whole = folder_format(folder) is not None and (not tensors or any(map(EXPERT.match, names))) if message else False
-    return part(message, alone=not whole, whole=whole) if message else None
+    else:
+        if tensors and number_in(graph, values, "num_experts") and not any(_EXPERTS in str(name) for name in module):
+            message = "it lacks the experts of the model, which DeepSpeed saves in files of their own"
+        elif checkpoint.state_dicts and expert and all(_EXPERTS in name for name in values):
+            message = "it holds one expert of a model that DeepSpeed saved"
+        elif checkpoint.state_dicts and layer is not None and not layer[2]:
+            message = "it holds one layer of a model that DeepSpeed saved"
+        whole = bool(message) and folder_format(folder) is not None and (not tensors or any(map(EXPERT.match, names)))
+    place = folder.path if whole else ""
+    return Part(code, "warning", f"{message}; {_FOLDER}", place, alone=lost or not whole) if message else None
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:
-    """Recognise the file of one Megatron-LM rank, with slices of each tensor or some of the layers; None for other
-    files."""
+    """Recognise the file of one Megatron-LM rank; None for other files."""
     if _MEGATRON_ARGUMENT not in checkpoint.container.graph.strings:
         return None
-    from .megatron.args import arguments, number
+    from .names.megatron import arguments, number
 
     own = arguments(checkpoint.container.graph)
     tensor, pipeline = (number(own, f"{way}_model_parallel_size") for way in ("tensor", "pipeline"))
@@ -163,7 +156,7 @@ _LAYER: Final = regex(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: int, pipeline: int) -> bool:
     """Return whether a Megatron-LM file has fewer rows or layers than its arguments say. Its path does not matter."""
-    from .megatron.args import number
+    from .names.megatron import number
 
     entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient().survey.tensors
     layers = {int(match[1]) for entry in entries if (match := _LAYER.search(str(entry.key)))}
@@ -196,7 +189,7 @@ def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
     alone = folder is not None and not whole
     message = f"{share} that {shards.owner} saved, spread over {shards.over}: {_TOGETHER}"
     if alone:
-        absent = list(map(str, shards.absent))
+        absent = list(map(str, sorted(shards.members.difference(shards.ranks))))
         others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
         message += f"; those of {others} were not found beside it"
     return Part("shards", "warning", message, whole, alone=alone)
@@ -295,15 +288,9 @@ def _llama_ranks(checkpoint: Checkpoint, folder: Folder) -> int:
     rows = shapes.get("layers.0.attention.wq.weight", ())
     if len(norm) != 1 or len(rows) != 2 or not 0 < rows[0] < norm[0]:
         return 1
-    size = _attention_size(folder) or norm[0]
-    return size // rows[0] if size % rows[0] == 0 else 1
-
-
-def _attention_size(folder: Folder) -> int:
-    try:
+    size = norm[0]
+    with suppress(UnreadableError, ValueError, TypeError, KeyError, ZeroDivisionError):
         values: Any = parsed_object(folder.read("params.json", _LONGEST_JSON)) or {}
-        heads, size = values["n_heads"], values["dim"]
-        each = values.get("head_dim") or size // heads
-        return int(heads) * int(each)
-    except (UnreadableError, ValueError, TypeError, KeyError, ZeroDivisionError):
-        return 0
+        heads, each = int(values["n_heads"]), values.get("head_dim")
+        size = heads * int(each or values["dim"] // heads) or size
+    return size // rows[0] if size % rows[0] == 0 else 1

@@ -20,7 +20,7 @@ from ..pickles.compare import CompareIds, Refs, difference
 from ..pickles.decode import decode
 from ..pickles.nodes import Graph
 from . import FOLDERS, read_container, zip_kinds
-from .promises import Facts, Promise, tensor_facts
+from .losses import Facts, Promise, tensor_facts
 
 #: The parts of a storage's persistent id: the word "storage", class, key, location, and number of elements.
 _ID: Final = 5
@@ -143,7 +143,7 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
 
 
 def _check_leaves(promised: Mapping[str, Graph], read: Checkpoint) -> None:
-    from .dcp.leaves import object_items
+    from .dcp.writer import object_items
 
     leaves = object_items(read)
     _alike("the objects in it", sorted(promised), sorted(leaves))

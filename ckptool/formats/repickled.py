@@ -11,7 +11,7 @@ from ..pickles.compare import difference, redecoded
 from ..pickles.decode import decode
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
-from .promises import Promise
+from .losses import Promise
 
 
 class Verified(NamedTuple):

@@ -20,15 +20,7 @@ from ..checkpoint.tensors import Tensor, view_id
 from ..files.downloads import expect_reads
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
-from ..values.elements import (
-    Filling,
-    StorageReader,
-    elements,
-    filling,
-    in_storage_order,
-    read_for,
-    tensor_size,
-)
+from ..values.elements import Filling, StorageReader, elements, filling, in_storage_order, read_for, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.loads import need_torch, one_thread

@@ -7,10 +7,10 @@ The eight-bit formats follow "FP8 Formats for Deep Learning" and the OCP specifi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from functools import cache
-from math import inf, isfinite, nan
-from struct import iter_unpack
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from math import frexp, inf, isfinite, ldexp, nan
+from struct import iter_unpack, pack
 from sys import byteorder
 from typing import Final, TypeAlias
 
@@ -97,6 +97,28 @@ def _float8(code: int, exponent_bits: int, mantissa_bits: int, bias: int, nan_co
     if exponent == 0:
         return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+
+
+def _packed(code: str, number: float) -> bytes:
+    try:
+        return pack(f"<{code}", number)
+    except OverflowError:
+        return pack(f"<{code}", inf if number > 0 else -inf)
+
+
+def _bfloat16(number: float) -> bytes:
+    if isfinite(number) and number:
+        _, exponent = frexp(number)
+        steps = 8 - max(exponent, -125)  # eight bits of precision, fewer below the smallest normal number
+        number = ldexp(round(ldexp(number, steps)), -steps)
+    return _packed("f", number)[2:]
+
+
+#: How a number is stored in each dtype to which numbers can be rounded: once, ties to even.
+ROUNDED: Final[Mapping[str, Callable[[float], bytes]]] = {
+    "bfloat16": _bfloat16,
+    **{name: partial(_packed, code) for name, code in {"float16": "e", "float32": "f", "float64": "d"}.items()},
+}
 
 
 def json_number(value: Number | None) -> object:

@@ -20,7 +20,7 @@ from ckptool.files import threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
 from ckptool.files.write import copying, planned, space
 from ckptool.files.zips.writer import combined_crc
-from ckptool.formats.pieces.chunks import Chunk, joined
+from ckptool.formats.pieces import Chunk, assembled
 
 SIZE = 3_000_000
 
@@ -124,7 +124,7 @@ def columns(source: Path, rows: int, widths: list[int]) -> tuple[Span, list[Span
     ]
     cut = [data[part.offset : part.offset + part.size] for part in parts]
     lines = (cut[at][row * width : (row + 1) * width] for row in range(rows) for at, width in enumerate(widths))
-    return joined(chunks, (rows, begins[-1]), 1, "matrix").span, parts, b"".join(lines)
+    return assembled(chunks, (rows, begins[-1]), 1, "matrix").span, parts, b"".join(lines)
 
 
 @pytest.mark.parametrize("widths", [[700, 700], [1, 999, 30], [40_000, 123, 40_000]], ids=str)

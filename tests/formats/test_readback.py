@@ -29,9 +29,9 @@ from ckptool.files.zips.writer import RecordContent
 from ckptool.formats import repickled
 from ckptool.formats.dcp import writer as dcp_writer
 from ckptool.formats.hf import writer as hf_writer
+from ckptool.formats.losses import Promise
 from ckptool.formats.planning import promise_of
 from ckptool.formats.programs import writer as program_outputs
-from ckptool.formats.promises import Promise
 from ckptool.formats.readback import check_file
 from ckptool.formats.safetensors import writer as safetensors_writer
 from ckptool.formats.torch import legacy_writer, zip_writer

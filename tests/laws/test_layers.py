@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 #: The same inside ``formats``: its folders, and the modules in none of them. ``formats`` itself is their list.
 FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"formats"}),
-    frozenset({"losses", "promises", "rescue", "nested_rows", "zip_kinds"}),
+    frozenset({"losses", "rescue", "zip_kinds"}),
     frozenset({"outputs", "repickled"}),
     frozenset({"search"}),
     frozenset({"foreign"}),
@@ -49,7 +49,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),
     frozenset({"joined", "recipes"}),
-    frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts"}),
+    frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts", "xser"}),
     frozenset({"dcp"}),
     frozenset({"rank_part"}),
     frozenset({"checkpoint_search", "empty_weights", "planning", "readback"}),

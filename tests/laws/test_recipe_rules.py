@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.base.errors import RefusedError
-from ckptool.formats.pieces import chunks
+from ckptool.formats import pieces
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e4m3fn, torch.bool)
 
@@ -121,7 +121,7 @@ def converted(path: Path, recipe: Path, out: Path, config: dict[str, int]) -> di
 def test_every_element_gets_to_its_place(
     case: Case, dtype: torch.dtype, turn: bool, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "_WINDOW", window)
+    monkeypatch.setattr(pieces, "_WINDOW", window)
     values, start = [], 0
     for block in case.a:
         shape = [case.sizes[symbol] for symbol in sorted(symbol for part in block for symbol in part)]

@@ -14,16 +14,7 @@ from typing import Final
 
 from ...base.errors import ReadBackError
 from ...base.records import NamedTuple, new_tuple
-from ..sources import (
-    AssembledSource,
-    Computed,
-    Deferred,
-    Piece,
-    Plan,
-    Span,
-    merge_pieces,
-    size_of,
-)
+from ..sources import AssembledSource, Computed, Deferred, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
 
 _ALIGNMENT: Final = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from math import prod
@@ -20,9 +20,8 @@ from ...files.sources import Source, Span
 from ...pickles.nodes import Dict, Graph, Ref
 from .. import read_container
 from ..foreign.identification import explain_placeholder
-from ..megatron.args import Arguments, arguments, number
 from ..names.dcp import DATA, OF_RANK
-from ..names.megatron import ITERATION, ranks_in_words
+from ..names.megatron import ITERATION, Arguments, arguments, number, ranks_in_words
 from .items import edges
 from .metadata import Item
 
@@ -71,8 +70,7 @@ def open_data(
 
 
 def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span]:
-    """Return the first bytes of files that may be placeholders: not of remote files with room for their items, and of
-    the empty files of ranks with nothing to write."""
+    """Return the first bytes of files that may be placeholders; a remote file with room for its items is none."""
     ends: dict[str, int] = {}
     for item in items:
         ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
@@ -108,9 +106,9 @@ def origin_of(
     folder: Folder, names: Collection[str], reader: TensorReader, stored: Callable[[str], StorageLocation]
 ) -> Origin:
     """Return the origin of a save. ``stored`` locates the bytes of a step that is a tensor."""
-    for name, framework in _BESIDE.items():
-        beside = _graph_in(folder, name) if name in names else None
-        if beside is not None:
+    for name, framework in [item for item in _BESIDE.items() if item[0] in names]:
+        with suppress(CkptoolError), closing(folder.open(name)) as source:
+            beside = read_container(source).graph
             own = values_of(beside, beside.root)
             numbers = [_number(beside, own[key]) for key in ("iteration", "global_step") if key in own]
             return _origin(framework, arguments(beside), max(numbers, default=-1), folder)
@@ -122,8 +120,9 @@ def origin_of(
         step = -1 if ref is None else max(_number(graph, ref), _element(reader.tensor(ref), stored))
         if step >= 0:
             return Origin(framework, step)
-    run = arguments(graph)
-    return _origin("Megatron-LM", run, max(_iterations(graph), default=-1), folder) if run else Origin()
+    run, inner = arguments(graph), (values_of(graph, ref) for ref, _ in graph.of_type(Dict))
+    steps = [_number(graph, own["iteration"]) for own in inner if own.keys() >= {"args", "iteration"}] if run else []
+    return _origin("Megatron-LM", run, max(steps, default=-1), folder) if run else Origin()
 
 
 def _origin(framework: str, run: Arguments, step: int, folder: Folder) -> Origin:
@@ -136,19 +135,6 @@ def _origin(framework: str, run: Arguments, step: int, folder: Folder) -> Origin
     return Origin(framework + parallel, step if step >= 0 else None)
 
 
-def _iterations(graph: Graph) -> Iterator[int]:
-    for ref, _ in graph.of_type(Dict):
-        own = values_of(graph, ref)
-        if "args" in own and "iteration" in own:
-            yield _number(graph, own["iteration"])
-
-
-def _graph_in(folder: Folder, name: str) -> Graph | None:
-    with suppress(CkptoolError), closing(folder.open(name)) as source:
-        return read_container(source).graph
-    return None
-
-
 def _number(graph: Graph, ref: Ref) -> int:
     node = graph.nodes[ref]
     return node if type(node) is int else -1
@@ -156,10 +142,8 @@ def _number(graph: Graph, ref: Ref) -> int:
 
 def _element(tensor: Tensor | None, stored: Callable[[str], StorageLocation]) -> int:
     size = _WHOLE.get(tensor.dtype, 0) if tensor is not None else 0
-    if tensor is None or tensor.shape != () or not size:
-        return -1
     with suppress(CkptoolError):
-        span = stored(tensor.storage).span
+        span = stored(tensor.storage).span if tensor is not None and tensor.shape == () and size else None
         if span is not None and span.size == size:
             return int.from_bytes(span.source.read(span.offset, size), "little", signed=True)
     return -1

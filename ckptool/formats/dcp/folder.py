@@ -20,16 +20,7 @@ from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED, Finding
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import (
-    Container,
-    FoundPickle,
-    Manifest,
-    RankSave,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-    is_complete,
-)
+from ...checkpoint.container import FoundPickle, Manifest, RankSave, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
 from ...files.downloads import ahead, prefetch
@@ -37,31 +28,17 @@ from ...files.folders import Folder
 from ...files.sources import FolderSource, SliceSource, Source, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
-from ..folders import TOO_LARGE, grouped, open_listing, opening, other_steps_problem, with_storage_keys
+from ..folders import TOO_LARGE, grouped, open_listing, opening, other_steps_note, with_storage_keys
+from ..joined import CopiedContainer
 from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
-from ..pieces.boxes import Box
-from ..pieces.copies import RANK_VALUES, Copies, Copy, CopyPair, copy_problems, is_own
+from ..pieces import RANK_VALUES, Box, CopyPair, Rows, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
-from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
 from .files import metadata_names, open_data, origin_of
-from .items import (
-    KnownItems,
-    OpenedItem,
-    PiecesSource,
-    SubclassError,
-    TensorItem,
-    copy_in_item,
-    edges,
-    open_item,
-    open_tensor,
-    open_tensor_item,
-    storage_span,
-)
-from .leaves import Nested
+from .items import KnownItems, OpenedItem, PiecesSource, SubclassError, TensorItem, edges, open_item, open_tensor
 from .listing import read_listing
-from .metadata import Item, Metadata, merge_metadata, placed, united
+from .metadata import Item, ItemKey, Metadata, Nested, Pieces, extra_files, is_whole, merged, placed, usable_items
 
 #: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000
@@ -75,7 +52,7 @@ _MOST_UNUSABLE: Final = 200
 _TRAINER: Final = "trainer_state.json"
 
 
-class Dcp(Container):
+class Dcp(CopiedContainer):
     """A DCP folder. ``closed`` maps the names of files that cannot be opened to the errors."""
 
     format = "dcp"
@@ -91,14 +68,14 @@ class Dcp(Container):
         odd: Sequence[tuple[str, Source]],
         closed: Mapping[str, CkptoolError],
     ) -> None:
-        self.folder, self.read, self.files = folder, read, files
-        self.errors = tuple(closed.values())
-        self.problems: list[Finding] = []
+        super().__init__()
+        self.folder, self.read, self._data = folder, read, files
+        self.errors = list(closed.values())
         #: Metadata files with something besides what torch writes, by name.
         self._odd = odd
         self._pieces = Pieces(read.values)
-        #: Unreadable objects by file: the first one, the reason, and their number.
-        self._bad: dict[str, tuple[Item, str, int]] = {}
+        #: Unreadable objects by file, each with the reason.
+        self._bad: dict[str, list[tuple[Item, str]]] = {}
         self._stored: dict[str, StorageLocation] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
@@ -108,56 +85,51 @@ class Dcp(Container):
         #: The item opened last, kept because a caller that reads its records reads its storage next.
         self._last: OpenedItem | None = None
         for text in read.flaws:
-            self._note("odd-metadata", "error", f".metadata: {text}")
+            self.note("odd-metadata", "error", f".metadata: {text}")
         for name in read.subclasses:
             what = f".metadata is of {quoted(name)}, a class of another library: DCP loads it where that is there"
-            self._note("foreign-class", "note", what, ".metadata")
+            self.note("foreign-class", "note", what, ".metadata")
         sizes = {name: file.size for name, file in files.items()}
         #: In file order, so that each file is opened once to read all its items.
-        self._usable = usable_items(read, sizes, self._note, closed)
+        self._usable = usable_items(read, sizes, self.note, closed)
         self.graph = self._build()
         self.reader = TensorReader(self.graph)
-        self._copies = Copies()
-        self._storage_of = {name: key for key, name in self._names.items()}
+        self.storage_of = {name: key for key, name in self._names.items()}
         #: Duplicate pieces that have not been opened yet: each takes half a millisecond.
         self._closed_copies = list(read.copies)
         self._open_copies(_MOST_COPIES)
-        self.problems += copy_problems(self._copies.different, self._storage_of)
+        self.note_copies()
 
     def compare_copies(self, storages: Collection[str] | None = None) -> None:
-        before = len(self._copies.different)
         self._open_copies(len(self._closed_copies))
-        names = [name for name, key in self._storage_of.items() if storages is None or key in storages]
-        different = [*self._copies.different[before:], *self._copies.settle(names)]
-        self.problems += copy_problems(different, self._storage_of)
+        super().compare_copies(storages)
 
     def _open_copies(self, number: int) -> None:
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
         own: dict[str, None] = {}
-        for one, other in ahead(due, lambda pair: chain.from_iterable(map(self._edges, pair))):
+        for one, other in ahead(due, lambda pair: (span for item in pair for span in edges(item, self._data))):
             value = self.read.values[one.name]
             try:
-                copies, box = [self._copy(item) for item in (one, other)], self._pieces.box(one)
+                first, second = map(self._copy, (one, other))
             except MalformedError as error:
-                self._note("bad-item", "error", f"{other.place}: {error.what}", other.file, other.at)
+                self.note("bad-item", "error", f"{other.place}: {error.what}", other.file, other.at)
                 continue
-            first, second = copies
-            if first is not None and second is not None and box is not None and value.dtype is not None:
-                pair = CopyPair(one.name, first, second, prod(box[1]) * value.dtype.itemsize)
-                if self._copies.add(pair, own=is_own(one.name, value.dtype.name, value.shape)):
+            if first is not None and second is not None:
+                may_differ = is_own(one.name, first.dtype.name, value.shape)
+                if self.copies.add(CopyPair(one.name, first, second), own=may_differ):
                     own[one.name] = None
         if own:
             names = join_limited([quoted(name) for name in own], most=3)
-            self._note(RANK_VALUES, "warning", f"ranks have different values: {names}; the first rank's are taken")
+            self.note(RANK_VALUES, "warning", f"ranks have different values: {names}; the first rank's are taken")
 
-    def _copy(self, item: Item) -> Copy | None:
+    def _copy(self, item: Item) -> Rows | None:
         """Return a piece's bytes for comparison; None if the file is missing or cut, or the item compressed."""
-        if item.file not in self.files or item.at + item.length > self.files[item.file].size or item.transforms:
+        if item.file not in self._data or item.at + item.length > self._data[item.file].size or item.transforms:
             return None
         piece, dtype = self._tensor(item), self.read.values[item.name].dtype
         if piece is None or dtype is None:
             return None
-        return copy_in_item(item, piece[1], prod(piece[0][1]) * dtype.itemsize)
+        return piece[1].rows(dtype, piece[0][1], item.file)
 
     @cached_property
     def _mentioned(self) -> set[ItemKey]:
@@ -183,11 +155,13 @@ class Dcp(Container):
 
     def _records(self, items: Iterable[tuple[ItemKey, Item]]) -> Iterator[StoredRecord]:
         keys = {name: key for key, name in self._names.items()}
-        for (name, offset), item in ahead(items, lambda entry: self._edges(entry[1])):
+        for (name, offset), item in ahead(items, lambda entry: edges(entry[1], self._data)):
             try:
                 opened = self._open(item)
                 # A tensor in a single piece, stored row by row, gets the storage key.
-                whole = self._whole(item, opened) if name in keys else None
+                chunks = self.read.values[name].chunks
+                piece = self._tensor(item, opened) if name in keys and len(chunks) == 1 else None
+                whole = Span(piece[1].source, piece[1].begin, self._sizes[keys[name]] or 0) if piece else None
                 for record in opened.zip.records():
                     span = opened.within(record.span)
                     label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
@@ -205,7 +179,7 @@ class Dcp(Container):
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         """Return dtype, shape and path of each value. With ``checked``, also open each item to check it."""
-        for item in ahead(self._usable.values(), self._edges) if checked else ():
+        for item in ahead(self._usable.values(), lambda item: edges(item, self._data)) if checked else ():
             if self._tensor(item) is None:
                 self._open(item)
         return {
@@ -219,7 +193,7 @@ class Dcp(Container):
         used: dict[str, int] = {}
         for item in self.read.items:
             used[item.file] = used.get(item.file, 0) + item.length
-        for name, file in self.files.items():
+        for name, file in self._data.items():
             rest = file.size - used.get(name, 0)
             if rest > 0:
                 what = f"{human_bytes(rest)} of {name} belong to no item of .metadata"
@@ -227,9 +201,8 @@ class Dcp(Container):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of the items, and ``.metadata`` if it holds more than torch writes there. Torch loads
-        objects with ``weights_only=False``. With ``quick``, only the first ``_MOST_OPENED`` tensor pieces are opened:
-        DCP loads pieces with ``weights_only=True``."""
+        """Yield the pickles of the items, and ``.metadata`` if it holds more than torch writes there. With ``quick``,
+        only the first ``_MOST_OPENED`` tensor pieces are opened: DCP loads pieces with ``weights_only=True``."""
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
             return iter((*self._odd_pickles(), *self._content[1], *self._unusable, *self._unlisted()))
@@ -249,7 +222,7 @@ class Dcp(Container):
         ends: dict[str, int] = {}
         for item in self.read.items:
             ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
-        for name, source in self.files.items():
+        for name, source in self._data.items():
             end = ends.get(name, 0)
             if end != source.size:
                 for pickle in bare_pickles(source, end if end < source.size else 0, name):
@@ -264,14 +237,14 @@ class Dcp(Container):
         for item in self.read.items if len(self._usable) < len(self.read.items) else ():
             if self._usable.get((item.name, item.offset)) == item or (item.file, item.at) in seen:
                 continue
-            source, where = self.files.get(item.file), f"{item.place} ({item.name})"
+            source, where = self._data.get(item.file), f"{item.place} ({item.name})"
             if source is None or item.at >= source.size:
                 continue
             if len(seen) >= _MOST_UNUSABLE:
                 pickles.append(FoundPickle(where, None, "not looked at, nor are more such items", unchecked=True))
                 break
             seen.add((item.file, item.at))
-            if item.transforms and not is_zstd(item.transforms):
+            if item.transforms and not item.is_zstd:
                 pickles.append(FoundPickle(where, None, f"it went through {item.transforms[0]}", unchecked=True))
                 continue
             content = SliceSource(source, item.at, min(item.length, source.size - item.at), item.place)
@@ -285,7 +258,6 @@ class Dcp(Container):
 
     @cached_property
     def _content(self) -> tuple[list[Finding], list[FoundPickle]]:
-        """The problems and the pickles of all items; each item is opened once."""
         return self._opened(self._usable.values())
 
     def _opened(self, items: Iterable[Item]) -> tuple[list[Finding], list[FoundPickle]]:
@@ -293,8 +265,8 @@ class Dcp(Container):
         return problems, list(grouped(self._pickles_in(items, problems), "tensor"))
 
     def _pickles_in(self, items: Iterable[Item], problems: list[Finding]) -> Iterator[tuple[Hashable, FoundPickle]]:
-        """Yield the pickles of items, each with its file if one pickle may represent the tensors there, else None."""
-        for item in ahead(items, self._edges):
+        """Yield each pickle with its file if one pickle may represent the tensors there, else with None."""
+        for item in ahead(items, lambda item: edges(item, self._data)):
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
@@ -307,7 +279,7 @@ class Dcp(Container):
                 if item.offset is not None or item.file not in self._bad:  # else reported once per file
                     what = f"{item.place}: {error.what}"
                     problems.append(Finding("bad-item", "error", what, item.file, item.at))
-                inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
+                inside = list(find_pickles(SliceSource(self._data[item.file], item.at, item.length, item.place)))
                 yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in inside)
                 yield from () if inside else [(None, FoundPickle(where, None, error.what))]
                 continue
@@ -320,30 +292,22 @@ class Dcp(Container):
             yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in rest)
             yield None if item.offset is None else item.file, first._replace(where=where)
 
-    def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
-        if len(self.problems) < LIMITS.listed:
-            self.problems.append(Finding(code, level, message, where, offset))
-
     def note_files(
         self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""
     ) -> None:
-        """Report what the file names tell, and set ``writer``: the last step of opening. ``metadata`` are the names of
-        the metadata files, ``named`` the data files that they list. ``framework`` names the program that saved several
-        folders at once, "" for a single folder."""
-        if any(OF_RANK.match(name) for name in metadata):
-            ranks = {match[1]: name for name in self.files if (match := DATA_OF_RANK.match(name))}
-            for rank, name in ranks.items():
-                if f"__{rank}.metadata" not in metadata:
-                    what = f"there is {name}, and no __{rank}.metadata to say what is in it"
-                    self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
+        """Report what the file names tell, and set ``writer``: the last step of opening. ``named`` are the data files
+        that ``metadata`` lists. ``framework`` names the program that saved several folders at once, or is ""."""
+        for match in map(DATA_OF_RANK.match, self._data) if any(map(OF_RANK.match, metadata)) else ():
+            if match and (lost := f"__{match[1]}.metadata") not in metadata:
+                self.note(INCOMPLETE, "error", f"there is {match[0]}, and no {lost} to say what is in it", lost)
         files = {**extra_files(names), **dict(side_files(names) if framework else ())}
         beside = "; ".join(f"{name} ({description})" for name, description in files.items() if description)
         if beside:
-            self._note("side-files", "note", f"beside the tensors: {beside}")
+            self.note("side-files", "note", f"beside the tensors: {beside}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
-            self._note("unfinished-save", "warning", what)
-        data = {*self.files, *(name for name in named if DATA_OF_RANK.match(os.path.basename(name)))}
+            self.note("unfinished-save", "warning", what)
+        data = {*self._data, *(name for name in named if DATA_OF_RANK.match(os.path.basename(name)))}
         writers = {match[1] for match in map(DATA_OF_RANK.match, map(os.path.basename, data)) if match}
         pieces = sum(len(value.chunks) for value in self.read.values.values())
         counts = ((len(writers), "rank"), (len(data), "file"), (pieces, "piece"))
@@ -352,9 +316,8 @@ class Dcp(Container):
         self.rank_save = RankSave(len(writers), origin.step)
         framework = framework or origin.framework
         by = f" for {framework}" if framework else ""
-        state = "all there" if is_complete(self.problems) else "incomplete"
         writer = f"torch.distributed.checkpoint {self.read.version}{by}"
-        self.writer = f"{writer}: {numbers}{step_words(origin.step)}, {state}"
+        self.writer = f"{writer}: {numbers}{step_words(origin.step)}, {self.completeness}"
 
     def _build(self) -> Graph:
         builder = Builder()
@@ -368,42 +331,36 @@ class Dcp(Container):
                 continue
             size = prod(value.shape) * value.dtype.itemsize
             if size >= TOO_LARGE:
-                self._note("odd-metadata", "error", f".metadata: {quoted(name)} is larger than any tensor can be")
+                self.note("odd-metadata", "error", f".metadata: {quoted(name)} is larger than any tensor can be")
                 continue
             key = name  # so that messages about a storage name its tensor
             while not key or key in self._names:
                 key += "'"  # the empty name needs a key
             self._names[key] = name
-            whole = is_whole(name, value, self._usable, lambda: self._mentioned, self._note)
+            whole = is_whole(name, value, self._usable, lambda: self._mentioned, self.note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
-        for item, reason, count in self._bad.values():
-            rest = f"; so it is with {pluralize(count - 1, 'more object')} of that file" if count > 1 else ""
-            self._note("bad-item", "error", f"{item.place}: {reason}{rest}", item.file, item.at)
+        for (item, reason), *others in self._bad.values():
+            rest = f"; so it is with {pluralize(len(others), 'more object')} of that file" if others else ""
+            self.note("bad-item", "error", f"{item.place}: {reason}{rest}", item.file, item.at)
         for name in nested.misfits:
-            self._note("odd-metadata", "error", f".metadata: there is no room for {quoted(name)} where it belongs")
+            self.note("odd-metadata", "error", f".metadata: there is no room for {quoted(name)} where it belongs")
         root = nested.build(builder)
         for places, values in nested.sparse:
             what = f".metadata: a list of {places:,} places has values in {values:,}: its values are listed by number"
-            self._note(UNCHECKED, "warning", f"{what}, the empty places were not made")
+            self.note(UNCHECKED, "warning", f"{what}, the empty places were not made")
         return builder.graph(root, self._protocol)
-
-    def _edges(self, item: Item) -> Iterator[Span]:
-        return edges(item, self.files)
 
     def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
             return self._last
-        value, file = self.read.values[item.name], self.files[item.file]
-        if value.dtype is None:
-            self._last = open_item(item, file, self._known)
-        else:
-            self._last = open_tensor_item(item, file, value.dtype, value.shape, self._known)
+        value = self.read.values[item.name]
+        size = prod(value.shape) * value.dtype.itemsize if value.dtype is not None else 0
+        self._last = open_item(item, self._data[item.file], self._known, size)
         return self._last
 
     def _tensor(self, item: Item, opened: OpenedItem | None = None) -> tuple[Box, TensorItem] | None:
-        """Return the box and the elements of a tensor piece; None for an object. Raises MalformedError if the item
-        differs from .metadata."""
+        """Return the box and the elements of a tensor piece; None for an object."""
         value = self.read.values[item.name]
         if value.dtype is None or item.offset is None:
             return None
@@ -411,15 +368,8 @@ class Dcp(Container):
         if box is None:
             what = f"{item.name!r}: .metadata lists no piece at {list(item.offset)}"
             raise MalformedError(what, where=item.place)
-        known = self._known.read(item, self.files[item.file], value.dtype, box[1]) if opened is None else None
+        known = self._known.read(item, self._data[item.file], value.dtype, box[1]) if opened is None else None
         return box, known or open_tensor(opened or self._open(item), value.dtype, box[1], self._known)
-
-    def _whole(self, item: Item, opened: OpenedItem) -> Span | None:
-        value = self.read.values[item.name]
-        piece = self._tensor(item, opened) if len(value.chunks) == 1 else None
-        if piece is None or value.dtype is None:
-            return None
-        return Span(piece[1].source, piece[1].begin, prod(value.shape) * value.dtype.itemsize)
 
     def _assembled(self, name: str) -> PiecesSource:
         value = self.read.values[name]
@@ -428,7 +378,7 @@ class Dcp(Container):
         items = [self._usable[name, box[0]] for box in boxes]
         if len(boxes) < len(value.chunks):  # an empty piece may share its place; the first counts
             boxes = [self._pieces.box(item) or box for box, item in zip(boxes, items)]
-        files = tuple({item.file: self.files[item.file] for item in items}.values())
+        files = tuple({item.file: self._data[item.file] for item in items}.values())
         where = f"{self.folder.path}: {name}"
         return PiecesSource(where, value.dtype.name, value.shape, tuple(boxes), tuple(items), files)
 
@@ -437,13 +387,12 @@ class Dcp(Container):
         item = self._usable.get((name, None))
         if item is None:
             if (name, None) not in self._mentioned:
-                self._note("missing-item", "error", f".metadata does not say where {quoted(name)} is", name)
+                self.note("missing-item", "error", f".metadata does not say where {quoted(name)} is", name)
             return None
         try:
             opened = self._open(item)
         except MalformedError as error:
-            first, reason, count = self._bad.get(item.file, (item, error.what, 0))
-            self._bad[item.file] = first, reason, count + 1
+            self._bad.setdefault(item.file, []).append((item, error.what))
             return None
         root = opened.graph.nodes[opened.graph.root]
         if root is None or isinstance(root, bool | int | float | str):
@@ -453,11 +402,11 @@ class Dcp(Container):
             key = _storage_key(item, storage.key)
             if key not in self._stored:
                 try:
-                    span, record = storage_span(opened, storage.key)
+                    span, record = opened.storage(storage.key)
                     self._stored[key] = StorageLocation(span, span.size, False, record.crc if record.size else None)
                     self._sizes[key] = span.size
                 except MalformedError as error:
-                    self._note("bad-item", "error", f"{item.place}: {error.what}", item.file)
+                    self.note("bad-item", "error", f"{item.place}: {error.what}", item.file)
         self._protocol = max(self._protocol, opened.graph.style.protocol)
         graph = with_storage_keys(reader, lambda key: _storage_key(item, key))
         return builder.graft(graph, graph.root)
@@ -479,8 +428,7 @@ def sniff(folder: Folder, names: Collection[str]) -> bool:
 def _read_listing(
     folder: Folder, wanted: Sequence[str], opened: list[Source], stack: ExitStack
 ) -> tuple[Metadata, list[tuple[str, Source]]]:
-    """Read the metadata of a folder, from one file or from one file per rank. Return it with the files that hold more
-    than torch writes: other libraries' classes, or bytes after the pickle."""
+    """Read the metadata of a folder; return it with the files that hold more than torch writes."""
     ranks, odd = [], []
     if is_remote(folder.path):  # there it takes no request to open a file
         prefetch(Span(file, 0, file.size) for file in map(folder.open, wanted))
@@ -493,7 +441,7 @@ def _read_listing(
         if metadata.subclasses or listing.size > metadata.end:
             odd.append((name, listing))
         ranks.append(metadata)
-    return merge_metadata(ranks), odd
+    return merged(ranks, f"{pluralize(len(ranks), 'rank')}, each with its own metadata"), odd
 
 
 def read(folder: Folder) -> tuple[FolderSource, Dcp]:
@@ -527,13 +475,13 @@ def read(folder: Folder) -> tuple[FolderSource, Dcp]:
             opened += listings
             parts, odd, wanted = [*parts, read], [*odd, *more_odd], [*wanted, *metadata]
             files, closed = files | more_files, closed | more_closed
-        container = Dcp(folder, united(parts), files, odd, closed)
+        container = Dcp(folder, merged(parts, parts[0].version), files, odd, closed)
     places = {item.file for item in container.read.items}
     beside = [name for name in names if name not in folders]
     listed = [*files, *closed, *beside] if folders else names
     container.note_files(listed, wanted, places, "accelerate" if folders else "")
     if others:
-        container.problems.append(other_steps_problem(folder.path, LATEST, others))
+        container.problems.append(other_steps_note(folder.path, LATEST, others))
     own = [name for name in model_files(beside) if name != _TRAINER] if folders else extra_files(names)
     paths, place = [folder.join(name) for name in own], folder.path if folders else ""
     return FolderSource(named, opened, paths, files.keys() - places, folder=place), container

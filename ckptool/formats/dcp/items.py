@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,9 +26,7 @@ from ...pickles.nodes import Graph, Persistent, non_utf8_strings
 from ...safety.arguments import CallChecker
 from ...safety.torch_lists import NEWEST, ever_listed
 from ...safety.weights_only import graph_blockers
-from ..pieces.boxes import Box
-from ..pieces.chunks import Chunk, ChunkedSource, Layout, layout_of, tensor_rows
-from ..pieces.copies import Copy
+from ..pieces import Box, Chunk, ChunkedSource, Layout, Rows, layout_of, tensor_rows
 from ..torch.zip_reader import TorchZip, read_records
 from .metadata import Item
 
@@ -71,8 +70,16 @@ class OpenedItem(NamedTuple):
 
     def span(self, record: Record) -> Span:
         """Return the span of a record's bytes in the source."""
-        payload = self.zip.archive.payload(record)
-        return self.within(payload)
+        return self.within(self.zip.archive.payload(record))
+
+    def storage(self, key: str) -> tuple[Span, Record]:
+        """Return the span of a storage's bytes in the source, and its record; raise MalformedError if they are
+        missing."""
+        record = self.zip.archive.find(f"data/{key}")
+        if record is None or record.method != 0:
+            what = f"{self.item.name!r}: the bytes of its storage are {'compressed' if record else 'missing'}"
+            raise MalformedError(what, where=self.item.place)
+        return self.span(record), record
 
     def within(self, span: Span) -> Span:
         """Convert a span of the archive to a span of the source."""
@@ -88,47 +95,38 @@ class TensorItem(NamedTuple):
     span: Span | None
     crc: int
 
-
-def copy_in_item(item: Item, tensor: TensorItem, size: int) -> Copy:
-    """Return the elements of a tensor (``size`` bytes) as a copy for comparison."""
-    span = tensor.span
-    if span is None or tensor.source is not span.source:
-        return Copy(item.file, tensor.source, tensor.begin)  # assembled rows have no place in a record
-    place = span.size, tensor.begin - span.offset
-    return Copy(item.file, tensor.source, tensor.begin, tensor.crc, place, span.size == size)
+    def rows(self, dtype: Dtype, shape: tuple[int, ...], file: str) -> Rows:
+        """Return the elements for comparison with copies in other files."""
+        found, span = Rows(dtype, shape, self.source, self.begin, file), self.span
+        if span is None or self.source is not span.source:
+            return found  # assembled rows have no place in a record
+        place = span.size, self.begin - span.offset
+        return found._replace(crc=self.crc, place=place, is_whole=span.size == found.size)
 
 
 class _Alike(NamedTuple):
-    """The parts of an item that are equal for all tensors of one dtype and shape: all except elements, CRC-32 and id.
+    """The parts of an item that are equal for all tensors of one dtype and shape.
 
-    ``size`` is the size of the element record, with the elements ``skipped`` bytes after its start; ``length`` is the
-    size of the rest. The rest has the bytes ``tail`` at the ``fixed`` places. Each pair of places in ``twice`` holds a
-    checksum twice, first the checksum of the elements. ``identity`` is the place of optional digits.
+    ``head`` is followed by the record of the elements, which has ``size`` bytes, with the elements ``skipped`` bytes
+    after its start. ``rest`` matches the ``length`` bytes after it; the first group is the checksum of the elements.
     """
 
     head: bytes
     size: int
     skipped: int
     length: int
-    fixed: tuple[slice, ...]
-    tail: bytes
-    twice: tuple[tuple[slice, slice], ...]
-    identity: slice
+    rest: re.Pattern[bytes]
 
     def read(self, item: Item, file: Window) -> TensorItem | None:
         """Return the elements of an item that matches this pattern, or None if it does not."""
         begin = len(self.head)
         if item.length != begin + self.size + self.length or file.read(item.at, begin) != self.head:
             return None
-        tail = file.read(item.at + begin + self.size, self.length)
-        if b"".join([tail[part] for part in self.fixed]) != self.tail:
-            return None
-        digits = tail[self.identity]
-        if any(tail[one] != tail[two] for one, two in self.twice) or (digits and not digits.isdigit()):
+        match = self.rest.fullmatch(file.read(item.at + begin + self.size, self.length))
+        if match is None:
             return None
         span = Span(file.source, item.at + begin, self.size)
-        crc = int.from_bytes(tail[self.twice[0][0]], "little")
-        return TensorItem(file.source, span.offset + self.skipped, span, crc)
+        return TensorItem(file.source, span.offset + self.skipped, span, int.from_bytes(match["crc0"], "little"))
 
 
 def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
@@ -138,31 +136,31 @@ def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
     if span.offset - item.at + end - begin > _MAX_PICKLE:
         return None
     head, tail = source.read(item.at, span.offset - item.at), source.read(begin, end - begin)
-    crcs, identity = [tensor.crc], slice(0)
+    #: What differs between items: its place, and an expression for it.
+    free: list[tuple[int, int, bytes]] = []
+    crcs = [tensor.crc]
     record = opened.zip.archive.find(_IDENTITY)
     if record is not None and record.crc != tensor.crc and not record.method:
+        crcs.append(record.crc)
         at = opened.span(record).offset - begin
-        crcs, identity = [tensor.crc, record.crc], slice(at, at + record.size)
-        if at < 0 or not tail[identity].isdigit():
+        free.append((at, at + record.size, b"\\d{%d}" % record.size))
+        if at < 0 or not tail[at : at + record.size].isdigit():
             return None
-    twice = []
-    for crc in crcs:
+    for number, crc in enumerate(crcs):
         before, *more = tail.split(crc.to_bytes(4, "little"))
         if len(more) != 2:  # each checksum is in the descriptor and in the directory
             return None
-        first, second = len(before), len(before) + 4 + len(more[0])
-        twice.append((slice(first, first + 4), slice(second, second + 4)))
-    free = sorted((part.start or 0, part.stop) for part in (*(part for pair in twice for part in pair), identity))
-    fixed, at = [], 0
-    for start, stop in free:
+        second = len(before) + 4 + len(more[0])
+        free.append((len(before), len(before) + 4, b"(?P<crc%d>.{4})" % number))
+        free.append((second, second + 4, b"(?P=crc%d)" % number))
+    expression, at = b"", 0
+    for start, stop, part in sorted(free):
         if start < at:
             return None
-        fixed.append(slice(at, start))
+        expression += re.escape(tail[at:start]) + part
         at = stop
-    fixed.append(slice(at, len(tail)))
-    same = b"".join(tail[part] for part in fixed)
-    skipped = tensor.begin - span.offset
-    return _Alike(head, span.size, skipped, len(tail), tuple(fixed), same, tuple(twice), identity)
+    rest = re.compile(expression + re.escape(tail[at:]), re.DOTALL)
+    return _Alike(head, span.size, tensor.begin - span.offset, len(tail), rest)
 
 
 class KnownItems:
@@ -207,11 +205,15 @@ def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
     known[key] = value
 
 
-def open_item(item: Item, file: Source, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
-    """Open an item; a compressed one may inflate to at most ``most`` bytes. Raises MalformedError, naming the item,
-    unless it is an archive that torch.load accepts and all readers read alike."""
+def open_item(item: Item, file: Source, known: KnownItems, size: int = 0) -> OpenedItem:
+    """Open an item, with the tensor's ``size`` in bytes; it bounds what a compressed item inflates to. Raises
+    MalformedError, naming the item, unless it is an archive that torch.load accepts and all readers read alike, and for
+    a tensor of big-endian numbers."""
     try:
-        whole, at, length = (file, item.at, item.length) if not item.transforms else _inflated(item, file, most)
+        whole, at, length = file, item.at, item.length
+        if item.transforms:
+            whole = ZstdSource(file, at, length, LIMITS.member_bytes + size, item.place)
+            at, length = 0, whole.size
         source: Source = SliceSource(whole, at, length, item.place)
         if length <= _SMALL:
             source = BytesSource(source.read(0, length), item.place)
@@ -223,53 +225,19 @@ def open_item(item: Item, file: Source, known: KnownItems, most: int = LIMITS.me
         if flaw:
             raise MalformedError(f"torch does not load it: {flaw}", where=item.place)
         known.keep(opened.graph, opened.zip.end)
-        return opened
     except (MalformedError, NotACheckpointError) as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
         what = f"{item.name!r}: no archive of torch.save is where .metadata says ({why})"
         raise MalformedError(what, path=file.name, where=item.place) from error
-
-
-def open_tensor_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> OpenedItem:
-    """Open the item of a tensor; raises as ``open_item`` does, and for big-endian numbers."""
-    opened = open_item(item, file, known, LIMITS.member_bytes + prod(shape) * dtype.itemsize)
-    if opened.zip.byteorder == "big":
+    if item.offset is not None and opened.zip.byteorder == "big":
         what = f"{item.name!r}: its numbers are big-endian"
         raise MalformedError(what, path=file.name, where=item.place, next="load it with torch")
     return opened
 
 
-def _inflated(item: Item, file: Source, most: int) -> tuple[Source, int, int]:
-    source = ZstdSource(file, item.at, item.length, most, item.place)
-    return source, 0, source.size
-
-
-def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
-    """Return the span of a storage's bytes in the file, and its record; raise MalformedError if they are missing."""
-    record = opened.zip.archive.find(f"data/{key}")
-    if record is None or record.method != 0:
-        what = f"{opened.item.name!r}: the bytes of its storage are {'compressed' if record else 'missing'}"
-        raise MalformedError(what, where=opened.item.place)
-    return opened.span(record), record
-
-
-def read_item(item: Item, file: Source, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
-    """Open an item and return its tensor's elements; raises MalformedError if they differ from the listing."""
-    try:
-        found = known.read(item, file, dtype, shape)
-        return found or open_tensor(open_tensor_item(item, file, dtype, shape, known), dtype, shape, known)
-    except MalformedError as error:
-        error.path = error.path or file.name
-        raise
-
-
 class PiecesSource(ChunkedSource):
-    """The rows of a tensor, read from its items, which are opened and checked when the first bytes are read.
-
-    ``boxes`` are the places of the ``items`` in the tensor; ``files`` are the files of the items, all in one folder.
-    Opened items are forgotten after some other tensors were read, and reopened if needed, so that only the list stays
-    in memory.
-    """
+    """The rows of a tensor, read from its ``items`` at ``boxes``, which are opened and checked when the first bytes are
+    read, and forgotten after other tensors were read, so that only the list stays in memory. ``files``: their files."""
 
     def __init__(
         self,
@@ -328,7 +296,13 @@ class PiecesSource(ChunkedSource):
         files = {os.path.basename(file.name): file for file in self.files}
         prefetch(chain.from_iterable(edges(item, files) for item in self.items))
         for box, item in zip(self.boxes, self.items):
-            tensor = read_item(item, files[os.path.basename(item.file)], dtype, box[1], _KNOWN)
+            file, size = files[os.path.basename(item.file)], prod(box[1]) * dtype.itemsize
+            try:
+                tensor = _KNOWN.read(item, file, dtype, box[1])
+                tensor = tensor or open_tensor(open_item(item, file, _KNOWN, size), dtype, box[1], _KNOWN)
+            except MalformedError as error:
+                error.path = error.path or file.name
+                raise
             chunks.append(Chunk(box, tensor.source, tensor.begin))
             if tensor.span is not None and tensor.crc:
                 where = f"the storage of {item.name}"
@@ -370,14 +344,14 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
     places: list[tuple[Span, Record]] = []
 
     def stored(key: str) -> Span:
-        places.append(storage_span(opened, key))
+        places.append(opened.storage(key))
         size, wanted = places[0][0].size, reader.storages[key].nbytes
         if size != wanted:
             raise MalformedError(f"its storage has {size:,} bytes, and should have {wanted:,}")
         return places[0][0]
 
     try:
-        _, _, source, begin = tensor_rows(reader, graph.root, stored, item.place)
+        _, _, source, begin, *_ = tensor_rows(reader, graph.root, stored, item.place)
         flaw = _cached(graph, "tensor flaw of an item", _tensor_flaw)
         if flaw:
             raise MalformedError(f"torch does not load it: {flaw}")
@@ -403,8 +377,7 @@ def _tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _load_flaw(graph: Graph) -> str:
-    """Return why ``torch.load`` fails at an item's pickle, even in values that the pickle discards; "" if it does
-    not."""
+    """Return why ``torch.load`` fails at an item's pickle, even in values that the pickle discards, or ""."""
     reader = _cached(graph, "reader of an item", TensorReader)
     ids = ((ref, graph.nodes[node.pid]) for ref, node in graph.of_type(Persistent))
     if any(type(pid) is not tuple or len(pid) != ID_PARTS or reader.storage(ref) is None for ref, pid in ids):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BufferedReader
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BufferedReader, RawIOBase
 from itertools import chain
 from typing import Any, ClassVar, Final
 
@@ -20,10 +22,10 @@ from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.text import quoted
+from ...pickles import opcodes as op
 from ...safety.calls import STANDARD_LIBRARY
 from ..folders import TOO_LARGE
-from ..pieces.boxes import Box
-from .checked_pickle import CHUNK, CheckedPickle, Refused
+from ..pieces import Box
 from .metadata import Item, Metadata, ValueMetadata
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
@@ -63,9 +65,6 @@ def read_listing(data: bytes, where: str) -> Metadata:
             gc.enable()
 
 
-# -- stand-ins ---------------------------------------------------------------------------------------------------------
-
-
 class _List(list[Any]):
     """A list; a plain one stands for a dict, as its keys and values in turn."""
 
@@ -89,7 +88,6 @@ class _Pair(NamedTuple):
 
 
 def _flat(pairs: Sequence[Any]) -> Sequence[Any]:
-    """Return the keys and values of a dict in turn."""
     if _Pair not in map(type, pairs):
         return pairs
     return list(chain.from_iterable(part if type(part) is _Pair else (part,) for part in pairs))
@@ -122,35 +120,16 @@ class _Record:
             self.values = tuple(map(dict(zip(flat[::2], flat[1::2])).get, order))
 
 
-class _Metadata(_Record):
-    order = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-    __slots__ = ()
+def _record(*order: str) -> type[_Record]:
+    return type("_Record", (_Record,), {"order": order, "__slots__": ()})
 
 
-class _Tensor(_Record):
-    order = ("properties", "size", "chunks")
-    __slots__ = ()
-
-
-class _Chunk(_Record):
-    order = ("offsets", "sizes")
-    __slots__ = ()
-
-
-class _Index(_Record):
-    order = ("fqn", "index", "offset")
-    __slots__ = ()
-
-
-class _Place(_Record):
-    order = ("relative_path", "offset", "length", "transform_descriptors")
-    __slots__ = ()
-
-
-class _Object(_Record):
-    """``BytesStorageMetadata``, which has no fields."""
-
-    __slots__ = ()
+_Metadata: Final = _record("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+_Tensor: Final = _record("properties", "size", "chunks")
+_Object: Final = _record()
+_Chunk: Final = _record("offsets", "sizes")
+_Index: Final = _record("fqn", "index", "offset")
+_Place: Final = _record("relative_path", "offset", "length", "transform_descriptors")
 
 
 class _Properties(_Record):
@@ -196,11 +175,8 @@ class _Shapes:
         return known
 
 
-class _Constant:
-    """What a function returned: a layout, a path, or a member of an enumeration."""
-
-
-_CONSTANT: Final = _Constant()
+#: What a function returned: a layout, a path, or a member of an enumeration.
+_CONSTANT: Final = object()
 
 
 def _refuse_unless(condition: object, what: str) -> None:
@@ -208,17 +184,17 @@ def _refuse_unless(condition: object, what: str) -> None:
         raise Refused(f"it makes a {what} that torch cannot make")
 
 
-def _maker(what: str, is_valid: Callable[..., bool]) -> Callable[..., _Constant]:
+def _maker(what: str, is_valid: Callable[..., bool]) -> Callable[..., object]:
     """Return a stand-in for a function, which takes the arguments that ``is_valid`` accepts."""
 
-    def make(*arguments: object) -> _Constant:
+    def make(*arguments: object) -> object:
         _refuse_unless(is_valid(*arguments), what)
         return _CONSTANT
 
     return make
 
 
-def _member(cls: object, name: object) -> _Constant:
+def _member(cls: object, name: object) -> object:
     """Some versions of Python 3.11 pickle a member of an enumeration by name, with getattr."""
     if cls is not _memory_format or name not in _FORMAT_MEMBERS:
         raise Refused("it calls builtins.getattr, which torch never writes there: loading runs it")
@@ -232,11 +208,8 @@ _layout: Final = _maker("layout", lambda name: type(name) is str and name.remove
 _memory_format: Final = _maker("memory format", lambda n: type(n) is int and 0 <= n < len(_FORMAT_MEMBERS))
 _path: Final = _maker("path", lambda *parts: {*map(type, parts)} <= {str})
 _METADATA_CLASSES: Final = {
-    "Metadata": _Metadata,
-    "TensorStorageMetadata": _Tensor,
-    "BytesStorageMetadata": _Object,
-    "ChunkStorageMetadata": _Chunk,
-    "MetadataIndex": _Index,
+    **{"Metadata": _Metadata, "TensorStorageMetadata": _Tensor, "BytesStorageMetadata": _Object},
+    **{"ChunkStorageMetadata": _Chunk, "MetadataIndex": _Index},
 }
 
 #: All globals that torch's writer puts in a ``.metadata``, except dtypes. They include the plans of all ranks, which
@@ -275,7 +248,10 @@ class _Unpickler(pickle.Unpickler):
             return BY_NAME[name]
         if full == "torch.Size":
             return self.shapes.make
-        if not _is_foreign_class(full) or (full not in self.foreign and len(self.foreign) == _MAX_FOREIGN):
+        # All classes of torch and Python are known; another name may look like another library's class.
+        package, last = module.partition(".")[0], name.rpartition(".")[2].lstrip("_")
+        foreign = package not in STANDARD_LIBRARY | {"torch"} and last[:1].isupper()
+        if not foreign or (full not in self.foreign and len(self.foreign) == _MAX_FOREIGN):
             raise Refused(f"it names {quoted(full)}, which torch never writes there: loading it imports or runs it")
         if full not in self.foreign:
             self.foreign[full] = type(name.rpartition(".")[2], (_Foreign,), {"__slots__": ()})
@@ -286,15 +262,6 @@ class _Unpickler(pickle.Unpickler):
         if pid is None:
             return _List()
         return _Pair(*pid) if len(pid) == 2 else _Parts(*pid)
-
-
-def _is_foreign_class(name: str) -> bool:
-    """Return whether a name looks like another library's class. All classes of torch and Python are known."""
-    package, _, last = name.partition(".")
-    return package not in STANDARD_LIBRARY | {"torch"} and last.rpartition(".")[2].lstrip("_")[:1].isupper()
-
-
-# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def _is_count(value: object) -> bool:
@@ -319,9 +286,21 @@ class _Reader:
         if whole is None or whole[0] is None:
             raise Refused(f"it is a pickle of {_kind(root)}, not of {_MODULE}.Metadata")
         listed, places, storage, meta, version = whole
-        values = self._read_values(listed)
+        values: dict[str, ValueMetadata] = {}
+        for name, entry in self._named(listed):
+            value = self._value(entry)
+            if value is None:
+                self._note(f"the entry of {quoted(name)} is invalid")
+            else:
+                values[name] = value
         paths = self._read_paths(places, values)
-        items = self._read_items(storage)
+        items = []
+        for number, (key, place) in enumerate(self._pairs(storage)):
+            item = self._item(_fields(_Index, key), _fields(_Place, place))
+            if item is None:
+                self._note(f"entry {number:,} of storage_data is invalid")
+            else:
+                items.append(item)
         if meta is not None and not isinstance(meta, _Record):
             self._note("its storage_meta is not an object: torch sets load_id on it")
         return Metadata(end, values, paths, items, version if type(version) is str else "", self.flaws, foreign)
@@ -348,16 +327,6 @@ class _Reader:
             else:
                 self._note("a key is not a string")
 
-    def _read_values(self, listed: object) -> dict[str, ValueMetadata]:
-        values: dict[str, ValueMetadata] = {}
-        for name, entry in self._named(listed):
-            value = self._value(entry)
-            if value is None:
-                self._note(f"the entry of {quoted(name)} is invalid")
-            else:
-                values[name] = value
-        return values
-
     def _value(self, entry: object) -> ValueMetadata | None:
         """Return a tensor or an object; None for anything else, or if too many numbers were read."""
         if type(entry) is _Object:
@@ -367,21 +336,19 @@ class _Reader:
         if shape is None or dtype is None or type(chunks) is not _List:
             return None
         self._left -= (len(chunks) + 1) * (len(shape) + 1)
-        boxes = [self._box(chunk, len(shape)) for chunk in chunks] if self._left >= 0 else [None]
-        return None if None in boxes else ValueMetadata(dtype, shape, tuple(boxes))  # type: ignore[arg-type]
-
-    def _box(self, chunk: object, dimensions: int) -> Box | None:
-        """Return the box of a piece, or None if it has not this many dimensions."""
-        offsets, sizes = map(self._shape, _fields(_Chunk, chunk) or (None, None))
-        if offsets is None or sizes is None or not len(offsets) == len(sizes) == dimensions:
-            return None
-        box = offsets, sizes
-        return self._boxes.setdefault(box, box)
+        boxes = []
+        for chunk in chunks if self._left >= 0 else [None]:
+            offsets, sizes = map(self._shape, _fields(_Chunk, chunk) or (None, None))
+            if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+                return None
+            boxes.append(self._boxes.setdefault((offsets, sizes), (offsets, sizes)))
+        return ValueMetadata(dtype, shape, tuple(boxes))
 
     def _read_paths(self, places: object, values: Mapping[str, ValueMetadata]) -> dict[str, tuple[str | int, ...]]:
         paths: dict[str, tuple[str | int, ...]] = {}
         for name, path in self._named(places):
-            if self._left < 0 or not _is_path(path):
+            steps = path if type(path) is tuple and 0 < len(path) <= _MAX_DEPTH and type(path[0]) is str else (None,)
+            if self._left < 0 or not all(type(step) is str or _is_count(step) for step in steps):
                 self._note(f"the path of {quoted(name)} in the object is invalid")
                 continue
             paths[name] = path
@@ -391,24 +358,13 @@ class _Reader:
                 # create_default_local_load_plan looks up the name that the path spells.
                 self._note(f"{quoted(name)} belongs at {quoted(spelled)}, under which torch looks for it: Missing key")
         # DefaultSavePlanner writes the path of every value. A damaged key would move its value to the root.
-        without = next((name for name in values if name not in paths), None) if paths else None
-        unknown = next((name for name in paths if name not in values), None)
-        if without is not None and unknown is not None:
-            self._note(f"{quoted(without)} has no path in the object, and {quoted(unknown)} has one but is no value")
+        without, unknown = values.keys() - paths.keys() if paths else (), paths.keys() - values.keys()
+        if without and unknown:
+            what = f"{quoted(min(without))} has no path in the object, and {quoted(min(unknown))} has one"
+            self._note(f"{what} but is no value")
         return paths
 
-    def _read_items(self, storage: object) -> list[Item]:
-        items = []
-        for number, (key, value) in enumerate(self._pairs(storage)):
-            item = self._item(_fields(_Index, key), _fields(_Place, value))
-            if item is None:
-                self._note(f"entry {number:,} of storage_data is invalid")
-            else:
-                items.append(item)
-        return items
-
     def _item(self, index: Sequence[Any] | None, place: Sequence[Any] | None) -> Item | None:
-        """Return the item of an index and a file range, or None if one of them is invalid."""
         if index is None or place is None:
             return None
         (name, _, begin), (file, at, length, transforms) = index, place
@@ -450,8 +406,128 @@ def _dtype(properties: object) -> Dtype | None:
     return state[0] if isinstance(state[0], Dtype) else None
 
 
-def _is_path(value: object) -> bool:
-    """Return whether a value is the path of a value in the object: names and list indices."""
-    if type(value) is not tuple or not 0 < len(value) <= _MAX_DEPTH or type(value[0]) is not str:
-        return False
-    return all(type(step) is str or _is_count(step) for step in value)
+#: The longest string that the expression for runs of opcodes covers.
+_SHORT: Final = 64
+#: The replacements of opcodes. A dict becomes a flat list of keys and values, or of a ``_Pair`` for an entry by itself.
+#: A list becomes a ``_List``, which is filled with ``_Parts``, so that neither takes the other's. FRAME goes, with its
+#: size.
+_REPLACED: Final = {
+    b"}": b"]",
+    b"\x94}": b"\x94]",
+    b"u": b"e",
+    b"s": b"\x86Qa",
+    b"]": b"NQ",
+    b"a": b"\x85\x85Qb",
+    b"e": b"t\x85Qb",
+}
+#: The pickle memoizes the numbers of a ``torch.Size``, the arguments with them, and the result. Memoizing the result
+#: three times instead takes half the memory: nothing refers to the arguments. No string has these bytes.
+_SIZES: Final = tuple((b"%c\x94\x85\x94R\x94" % code, b"%c\x85R\x94\x94\x94" % code) for code in b"\x85\x86\x87")
+#: Bytes of the checked pickle that are made at once.
+CHUNK: Final = 1 << 18
+#: Opcodes of one byte that make an object, which takes about 70 bytes.
+_MAKING: Final = b"]}R\x81\x85\x86\x87"
+#: Objects allowed in a file of any size, and bytes required per further one. torch writes ten bytes per object.
+_FEW_OBJECTS, _BYTES_PER_OBJECT = 250_000, 4
+
+
+class Refused(ValueError):
+    """The pickle has something that torch never writes there."""
+
+
+class CheckedPickle(RawIOBase):
+    """A file with the pickle ``data``, changed so that the standard unpickler reads it in bounded time and memory.
+
+    It accepts only the opcodes with which protocol 2 and later write ``.metadata``. No size or memo number may exceed
+    the size of the file, and the number of objects is limited. Dicts become lists, so that nothing is hashed: hashing
+    tuples that share tuples may take forever. ``end`` is the size of the original in bytes.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        if data[:1] != b"\x80" or data[1] not in range(2, 6):
+            raise Refused("it is not a pickle of protocol 2 to 5")
+        if sum(map(data.count, _MAKING)) > _FEW_OBJECTS + len(data) // _BYTES_PER_OBJECT:
+            raise Refused("it makes more objects than a file of its size can list")
+        self.end = 0
+        self._data = data
+        self._chunks = self._checked()
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Copy the next bytes to ``buffer``."""
+        if not self._rest:
+            chunk = next(self._chunks, b"")
+            for before, after in _SIZES:
+                chunk = chunk.replace(before, after)
+            self._rest = memoryview(chunk)
+        part = self._rest[: len(buffer)]
+        self._rest = self._rest[len(part) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def _checked(self) -> Iterator[bytes]:
+        data = self._data
+        match = _runs(min(len(data) >> 17, 255))
+        checked = bytearray(data[:2])
+        at = 2
+        while True:
+            run = match(data, at)
+            assert run is not None  # it matches nothing as well
+            plain, fields, special = run.groups()
+            checked += plain
+            at = run.end()
+            if fields is not None:
+                # The fields of an object become a flat tuple. Nothing refers to it, so the memo gets the object twice.
+                checked += b"\x94\x94("
+                checked += fields
+                checked += b"tb"
+            elif special:
+                checked += _REPLACED.get(special, b"")
+                if special[0] == op.FRAME and int.from_bytes(special[1:], "little") > len(data) - at:
+                    raise Refused("it is cut: a frame ends after the file")
+            elif not plain:
+                code = data[at] if at < len(data) else -1
+                if code in (op.SHORT_BINUNICODE, op.BINUNICODE):
+                    width = 1 if code == op.SHORT_BINUNICODE else 4
+                    end = at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+                    checked += data[at:end]
+                    at = end
+                elif code == op.STOP:
+                    self.end = at + 1
+                    yield bytes(checked + b".")
+                    return
+                elif code < 0:
+                    raise Refused("it is cut: it ends before its last opcode")
+                else:
+                    raise Refused(f"it has the opcode 0x{code:02x} at byte {at:,}, which torch never writes there")
+            if len(checked) >= CHUNK:
+                yield bytes(checked)
+                checked.clear()
+
+
+@lru_cache(maxsize=4)
+def _runs(top: int) -> Callable[[bytes, int], re.Match[bytes] | None]:
+    """Return a function that matches a run of opcodes, and after it the fields of an object, or one of ``_REPLACED``.
+    ``top`` is the highest third byte of a memo number."""
+    tokens = (
+        rb"h.|\x94(?!}\x94\()|K.|M..|J....|[(NRtb\x85-\x89\x93]|\)\x81?|j....|q.",
+        rb"r..[\0-%b]\0" % re.escape(bytes([top])),
+        _sized(b"\x8a", 1, range(1, 10)),
+        _sized(b"\x8c", 1, range(_SHORT)),
+        _sized(b"X", 4, range(_SHORT)),
+        rb"G.{8}|c[^\n]{1,200}\n[^\n]{1,200}\n",
+    )
+    token = b"|".join(tokens)
+    fields = rb"\x94}\x94\(((?:%b){1,40})ub" % token
+    return re.compile(rb"((?:%b){0,8192})(?:%b|(\x94}|[}\]aesu]|\x95.{8}))?" % (token, fields), re.DOTALL).match
+
+
+def _sized(code: bytes, width: int, sizes: Iterable[int]) -> bytes:
+    """Return the expression for an opcode with a size of ``width`` bytes and as many bytes after it."""
+    return re.escape(code) + b"(?:%b)" % b"|".join(
+        re.escape(size.to_bytes(width, "little")) + b".{%d}" % size for size in sizes
+    )

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 from ...base.dtypes import Dtype
+from ...base.errors import CkptoolError
+from ...base.findings import TRANSFORMED
 from ...base.records import NamedTuple
-from ...base.text import pluralize, quoted
-from ..pieces.boxes import Box
+from ...base.text import join_limited, quoted, shown
+from ...checkpoint.graph_builder import Builder
+from ...files import compressed
+from ...pickles.nodes import Ref
+from ..pieces import Box, box_text, misfit
 
 
 class Item(NamedTuple):
-    """A file range that holds an archive of its own: ``length`` bytes from byte ``at`` of ``file``. ``offset`` is the
-    piece's offset in its tensor, None for an object. ``transforms`` names the extensions that changed the bytes, such
-    as compression."""
+    """An archive in a file: ``length`` bytes from byte ``at`` on. ``offset`` is the piece's offset in its tensor, None
+    for an object. ``transforms`` names the extensions that changed the bytes, such as compression."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -29,6 +34,16 @@ class Item(NamedTuple):
     def place(self) -> str:
         """The place of the item, for messages."""
         return f"{self.file} at byte {self.at:,}"
+
+    @property
+    def is_zstd(self) -> bool:
+        """Whether it is compressed with zstd, by ``ZStandard`` of torch/distributed/checkpoint/_extension.py."""
+        name, _, version = self.transforms[0].partition("/") if len(self.transforms) == 1 else ("", "", "")
+        return name == "stream.zstd" and version.partition(".")[0] == "1"
+
+
+#: The identity of a piece: a name, and the offset in its tensor (None for an object).
+ItemKey = tuple[str, "tuple[int, ...] | None"]
 
 
 class ValueMetadata(NamedTuple):
@@ -60,60 +75,240 @@ class Metadata(NamedTuple):
     copies: Sequence[tuple[Item, Item]] = ()
 
 
-def merge_metadata(ranks: list[Metadata]) -> Metadata:
-    """Merge metadata files that each rank wrote for itself. If several ranks have the same piece, the first one
-    counts."""
-    if len(ranks) == 1:
-        return ranks[0]
+def merged(parts: Sequence[Metadata], version: str) -> Metadata:
+    """Merge the metadata of several ranks or folders. If several have the same piece, the first one counts."""
+    if len(parts) == 1:
+        return parts[0]
     values: dict[str, ValueMetadata] = {}
     boxes: dict[str, dict[Box, None]] = {}
-    items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
-    flaws: list[str] = []
-    copies: list[tuple[Item, Item]] = []
-    for rank in ranks:
-        flaws += rank.flaws
-        for name, value in rank.values.items():
+    items: dict[ItemKey, Item] = {}
+    flaws = [flaw for part in parts for flaw in part.flaws]
+    copies = [pair for part in parts for pair in part.copies]
+    for part in parts:
+        for name, value in part.values.items():
             known = values.setdefault(name, value)
             if (known.dtype, known.shape) != (value.dtype, value.shape):
                 flaws.append(f"the ranks do not agree on the dtype and shape of {quoted(name)}")
             else:
                 boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
-        for item in rank.items:
+        for item in part.items:
             first = items.setdefault((item.name, item.offset), item)
             copies += [(first, item)] if first is not item and item.offset is not None else []
     values = {name: value._replace(chunks=tuple(boxes[name])) for name, value in values.items()}
-    paths = {name: path for rank in reversed(ranks) for name, path in rank.paths.items()}
-    version = f"{pluralize(len(ranks), 'rank')}, each with its own metadata"
-    subclasses = [name for rank in ranks for name in rank.subclasses]
+    paths = {name: path for part in reversed(parts) for name, path in part.paths.items()}
+    subclasses = [name for part in parts for name in part.subclasses]
     return Metadata(0, values, paths, list(items.values()), version, flaws, subclasses, copies)
 
 
 def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:
     """Return the metadata of a subfolder with paths from its parent; ``apart`` puts its values under the folder's
     name."""
-    items = [item._replace(file=f"{folder}/{item.file}") for item in read.items]
-    if not apart:
-        return read._replace(items=items)
-
-    def name_of(name: str) -> str:
-        return f"{folder}.{name}"
-
+    before, paths = f"{folder}." if apart else "", read.paths
+    if apart:
+        paths = {before + name: (folder, *read.paths.get(name, (name,))) for name in read.values}
     return read._replace(
-        values={name_of(name): value for name, value in read.values.items()},
-        paths={name_of(name): (folder, *read.paths.get(name, (name,))) for name in read.values},
-        items=[item._replace(name=name_of(item.name)) for item in items],
+        values={before + name: value for name, value in read.values.items()},
+        paths=paths,
+        items=[item._replace(name=before + item.name, file=f"{folder}/{item.file}") for item in read.items],
     )
 
 
-def united(parts: Sequence[Metadata]) -> Metadata:
-    """Merge the metadata of several folders with distinct names."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return first._replace(
-        values={name: value for part in parts for name, value in part.values.items()},
-        paths={name: path for part in parts for name, path in part.paths.items()},
-        items=[item for part in parts for item in part.items],
-        flaws=[flaw for part in parts for flaw in part.flaws],
-        subclasses=[name for part in parts for name in part.subclasses],
-    )
+#: Adds a problem: code, level, message, and where it is.
+Note: TypeAlias = Callable[..., None]
+#: Suffixes of DCP's own files.
+_OWN: Final = (".distcp", ".metadata", ".tmp")
+#: Files that frameworks add to the folder.
+_FRAMEWORK_FILES: Final = {
+    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
+    "common.pt": "the values of a Megatron-LM checkpoint that are not tensors: arguments, iteration",
+    "metadata.json": "the version of Megatron-LM's format",
+}
+
+
+def extra_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the files that are not DCP's own with their descriptions, "" for an unknown file."""
+    return {name: _FRAMEWORK_FILES.get(name, "") for name in names if not name.endswith(_OWN)}
+
+
+def usable_items(
+    metadata: Metadata, sizes: Mapping[str, int], note: Note, closed: Mapping[str, CkptoolError]
+) -> dict[ItemKey, Item]:
+    """Return the items that are within their files, in file order; report all others to ``note``. ``sizes`` are the
+    file sizes in bytes. ``closed`` has the files that cannot be opened, with the errors."""
+    usable: dict[ItemKey, Item] = {}
+    missing: dict[str, list[Item]] = {}
+    cut: dict[str, list[Item]] = {}
+    folders = {folder for name in (*sizes, *closed) for folder, slash, _ in (name.partition("/"),) if slash}
+    inner = ((file, *file.partition("/")) for file in {item.file for item in metadata.items})
+    names = ((file, name if slash and folder in folders else file) for file, folder, slash, name in inner)
+    outside = {file for file, name in names if name in ("", ".", "..") or {*name} & {*"/\\\0:"}}
+    for file in sorted(outside):
+        note("outside-path", "error", f"the file {quoted(file)} is outside of the folder: not opened", file)
+    pieces = Pieces(metadata.values)
+    for item in metadata.items:
+        if item.name not in metadata.values:
+            note("unlisted-item", "warning", f"{item.place} holds {pieces.name(item)}, which .metadata does not list")
+        elif item.file not in sizes:
+            missing.setdefault(item.file, []).append(item)
+        elif item.at + item.length > sizes[item.file]:
+            cut.setdefault(item.file, []).append(item)
+        elif item.transforms and not (item.is_zstd and compressed.available()):
+            why = "its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
+            why = f"reading it takes a package that is not installed: {compressed.INSTALL}" if item.is_zstd else why
+            what = f"{pieces.name(item)} in {item.file} went through {join_limited(list(item.transforms))}: {why}"
+            note(TRANSFORMED, "error", what, item.file, item.at)
+        else:
+            if (item.name, item.offset) in usable:
+                what = f"{pieces.name(item)} is listed twice: torch takes the last, another reader the first"
+                note("item-twice", "error", what, item.file, item.at)
+            usable[item.name, item.offset] = item
+    for file, items in ((file, items) for file, items in missing.items() if file not in outside):
+        state = f"cannot be read: {closed[file].what}" if file in closed else "is missing"
+        note("missing-file", "error", f"{file} {state}, and with it {pieces.names(items)}", file)
+    for file in closed.keys() - missing.keys():
+        what = f"{file} cannot be read: {closed[file].what}; .metadata names nothing in it"
+        note("stray-file", "warning", what, file)
+    ends: dict[str, int] = {}
+    for item in metadata.items if cut else ():
+        ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
+    for file, items in cut.items():
+        end = items[0].at + items[0].length
+        what = f"{file} has {sizes[file]:,} bytes, and {pieces.name(items[0])} ends at {end:,}"
+        other = next((name for name in sizes if sizes[name] == ends[file] and ends.get(name) == sizes[file]), "")
+        what += (
+            f"; {file} and {other} may have been swapped" if other else f"; it is cut, and {pieces.names(items)} lost"
+        )
+        note("short-file", "error", what, file, items[0].at)
+    return _without_overlaps(usable, note)
+
+
+def _without_overlaps(usable: Mapping[ItemKey, Item], note: Note) -> dict[ItemKey, Item]:
+    """Leave out items that overlap the one before, so that the size of the files bounds the time to read them all."""
+    # Sort twice by an attribute rather than once by a tuple: there may be a million items.
+    ordered = sorted(usable, key=lambda key: usable[key].at)
+    ordered.sort(key=lambda key: usable[key].file)
+    kept: dict[ItemKey, Item] = {}
+    before: Item | None = None
+    for key in ordered:
+        item = usable[key]
+        if before is not None and before.file == item.file and before.at + before.length > item.at:
+            what = f"{item.file}: {before.name!r} and {item.name!r} overlap at byte {item.at:,}"
+            note("item-overlap", "error", what, item.file, item.at)
+        else:
+            kept[key] = before = item
+    return kept
+
+
+def is_whole(
+    name: str,
+    value: ValueMetadata,
+    usable: Mapping[ItemKey, Item],
+    mentioned: Callable[[], Collection[ItemKey]],
+    note: Note,
+) -> bool:
+    """Return whether all pieces of a tensor exist, judging by sizes; report each missing piece. ``mentioned`` returns
+    the items that .metadata locates."""
+    if len(value.chunks) == 1:
+        ((offset, sizes),) = value.chunks
+        if sizes == value.shape and not any(offset) and (name, offset) in usable:
+            return True  # one piece holds the whole tensor
+    inside: list[Box] = []
+    for box in value.chunks:
+        if any(at + size > whole for at, size, whole in zip(*box, value.shape)):
+            what = f"{name}: the piece {box_text(box)} lies outside of the tensor, {list(value.shape)}"
+            note("chunk-bounds", "error", what, name)
+        else:
+            inside.append(box)
+    odd = misfit(value.shape, inside)
+    if odd and odd.boxes:
+        note("chunk-overlap", "error", f"{name}: the pieces {' and '.join(map(box_text, odd.boxes))} overlap", name)
+        return False
+    if odd:
+        note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(odd.place)}", name)
+    lost = [box for box in inside if (name, box[0]) not in usable]
+    for box in lost:
+        if (name, box[0]) not in mentioned() and 0 not in box[1]:
+            what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
+            note("missing-item", "error", what, name)
+    return not odd and len(inside) == len(value.chunks) and all(0 in box[1] for box in lost)
+
+
+class Pieces:
+    """The boxes of each tensor's pieces, found by their offsets."""
+
+    def __init__(self, values: Mapping[str, ValueMetadata]) -> None:
+        self._values = values
+        self._boxes: dict[str, dict[tuple[int, ...], Box]] = {}
+
+    def box(self, item: Item) -> Box | None:
+        """Return the box that .metadata has for an item; None for an object, or if it lists none."""
+        value = self._values.get(item.name)
+        if value is None or item.offset is None:
+            return None
+        boxes = self._boxes.get(item.name)
+        if boxes is None:
+            # Of two boxes at one offset, the first counts.
+            boxes = self._boxes[item.name] = {box[0]: box for box in reversed(value.chunks)}
+        return boxes.get(item.offset)
+
+    def name(self, item: Item) -> str:
+        """Return the name of an item; for one of several pieces, also its box."""
+        box, value = self.box(item), self._values.get(item.name)
+        return f"{item.name} {box_text(box)}" if box and value and len(value.chunks) > 1 else item.name
+
+    def names(self, items: list[Item]) -> str:
+        """Return the names of the items: where lists are shortened, of the first three."""
+        return join_limited([self.name(item) for item in items[: shown(3)]], len(items), most=3)
+
+
+#: The most empty list places that are filled, as a base and per value, so that a large index cannot exhaust memory.
+_GAPS: Final = 1000
+_GAPS_PER_VALUE: Final = 4
+
+Level = dict["str | int", "Level | Ref"]
+
+
+class Nested:
+    """The object while it is rebuilt from flat names, like ``_EmptyStateDictLoadPlanner``. ``misfits`` are names whose
+    place is taken. ``sparse`` are lists with too many empty places to fill, as (places, values)."""
+
+    def __init__(self) -> None:
+        self.root: Level = {}
+        self.misfits: list[str] = []
+        self.sparse: list[tuple[int, int]] = []
+        self._gaps = _GAPS
+
+    def put(self, name: str, path: Iterable[str | int], value: Ref) -> None:
+        """Set the value at a path."""
+        self._gaps += _GAPS_PER_VALUE
+        *parents, last = path
+        level = self.root
+        for step, next_step in zip(parents, [*parents[1:], last]):
+            inner = level.setdefault(step, {})
+            if not isinstance(inner, dict) or (inner and type(next(iter(inner))) is not type(next_step)):
+                self.misfits.append(name)
+                return
+            level = inner
+        if last in level:
+            self.misfits.append(name)
+        else:
+            level[last] = value
+
+    def build(self, builder: Builder) -> Ref:
+        """Build the graph of the object."""
+        return self._build_level(builder, self.root, top=True)
+
+    def _build_level(self, builder: Builder, level: Level, top: bool = False) -> Ref:
+        refs = {
+            step: self._build_level(builder, value) if isinstance(value, dict) else value
+            for step, value in level.items()
+        }
+        by_index = {step: ref for step, ref in refs.items() if isinstance(step, int)}
+        if not top and by_index:
+            size = max(by_index) + 1
+            gaps = size - len(by_index)
+            if gaps <= self._gaps:
+                self._gaps -= gaps
+                return builder.sequence(by_index[n] if n in by_index else builder.constant(None) for n in range(size))
+            self.sparse.append((size, len(by_index)))
+        return builder.mapping((str(step), ref) for step, ref in refs.items())

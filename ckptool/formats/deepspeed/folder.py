@@ -28,23 +28,25 @@ from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
-from ..folders import opening, other_steps_problem
-from ..joined.container import RankFile, RankFiles, grafted_key, rows, whole_tensor
+from ..folders import opening, other_steps_note
+from ..joined import RankFile, RankFiles, grafted_key, rows
 from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, ZeroFiles, other_steps, step_folder, zero_files
 from ..names.hf import model_files
 from ..names.ranks import MAX_RANKS, StepFolder
-from ..pieces.chunks import Rows
-from ..pieces.copies import STATISTICS, CopyPair
-from .slices import Slices, Vector, slices_of_ranks, slices_of_vectors
+from ..pieces import STATISTICS, CopyPair, Rows
 from .states import (
     MOST_UNLIKE,
     OF_PARTS,
     ModelState,
+    Slices,
+    Vector,
     ZeroState,
     base_optimizer,
     group_states,
     read_model,
     read_optimizer,
+    slices_of_ranks,
+    slices_of_vectors,
     unlike,
 )
 
@@ -62,9 +64,8 @@ class Deepspeed(RankFiles):
 
     format = "deepspeed"
 
-    def __init__(self, path: str, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
+    def __init__(self, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
         super().__init__(step.folder)
-        self.path = path
         #: Files of ranks that this save does not have.
         self._left_over: set[str] = set()
         self.note_twice(files.twice)
@@ -72,62 +73,46 @@ class Deepspeed(RankFiles):
         self._states = self._read_all(files.optimizers, OPTIMIZER, read_optimizer, stack)
         self._model, self._first = self._models[min(self._models)], self._states[min(self._states)]
         if self._first.in_parts != files.in_parts:
-            stages = ("3", "1 or 2") if self._first.in_parts else ("1 or 2", "3")
-            raise MalformedError(f"the optimizer's files are of stage {stages[0]}, the model's files of {stages[1]}")
+            raise MalformedError("of the optimizer's and the model's files, some are of ZeRO stage 3, and some are not")
         self._file = self.read_again(self._model.name)
         self._module = values_of(self._file.graph, self._model.values["module"])
         self._ranks = self._counted()
         for names in (files.optimizers, files.models) if files.in_parts else (files.optimizers,):
             there = {rank: name for rank, name in names.items() if name not in self._left_over}
-            saved, like = pluralize(self._ranks, "rank"), next(iter(names.values()))
-            name_of = partial(name_like, like)
-            self.note_ranks(saved, range(self._ranks), there, name_of)
-        states, models = self._states.values(), self._models.values()
-        self.note_same((state.name, any(state.checksums) and state.checksums, state.flats) for state in states)
-        self.note_same((own.name, any(own.checksums) and own.checksums, [*own.fragments.values()]) for own in models)
+            name_of = partial(name_like, next(iter(names.values())))
+            self.note_ranks(pluralize(self._ranks, "rank"), range(self._ranks), there, name_of)
+        self.note_same((own.name, own.checksums, own.flats) for own in self._states.values())
+        self.note_same((own.name, own.checksums, [*own.fragments.values()]) for own in self._models.values())
         self._vectors = self._flats()
-        before = len(self.problems)
         self._slices = self._cut()
-        #: Whether all vectors have all elements of their parameters, so that no parameter needs to be looked at.
-        self._fits = len(self.problems) == before
-        self._note_steps()
         self._compare_files()
         self.build(self._whole(self.read_again(self._first.name)))
         kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
-        state = "all there" if is_complete(self.problems) else "incomplete"
         self.rank_save = RankSave(self._ranks, self._model.number("global_steps"))
-        name = f"DeepSpeed {self._first.version}".rstrip()
-        self.writer = f"{name}, {kind}: {pluralize(self._ranks, 'rank')}, step {self.rank_save.step:,}, {state}"
+        name, ranks = f"DeepSpeed {self._first.version}".rstrip(), pluralize(self._ranks, "rank")
+        self.writer = f"{name}, {kind}: {ranks}, step {self.rank_save.step:,}, {self.completeness}"
         if not files.in_parts:
             # The model file is complete without the partitions.
             joined = frozenset(self._tensors)
-            self.problems = [
-                problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
-                for problem in self.problems
-            ]
+            for number, problem in enumerate(self.problems):
+                self.problems[number] = problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
 
     # -- the files
 
     def _read_all(
         self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile], _State], stack: ExitStack
     ) -> dict[int, _State]:
-        """Read the files of one kind; return their states by rank, without unreadable files and those of another save.
-        Raises MalformedError if none is left."""
-        states: dict[int, _State] = {}
-        for rank, name in names.items():
-            file = self.open_file(name, stack)
-            if file is None:
-                continue
-            saved = kind.match(file.container.root)
-            if saved and int(saved[1]) != rank:
-                what = f"it was saved as {saved[0]}: that of another rank under this name"
-                self.note(MISPLACED, "error", f"{name}: {what}", name, refused=True)
-                continue
-            try:
-                states[rank] = read(file)
-            except MalformedError as error:
-                self.errors.append(error)
-                self.note_lost(f"{name}: {error.what}", name)
+        """Return the states of one kind of file by rank, without those of another save; raise if none is left."""
+
+        def read_own(file: RankFile) -> _State | None:
+            saved, own = kind.match(file.container.root), kind.match(file.name)
+            if not (saved and own) or int(saved[1]) == int(own[1]):
+                return read(file)
+            what = f"it was saved as {saved[0]}: that of another rank under this name"
+            self.note(MISPLACED, "error", f"{file.name}: {what}", file.name, refused=True)
+            return None
+
+        states = self.read_all(names, read_own, stack)
         if not states:
             what = next(problem.message for problem in self.problems if problem.where in names.values())
             raise MalformedError(what, next=self.errors[0].step if self.errors else RENAME_BACK)
@@ -143,7 +128,6 @@ class Deepspeed(RankFiles):
         return states
 
     def _counted(self) -> int:
-        """Return the number of ranks; raise NotACheckpointError if parameter groups have different numbers of ranks."""
         counts = self._first.counts or (self._model.number("dp_world_size"),)
         if len(set(counts)) > 1:
             what = f"its groups of parameters are cut over {join_limited([str(count) for count in counts])} ranks"
@@ -153,37 +137,35 @@ class Deepspeed(RankFiles):
             raise MalformedError(f"{self._first.name}: {counts[0]:,} ranks (partition_count)")
         return counts[0]
 
-    def _note_steps(self) -> None:
-        name, done = self._model.name, self._model.number("global_steps") - self._model.number("skipped_steps")
-        odd = next((step for step in self._first.steps if step >= 0 and step != done), None)
-        if odd is not None and "global_steps" in self._model.save:
-            what = f"{name} is of step {done:,}, the optimizer's files of {odd:,g}"
-            self.note("other-step", "warning", f"{what}: of another save, or its state was not loaded", name)
-
     def _compare_files(self) -> None:
         model, first = self._model, self._first
         configurations = {state.save["ds_config"] for state in (model, first) if "ds_config" in state.save}
         if len(configurations) > 1:
             what = f"{model.name} has another ds_config than {first.name}: they are not of one run"
             self.note_lost(what, model.name)
+        done = model.number("global_steps") - model.number("skipped_steps")
+        odd = next((step for step in first.steps if step >= 0 and step != done), None)
+        if odd is not None and "global_steps" in model.save:
+            what = f"{model.name} is of step {done:,}, the optimizer's files of {odd:,g}"
+            self.note("other-step", "warning", f"{what}: of another save, or its state was not loaded", model.name)
         if first.in_parts:
             self._compare_buffers()
         elif is_complete(self.problems):
             self._compare_weights()
 
     def _compare_buffers(self) -> None:
-        """Compare the buffers, which stage 3 saves in full on every rank. Running statistics may differ between
-        ranks."""
+        """Compare the buffers, which stage 3 saves in full on every rank."""
         own: list[str] = []
         others = [state for state in self._models.values() if state is not self._model]
-        for name, (tensor, copy) in self._model.whole.items():
-            self.storage_of[name] = grafted_key(copy.file, tensor.storage)
+        for name, buffer in self._model.whole.items():
+            tensor = self._tensor_in_model(name)
+            self.storage_of[name] = grafted_key(buffer.file, tensor.storage if tensor is not None else "")
             for state in others:
                 there = state.whole.get(name)
-                if there is None or (there[0].dtype, there[0].shape) != (tensor.dtype, tensor.shape):
-                    self.note_lost(f"{state.name} has no buffer {quoted(name)} like {copy.file}", state.name)
+                if there is None or there[:2] != buffer[:2]:
+                    self.note_lost(f"{state.name} has no buffer {quoted(name)} like {buffer.file}", state.name)
                     continue
-                pair = CopyPair(name, copy, there[1], tensor.own_bytes)
+                pair = CopyPair(name, buffer, there)
                 own += [name] if self.copies.add(pair, own=name.rpartition(".")[2] in STATISTICS) else []
         self.note_own(map(quoted, own), self._model.name)
 
@@ -192,12 +174,11 @@ class Deepspeed(RankFiles):
         after each step (stage_1_and_2.py, ``step``; bf16_optimizer.py)."""
         own: dict[int, list[tuple[str, Rows, int, int, int]]] = {}
         for name, cut in self._slices.items():
-            tensor = self._tensor_in_model(name)
-            if tensor is not None and tensor.shape == cut.shape:
-                vector = self._vectors[cut.group]
-                for at, count, rank, local in vector.pieces(cut.begin, prod(cut.shape)):
-                    if (flat := vector.parts[rank]) is not None:
-                        own.setdefault(rank, []).append((name, flat, local, at, count))
+            tensor, vector = self._tensor_in_model(name), self._vectors[cut.group]
+            pieces_of = vector.pieces(cut.begin, prod(cut.shape)) if tensor and tensor.shape == cut.shape else ()
+            for at, count, rank, local in pieces_of:
+                if (flat := vector.parts[rank]) is not None:
+                    own.setdefault(rank, []).append((name, flat, local, at, count))
         odd: list[str] = []
         for rank, pieces in own.items():
             unequal = looked = 0
@@ -207,7 +188,7 @@ class Deepspeed(RankFiles):
                     unequal, looked = unequal + different, looked + number
             if unequal * MOST_UNLIKE > looked:
                 odd.append(self._states[rank].name)
-        self.note_unlike(odd, len(own), self._model.name)
+        self.note_unlike(odd, self._model.name)
 
     def _tensor_in_model(self, name: str) -> Tensor | None:
         return self._file.reader.tensor(self._module[name]) if name in self._module else None
@@ -215,32 +196,24 @@ class Deepspeed(RankFiles):
     # -- the flat tensors
 
     def _flats(self) -> list[Vector]:
-        states = [self._states.get(rank) for rank in range(self._ranks)]
-        own = [flat.shape[0] for flat in self._first.flats]
-        if self._first.in_parts:
-            absent = Vector([None] * len(own), own)
-            return [absent if state is None else Vector(state.flats, own) for state in states]
-        vectors = []
-        for group in range(len(own)):
-            parts = [None if state is None else state.flats[group] for state in states]
-            largest = max(part.shape[0] for part in parts if part is not None)
-            vectors.append(Vector(parts, [largest] * len(parts)))
-        return vectors
+        groups = zip(*(state.flats for state in self._states.values()))
+        sizes = [[max(flat.shape[0] for flat in flats)] * self._ranks for flats in groups]
+        own = [[flat.shape[0] for flat in self._first.flats]] * self._ranks
+        return self._stacked(lambda state: state.flats, own if self._first.in_parts else sizes)
 
     def _moments(self, name: str) -> list[Vector]:
-        moments = [state.moments if (state := self._states.get(rank)) else None for rank in range(self._ranks)]
-        if self._first.in_parts:
-            return [
-                vector if own is None else Vector([part.get(name) for part in own], vector.sizes)
-                for own, vector in zip(moments, self._vectors)
-            ]
-        return [
-            Vector([None if own is None else own[group].get(name) for own in moments], vector.sizes)
-            for group, vector in enumerate(self._vectors)
-        ]
+        sizes = [vector.sizes for vector in self._vectors]
+        return self._stacked(lambda state: [part.get(name) for part in state.moments], sizes)
+
+    def _stacked(
+        self, flats_of: Callable[[ZeroState], Sequence[Rows | None]], sizes: Sequence[Sequence[int]]
+    ) -> list[Vector]:
+        absent: Sequence[Rows | None] = [None] * len(self._first.flats)
+        ranks = (self._states.get(rank) for rank in range(self._ranks))
+        parts: Iterable[Sequence[Rows | None]] = [absent if state is None else flats_of(state) for state in ranks]
+        return [Vector(own, size) for own, size in zip(parts if self._first.in_parts else zip(*parts), sizes)]
 
     def _cut(self) -> dict[str, Slices]:
-        """Return the position of each parameter in the vectors; report sizes that do not fit."""
         groups, first = self._model.groups, self._first
         wanted = sum(prod(shape) for group in groups for shape in group.values())
         if wanted and not any(vector.size for vector in self._vectors):
@@ -255,7 +228,11 @@ class Deepspeed(RankFiles):
             return slices
         if len(groups) != len(first.flats) or any(len(one) != len(two) for one, two in zip(groups, first.paddings)):
             raise MalformedError(f"{self._model.name} describes other groups of parameters than {first.name} has")
-        self._check_shapes()
+        for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+            tensor = self._tensor_in_model(name)
+            if tensor is not None and 0 not in tensor.shape and tensor.shape != shape:
+                what = f"{quoted(name)} is of the shape {list(tensor.shape)}, and {list(shape)} in its param_shapes"
+                self.note_lost(f"{self._model.name}: {what}", self._model.name)
         slices, sizes = slices_of_vectors(groups, first.paddings)
         multiple = 2 * self._ranks
         for number, (vector, size) in enumerate(zip(self._vectors, sizes)):
@@ -275,9 +252,7 @@ class Deepspeed(RankFiles):
         return slices
 
     def _odd_partitions(self, group: int, size: int, part: int) -> Iterator[tuple[str, str]]:
-        """Yield (message, file) for each partition without ``part`` elements: elements would be read from the wrong
-        places. Only the first ``size`` elements of a group are used. The padding after them may be stripped, by old
-        versions in the last rank only, but never in moments."""
+        """Yield (message, file) for each partition without ``part`` elements, but for stripped padding."""
         for rank, state in self._states.items():
             count, used = state.flats[group].shape[0], min(max(size - rank * part, 0), part)
             last = rank >= self._ranks - 1
@@ -287,14 +262,6 @@ class Deepspeed(RankFiles):
                 if moment.shape[0] not in (part, count):
                     what = f"{slot} of group {group} has {moment.shape[0]:,} elements, its partition {part:,}"
                     yield what, state.name
-
-    def _check_shapes(self) -> None:
-        name_of_file = self._model.name
-        for name, shape in ((name, shape) for group in self._model.groups for name, shape in group.items()):
-            tensor = self._tensor_in_model(name)
-            if tensor is not None and 0 not in tensor.shape and tensor.shape != shape:
-                what = f"{quoted(name)} is of the shape {list(tensor.shape)}, and {list(shape)} in its param_shapes"
-                self.note_lost(f"{name_of_file}: {what}", name_of_file)
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
         """Report each rank whose file lists other parameter addresses than the computed ones."""
@@ -323,11 +290,10 @@ class Deepspeed(RankFiles):
         return self.builder.mapping((name, ref) for name, ref in items.items() if ref is not None)
 
     def _add(self, name: str, cut: Slices, vectors: Sequence[Vector], dtype: Dtype) -> Ref:
-        whole = self._fits and not any(None in vector.parts for vector in vectors)
-        return self.add_tensor(name, cut.joined(vectors, dtype), whole=whole or cut.is_whole(vectors))
+        chunks = (lambda: [*cut.chunks(vectors, dtype)]) if cut.is_whole(vectors) else None
+        return self.add_tensor(name, dtype, cut.shape, chunks, (prod(cut.shape),))
 
     def _weights(self) -> Ref:
-        """Build the state dict: parameters from the partitions, all other entries from the model file."""
         model, dtypes = self._model, [flat.dtype for flat in self._first.flats]
         refs = {name: self._add(name, cut, self._vectors, dtypes[cut.group]) for name, cut in self._slices.items()}
         for name, shape in model.frozen.items() if self._first.in_parts else ():
@@ -335,24 +301,34 @@ class Deepspeed(RankFiles):
         return state_dict_with(self, self._file, model, refs, in_parts=self._first.in_parts)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
-        """Build a frozen parameter: stage 3 cuts each by itself over the per-rank model files."""
         parts = {rank: model.fragments[name] for rank, model in self._models.items() if name in model.fragments}
         dtypes = {part.dtype for part in parts.values()}
         if len(dtypes) != 1:
             raise MalformedError(f"the frozen parameter {quoted(name)} is not in the files of the model")
+        (dtype,) = dtypes
         cut = Slices(shape, 0, 0, self._ranks)
-        whole = all(rank in parts and size <= parts[rank].shape[0] for rank, size, _ in cut.stretches())
-        if not whole:
+        if not all(rank in parts and size <= parts[rank].shape[0] for rank, size, _ in cut.stretches()):
             self.note_lost(f"parts of the frozen parameter {quoted(name)} are not there")
-        vectors = [Vector([parts[rank]], [0]) for rank, _, _ in cut.stretches()] if whole else []
-        return self.add_tensor(name, cut.joined(vectors, *dtypes), whole=whole)
+            return self.add_tensor(name, dtype, shape)
+        vectors = [Vector([parts[rank]], [0]) for rank, _, _ in cut.stretches()]
+        return self._add(name, cut, vectors, dtype)
 
     def _optimizer(self, file: RankFile) -> Ref | None:
         """Build the optimizer state keyed by parameter name; report why and return None if that is impossible."""
         graph, builder = file.graph, self.builder
         base = base_optimizer(graph, values_of(graph, values_of(graph, graph.root)["optimizer_state_dict"]))
         states = group_states(graph, base)
-        odd = next((slot for number in states for slot in self._whole_slots(file, number, states[number])), "")
+        moments_of = dict(enumerate(self._first.moments))
+        odd = next(
+            (
+                slot  # of no single parameter, such as the scales of 8-bit optimizers
+                for number, slots in states.items()
+                for slot, ref in slots.items()
+                if slot not in moments_of.get(number, ())
+                if (tensor := file.reader.tensor(ref)) is not None and tensor.numel != 1
+            ),
+            "",
+        )
         if not base or odd:
             why = f"{odd} is of a whole group" if odd else "it is not as torch.optim writes it (elastic_checkpoint)"
             self.note("no-moments", "warning", f"without the state of the optimizer: {why}", file.name)
@@ -369,7 +345,7 @@ class Deepspeed(RankFiles):
                     moments[slot] = moments.get(slot) or self._moments(slot)
                     part = self._add(key, cut, moments[slot], moment.dtype)
                 elif file.reader.tensor(ref) is not None:
-                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # torch counts steps per parameter
+                    part = self.add_rows(key, rows(file, ref))  # torch counts steps per parameter
                 else:
                     part = self.graft(file, ref)
                 entries.append((slot, part))
@@ -382,15 +358,6 @@ class Deepspeed(RankFiles):
 
         groups = groups_with(self, file, list_items(graph.nodes[base["param_groups"]]), params_of)
         return builder.mapping([("state", builder.mapping(items)), ("param_groups", groups)])
-
-    def _whole_slots(self, file: RankFile, number: int, states: Mapping[str, Ref]) -> Iterator[str]:
-        """Yield the states of a group that do not belong to single parameters, such as the scales of 8-bit
-        optimizers."""
-        for slot, ref in states.items():
-            tensor = file.reader.tensor(ref)
-            flat = number < len(self._first.moments) and slot in self._first.moments[number]
-            if not flat and tensor is not None and prod(tensor.shape) != 1:
-                yield slot
 
     def other_dtypes(self, name: str) -> Mapping[str, str]:
         # In place of each weight, stage 3 saves an empty tensor with the training dtype. After each step, the 32-bit
@@ -489,10 +456,10 @@ def read(folder: Folder) -> tuple[FolderSource, Deepspeed]:
     if step is None or files is None:
         raise ChangedError("its files changed while they were read", path=path, next="try again")
     with opening(path, "it is damaged: get the folder again") as stack:
-        container = Deepspeed(path, step, files, stack)
+        container = Deepspeed(step, files, stack)
     others = other_steps(step)
     if others:
-        container.problems.append(other_steps_problem(step.folder.path, "latest", others))
+        container.problems.append(other_steps_note(step.folder.path, "latest", others))
     near = step.above or folder.outer()
     names = near.names()
     beside = model_files(names) if step.above or "latest" in names else []

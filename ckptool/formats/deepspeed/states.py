@@ -3,34 +3,28 @@
 Sources: DeepSpeed, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``
 (``state_dict``), ``runtime/engine.py`` (``_save_checkpoint``). Stage 3 files have ``fp32_flat_groups``, others
 ``single_partition_of_fp32_groups``. Files of BF16_Optimizer do not record the stage.
-
-``unlike`` compares 16-bit weights with the optimizer's 32-bit weights, rounded.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from math import prod
 from typing import Final
 from zlib import crc32
 
+from ...base.dtypes import Dtype
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.records import NamedTuple
 from ...base.text import quoted, words
 from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
-from ...checkpoint.tensors import Tensor
 from ...pickles.nodes import Call, Graph, Ref
-from ..joined.container import RankFile, rows, slice_of
-from ..joined.contents import Digests
-from ..names.deepspeed import whole_number
-from ..pieces.chunks import Rows
-from ..pieces.copies import Copy
-from .slices import Shapes
-
-#: Struct formats of step dtypes.
-_NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+from ...values.numeric import ROUNDED, to_numbers
+from ..joined import Digests, RankFile, rows
+from ..names.deepspeed import items_in, whole_number
+from ..pieces import Chunk, Rows
 
 #: Root entries of a model file that only describe the partitions. They are left out of a joined checkpoint.
 OF_PARTS: Final = words("""
@@ -89,7 +83,7 @@ class ModelState(NamedTuple):
     buffers: Collection[str]
     save: Mapping[str, object]
     checksums: tuple[int, ...]
-    whole: Mapping[str, tuple[Tensor, Copy]]
+    whole: Mapping[str, Rows]
 
     def number(self, name: str) -> int:
         """Return a number of the run, or 0 if it is missing."""
@@ -108,7 +102,7 @@ def read_optimizer(file: RankFile) -> ZeroState:
         raise NotACheckpointError(what, kind="deepspeed", next="deepspeed/checkpoint/ds_to_universal.py joins them")
     in_parts = "fp32_flat_groups" in own
     name = "fp32_flat_groups" if in_parts else "single_partition_of_fp32_groups"
-    partitions = _list(graph, own.get(name, -1))
+    partitions = items_in(graph, own, name)
     if not partitions:
         raise MalformedError("it has no partitions of parameters in 32 bits", where=file.name)
     flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(partitions))
@@ -119,17 +113,19 @@ def read_optimizer(file: RankFile) -> ZeroState:
     checksums = [_checksum(file, ref) for ref in partitions]
     for number, flat in enumerate(flats):
         for slot, ref in states.get(number, {}).items():
-            tensor = file.reader.tensor(ref)
+            tensor, size = file.reader.tensor(ref), flat.shape[0]
+            count = tensor.numel if tensor is not None and len(tensor.shape) == 1 else -1
+            # With stages 1 and 2, the padding of the parameters may be stripped.
             if slot == "step":
                 steps.append(number_of(file, ref))
-            elif tensor is not None and len(tensor.shape) == 1 and _is_moment(tensor.shape[0], flat, in_parts):
+            elif count == size or (count > size and not in_parts):
                 moments[number][slot] = _flat(file, ref, f"{slot} of group {number}")
                 checksums.append(_checksum(file, ref))
-    counts = own.get("partition_count", -1)
-    each = tuple(whole_number(graph, ref) for ref in (_list(graph, counts) or (counts,)) if ref >= 0)
+    counts = items_in(graph, own, "partition_count") or [own[name] for name in ("partition_count",) if name in own]
+    each = tuple(whole_number(graph, ref) for ref in counts)
     config = _values(graph, _values(graph, root, "ds_config"), "zero_optimization")
     round_robin = graph.nodes[config["round_robin_gradients"]] if "round_robin_gradients" in config else False
-    groups = [values_of(graph, ref) for ref in _list(graph, base.get("param_groups", -1))]
+    groups = [values_of(graph, ref) for ref in items_in(graph, base, "param_groups")]
     rates = [graph.nodes[group["lr"]] for group in groups if "lr" in group]
     version = str(graph.nodes[root["ds_version"]]) if "ds_version" in root else ""
     stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else None
@@ -151,8 +147,8 @@ def read_optimizer(file: RankFile) -> ZeroState:
         flats,
         tuple(moments),
         each,
-        tuple(_integers(graph, ref) for ref in _list(graph, own.get("param_alignment_paddings", -1))),
-        tuple(_addresses(graph, ref) for ref in _list(graph, own.get("param_slice_mappings", -1))),
+        tuple(_integers(graph, ref) for ref in items_in(graph, own, "param_alignment_paddings")),
+        tuple(_addresses(graph, ref) for ref in items_in(graph, own, "param_slice_mappings")),
         round_robin is True,
         tuple(steps),
         version,
@@ -193,16 +189,15 @@ def read_model(file: RankFile) -> ModelState:
     groups = parameter_shapes(file, values["param_shapes"])
     frozen_shapes = _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {}
     aliases = {name: graph.nodes[ref] for name, ref in _values(graph, values, "shared_params").items()}
-    buffers = [name for ref in _list(graph, values.get("buffer_names", -1)) if type(name := graph.nodes[ref]) is str]
+    buffers = [name for ref in items_in(graph, values, "buffer_names") if type(name := graph.nodes[ref]) is str]
     facts = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
     plain = {name: graph.nodes[values[name]] for name in facts if name in values}
     described = crc32(repr((groups, frozen_shapes)).encode())
     whole = {}
     for name in buffers:
-        tensor = file.reader.tensor(module[name]) if name in module else None
-        if tensor is not None:
+        if name in module and file.reader.tensor(module[name]) is not None:
             with suppress(MalformedError):
-                whole[name] = tensor, slice_of(file, module[name]).copy
+                whole[name] = rows(file, module[name])
     return ModelState(
         file.name,
         values,
@@ -224,14 +219,8 @@ def read_model(file: RankFile) -> ModelState:
 
 def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
     """Return the parameter shapes of each group; raise MalformedError if they are invalid."""
-    groups = [ref] if mapping(file.graph, ref) is not None else _list(file.graph, ref)
+    groups = [ref] if mapping(file.graph, ref) is not None else list_items(file.graph.nodes[ref])
     return tuple(_shapes(file, group) for group in groups)
-
-
-def _is_moment(count: int, flat: Rows, in_parts: bool) -> bool:
-    """Return whether a state has one element per element of a flat tensor. With stages 1 and 2, the flat tensor may be
-    shorter, because only its padding is stripped."""
-    return count == flat.shape[0] or (count > flat.shape[0] and not in_parts)
 
 
 def _checksum(file: RankFile, ref: Ref) -> int:
@@ -254,17 +243,12 @@ def _values(graph: Graph, values: Mapping[str, Ref], name: str) -> dict[str, Ref
     return values_of(graph, values[name]) if name in values else {}
 
 
-def _list(graph: Graph, ref: Ref) -> Sequence[Ref]:
-    return list_items(graph.nodes[ref]) if ref >= 0 else ()
-
-
 def _integers(graph: Graph, ref: Ref) -> tuple[int, ...]:
-    values = [graph.nodes[item] for item in _list(graph, ref)]
+    values = [graph.nodes[item] for item in list_items(graph.nodes[ref])]
     return tuple(value for value in values if type(value) is int and value >= 0)
 
 
 def _shapes(file: RankFile, ref: Ref) -> dict[str, tuple[int, ...]]:
-    """Return parameter shapes by name, each a ``torch.Size``; raise MalformedError for anything else."""
     graph = file.graph
     shapes = {}
     for name, value in values_of(graph, ref).items():
@@ -272,7 +256,7 @@ def _shapes(file: RankFile, ref: Ref) -> dict[str, tuple[int, ...]]:
         if isinstance(node, Call) and callable_name(graph, node.func) == "torch.Size":
             value = next(iter(list_items(graph.nodes[node.args])), value)
         shape = _integers(graph, value)
-        if len(shape) != len(_list(graph, value)) or prod(shape) >= 1 << 62:
+        if len(shape) != len(list_items(graph.nodes[value])) or prod(shape) >= 1 << 62:
             raise MalformedError(f"the shape of {quoted(name)} is not one", where=file.name)
         shapes[name] = shape
     return shapes
@@ -293,69 +277,121 @@ def number_of(file: RankFile, ref: Ref) -> float:
     node = file.graph.nodes[ref]
     if type(node) is int or type(node) is float:
         return node
-    if file.reader.tensor(ref) is None:
+    tensor = file.reader.tensor(ref)
+    if tensor is None or tensor.numel != 1:
         return -1
-    dtype, shape, source, begin = rows(file, ref)
-    if dtype.name not in _NUMBERS or prod(shape) != 1:
-        return -1
-    data = source.read(begin, dtype.itemsize)
-    return float(struct.unpack(_NUMBERS[dtype.name], data)[0]) if len(data) == dtype.itemsize else -1
+    place = rows(file, ref)
+    (value,) = to_numbers(place.source.read(place.begin, place.size), place.dtype.name)
+    return -1 if isinstance(value, complex) else value
 
 
 #: Elements that are compared in one place.
 SAMPLE: Final = 64
 #: One in this many elements may differ: a program may have changed some since the last step.
 MOST_UNLIKE: Final = 16
-#: Struct formats for the bits of a dtype.
-_BITS: Final = {"float32": "I", "bfloat16": "H", "float16": "H"}
 
 
 def unlike(wide: Rows, at: int, narrow: Rows, there: int, count: int) -> tuple[int, int]:
     """Compare up to ``SAMPLE`` elements from ``at`` and ``there`` on; return (unequal elements, compared elements).
     Elements of ``wide`` are rounded to the dtype of ``narrow``. Returns (0, 0) for other dtypes than 32 and 16 bits."""
     count = min(count, SAMPLE)
-    if wide.dtype.name not in _BITS or narrow.dtype.name not in _BITS:
+    dtype = narrow.dtype.name
+    if dtype not in ROUNDED or wide.dtype.name not in (dtype, "float32"):
         return 0, 0
-    first = _read(wide, at, count)
-    second = _read(narrow, there, count)
-    if len(first) != count * wide.dtype.itemsize or len(second) != count * narrow.dtype.itemsize:
-        return 0, 0
-    expected = rounded(first, wide.dtype.name, narrow.dtype.name)
-    if expected is None:
-        return 0, 0
-    own = struct.unpack(f"<{count}{_BITS[narrow.dtype.name]}", second)
-    name = narrow.dtype.name
-    return sum(one != two and not (_is_nan(one, name) and _is_nan(two, name)) for one, two in zip(expected, own)), count
+    one, other = (
+        to_numbers(part.source.read(part.begin + first * part.dtype.itemsize, count * part.dtype.itemsize), name)
+        for part, first, name in ((wide, at, wide.dtype.name), (narrow, there, dtype))
+    )
+    own = to_numbers(b"".join(ROUNDED[dtype](value) for value in one if not isinstance(value, complex)), dtype)
+    return sum(a != b and (a == a or b == b) for a, b in zip(own, other)), count
 
 
-def _read(rows: Rows, at: int, count: int) -> bytes:
-    width = rows.dtype.itemsize
-    return rows.source.read(rows.begin + at * width, count * width)
+#: The shapes of a group's parameters by name, in flat vector order.
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def rounded(data: bytes, dtype: str, target: str) -> tuple[int, ...] | None:
-    """Return the bits of elements rounded to another dtype, to nearest, ties to even; None if it is not narrower."""
-    count = len(data) // (4 if dtype == "float32" else 2)
-    bits: tuple[int, ...] = struct.unpack(f"<{count}{_BITS[dtype]}", data)
-    if dtype == target:
-        return bits
-    if dtype != "float32":
-        return None
-    if target == "bfloat16":
-        return tuple(
-            one >> 16 | 0x40 if _is_nan(one, dtype) else (one + 0x7FFF + (one >> 16 & 1)) >> 16 for one in bits
-        )
-    return tuple(map(_half, struct.unpack(f"<{count}f", data)))
+class Vector:
+    """One vector made of tensors in several files. ``parts`` has None for a missing file; ``sizes`` has the sizes of
+    all parts in elements, by which those of existing parts are replaced."""
+
+    def __init__(self, parts: Sequence[Rows | None], sizes: Sequence[int]) -> None:
+        self.parts = parts
+        self.sizes = [size if part is None else part.shape[0] for part, size in zip(parts, sizes)]
+        self.starts = [0, *accumulate(self.sizes)]
+        #: The number of elements.
+        self.size = self.starts[-1]
+
+    def pieces(self, begin: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the pieces of a range as (offset in the range, count, part number, offset in the part). Elements beyond
+        the end of the vector are in no piece."""
+        at, end = begin, min(begin + size, self.size)
+        number = bisect_right(self.starts, at) - 1
+        while at < end:
+            count = min(self.starts[number + 1], end) - at
+            if count > 0:
+                yield at - begin, count, number, at - self.starts[number]
+                at += count
+            number += 1
 
 
-def _half(value: float) -> int:
-    try:
-        bits: int = struct.unpack("<H", struct.pack("<e", value))[0]
-    except OverflowError:
-        return 0xFC00 if value < 0 else 0x7C00
-    return bits
+class Slices(NamedTuple):
+    """The place of a parameter: from element ``begin`` on in the vector of its ``group``, or in the vectors of all
+    ``ranks``. ``group`` is also the number of its flat tensor in each file."""
+
+    shape: tuple[int, ...]
+    group: int
+    begin: int
+    ranks: int = 0
+
+    def stretches(self) -> Iterator[tuple[int, int, int]]:
+        """Yield where the parameter is in the vectors: (number of the vector, size, offset in the parameter)."""
+        size = prod(self.shape)
+        if not self.ranks:
+            yield self.group, size, 0
+            return
+        part = -(-size // self.ranks)
+        for rank in range(-(-size // part) if part else 0):
+            yield rank, min(part, size - rank * part), rank * part
+
+    def chunks(self, vectors: Sequence[Vector], dtype: Dtype) -> Iterator[Chunk]:
+        """Yield the pieces of the flat tensor, read from vectors with this dtype."""
+        for number, size, at in self.stretches():
+            for offset, count, part, local in vectors[number].pieces(self.begin, size):
+                if (rows := vectors[number].parts[part]) is not None:
+                    yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * dtype.itemsize)
+
+    def is_whole(self, vectors: Sequence[Vector]) -> bool:
+        """Return whether all elements are in files that exist."""
+        for number, size, _ in self.stretches():
+            pieces = vectors[number].pieces(self.begin, size)
+            if size != sum(count for _, count, part, _ in pieces if vectors[number].parts[part] is not None):
+                return False
+        return True
 
 
-def _is_nan(bits: int, dtype: str) -> bool:
-    magnitude = bits & (0x7FFFFFFF if dtype == "float32" else 0x7FFF)
-    return magnitude > {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[dtype]
+def slices_of_vectors(
+    groups: Sequence[Shapes], paddings: Sequence[Sequence[int]]
+) -> tuple[dict[str, Slices], list[int]]:
+    """Return each parameter's place with stages 1 and 2 (one vector per group), and the size of each vector.
+    ``paddings`` has the elements after each parameter of a group, or [] if there are none."""
+    slices: dict[str, Slices] = {}
+    used = []
+    for group, shapes in enumerate(groups):
+        at = 0
+        padding = paddings[group] if group < len(paddings) else ()
+        for number, (name, shape) in enumerate(shapes.items()):
+            slices[name] = Slices(shape, group, at)
+            at += prod(shape) + (padding[number] if number < len(padding) else 0)
+        used.append(at)
+    return slices, used
+
+
+def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int]) -> tuple[dict[str, Slices], int]:
+    """Return each parameter's place with stage 3 (one vector per rank), and the size of the vectors. ``starts`` are the
+    elements of a rank's vector at which its flat tensors begin."""
+    slices: dict[str, Slices] = {}
+    at = 0
+    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+        slices[name] = Slices(shape, max(bisect_right(starts, at) - 1, 0), at, ranks)
+        at += -(-prod(shape) // ranks)
+    return slices, at

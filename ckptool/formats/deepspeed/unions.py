@@ -7,24 +7,27 @@ The checkpoint is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import UNCHECKED
+from ...base.lazy import regex
+from ...base.records import NamedTuple
 from ...base.steps import RENAME_BACK
-from ...base.text import join_limited, pluralize, quoted, step_words
+from ...base.text import join_limited, pluralize, quoted, step_words, words
 from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.folders import Folder
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
-from ..folders import opening, other_steps_problem, read_tag
-from ..joined.container import RankFile, RankFiles, rows, whole_tensor
+from ..folders import opening, other_steps_note, read_tag
+from ..joined import RankFile, RankFiles, rows
 from ..names.deepspeed import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -32,17 +35,215 @@ from ..names.deepspeed import (
     MODEL,
     OPTIMIZER,
     RANK_MODEL,
+    items_in,
+    number_in,
     other_steps,
     step_folder,
     whole_file,
     whole_number,
 )
-from ..names.ranks import MAX_RANKS, StepFolder
+from ..names.ranks import MAX_RANKS, StepFolder, by_number
 from ..names.training import training_folder
-from ..pieces.chunks import Rows
+from ..pieces import Rows
 from .folder import groups_with, name_like, state_dict_with
-from .numbered import EXPERT_KEY, NumberedFiles, Pipeline, listed_in, without_tensors
-from .states import MOST_UNLIKE, OF_PARTS, ModelState, number_of, read_model, unlike
+from .states import (
+    MOST_UNLIKE,
+    OF_PARTS,
+    ModelState,
+    base_optimizer,
+    group_states,
+    number_of,
+    parameter_shapes,
+    read_model,
+    unlike,
+)
+
+Shape: TypeAlias = tuple[int, ...]
+
+#: States that have the shape of their parameter.
+_LIKE_PARAMETER: Final = words("exp_avg exp_avg_sq momentum_buffer square_avg sum state1")
+#: Entries of optimizers that flatten the parameters of a group.
+_FLAT: Final = words("fp32_groups_flat fp32_flat_groups single_partition_of_fp32_groups")
+
+
+class Listed(NamedTuple):
+    """The parameters of one file: their number, and the shapes of those that have a state, each with the checksum that
+    is recorded for it (0 if none is, or if all its values are equal)."""
+
+    number: int
+    shapes: Sequence[tuple[Shape, int]]
+
+
+def listed_in(file: RankFile, values: Mapping[str, Ref]) -> Listed | None:
+    """Return the parameters that the entry ``optimizer`` of a file lists; None if it has none, or flat vectors."""
+    graph = file.graph
+    own = values_of(graph, values["optimizer"]) if "optimizer" in values else {}
+    if not own or own.keys() & _FLAT:
+        return None
+    base = own if {"state", "param_groups"} <= own.keys() else base_optimizer(graph, own)
+    groups = list_items(graph.nodes[base["param_groups"]]) if base else ()
+    params = [values_of(graph, group).get("params", -1) for group in groups]
+    if not params or -1 in params:
+        return None
+    shapes = []
+    for state in group_states(graph, base).values():
+        ref = next((state[slot] for slot in _LIKE_PARAMETER if slot in state), -1)
+        tensor = file.reader.tensor(ref) if ref >= 0 else None
+        if tensor is not None:
+            place = rows(file, ref)
+            shapes.append((place.shape, 0 if place.is_one_value() else place.crc))
+    return Listed(sum(len(list_items(graph.nodes[ref])) for ref in params), shapes)
+
+
+def without_tensors(every: Iterable[Listed], there: Sequence[Shape]) -> tuple[int, int]:
+    """Return how many listed parameters have no tensor among those that are ``there``, and how many tensors are not
+    listed, such as buffers. The copies of a tied parameter on several stages count once: they have equal states."""
+    wanted: Counter[Shape] = Counter()
+    seen: set[tuple[Shape, int]] = set()
+    number = 0
+    for listed in every:
+        own = [item for item in listed.shapes if not item[1] or item not in seen]
+        wanted.update(shape for shape, _ in own)
+        number += len(own) + listed.number - len(listed.shapes)
+        seen.update(own)
+    lost = max((wanted - Counter(there)).total(), number - len(there))
+    return lost, len(there) - number + lost
+
+
+#: The expert number in a tensor name.
+EXPERT_KEY: Final = regex(r"\.deepspeed_experts\.(\d{1,6})\.")
+
+
+class NumberedFiles(RankFiles):
+    """Files with numbers in their names, checked against the names under which they were saved."""
+
+    def numbered(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
+        """Return the files of one kind by the numbers in their names, sorted; report two files with the same."""
+        files, twice = by_number((_numbers_in(match), match[0]) for match in map(kind.match, names) if match)
+        self.note_twice(twice)
+        return dict(sorted(files.items()))
+
+    def open_as(self, kind: re.Pattern[str], name: str, numbers: tuple[int, ...], stack: ExitStack) -> RankFile | None:
+        """Open a file of one kind; None if it cannot be read or was saved with other numbers, reported as a problem."""
+        file = self.open_file(name, stack)
+        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
+        what = ""
+        if saved and _numbers_in(saved) != numbers:
+            what = f"it was saved as {saved[0]}: that of another place under this name"
+        elif file is not None and (own := _kind_of(file)) is not kind:
+            what = f"it holds {_KINDS[own]}, not {_KINDS[kind]}"
+        if what:
+            self.note_lost(f"{name}: {what}", name)
+            return None
+        return file
+
+
+#: Content by the pattern of the file names that have it.
+_KINDS: Final = {
+    MODEL: "a model file of DeepSpeed",
+    OPTIMIZER: "a partition of an optimizer",
+    EXPERT_OPTIMIZER: "the state of an optimizer",
+    EXPERT: "the tensors of one expert",
+    LAYER: "the state dict of a layer",
+    None: "no state dict",
+}
+
+
+def _kind_of(file: RankFile) -> re.Pattern[str] | None:
+    """Return the pattern of the names that DeepSpeed gives to files with this content; None for other content."""
+    values = file.values
+    kinds = {"module": MODEL, "optimizer_state_dict": OPTIMIZER, "optimizer": EXPERT_OPTIMIZER}
+    kind = next((kind for entry, kind in kinds.items() if entry in values), None)
+    if kind is None and values and all(map(EXPERT_KEY.search, values)):
+        return EXPERT
+    return kind or (LAYER if mapping(file.graph, file.graph.root) is not None else None)
+
+
+def _numbers_in(match: re.Match[str]) -> tuple[int, ...]:
+    return tuple(int(group or 0) for group in match.groups())
+
+
+#: A parameter name of a numbered layer; tied layers have a key instead of a number.
+_OF_LAYER: Final = regex(r"\d+\.")
+
+
+class Pipeline(NumberedFiles):
+    """Pipeline layers: the model is their union, each layer under its number, as PipelineModule names it."""
+
+    format = "deepspeed-union"
+
+    def __init__(self, folder: Folder, names: Collection[str], stack: ExitStack) -> None:
+        super().__init__(folder)
+        layers, models = ({at[0]: name for at, name in self.numbered(kind, names).items()} for kind in (LAYER, MODEL))
+        optimizer = any(OPTIMIZER.match(name) for name in names)
+        items: dict[str, Ref] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, name in layers.items():
+            file = self.open_as(LAYER, name, (number, 0), stack)
+            if file is not None:
+                items |= {f"{number}.{key}": self.graft(file, ref) for key, ref in file.values.items()}
+                tensors = ((key, file.reader.tensor(ref)) for key, ref in file.values.items())
+                shapes |= {f"{number}.{key}": tensor.shape for key, tensor in tensors if tensor is not None}
+        if not items and self.errors:
+            raise self.errors[0]
+        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items.items()))]
+        opened = [self.open_as(MODEL, name, (number,), stack) for number, name in models.items()]
+        stages = [file for file in opened if file is not None]
+        self._note_lost(layers, shapes, stages)
+        ranks, steps = len(models), dict[int, str]()
+        for stage in stages:
+            graph, values = stage.graph, stage.values
+            ranks = number_in(graph, values, "mp_world_size", ranks)
+            if "global_steps" in values:
+                steps.setdefault(number_in(graph, values, "global_steps"), stage.name)
+            if stage is stages[0]:
+                left = {"module", "optimizer", *OF_PARTS}
+                root += [(name, self.graft(stage, ref)) for name, ref in values.items() if name not in left]
+            optimizer |= "optimizer" in values and graph.nodes[values["optimizer"]] is not None
+        if optimizer:
+            self.note_optimizer()
+        if len(steps) > 1:
+            words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
+            self.note_lost(f"its files are of several saves: {words}", list(steps.values())[1])
+        ranks = min(ranks, MAX_RANKS)
+        self.note_ranks(pluralize(ranks, "stage"), range(ranks), models, "mp_rank_{:02d}_model_states.pt".format)
+        self.build(self.builder.mapping(root))
+        self.rank_save = RankSave(ranks, min(steps, default=None))
+        step = step_words(self.rank_save.step)
+        self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
+
+    def _note_lost(
+        self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
+    ) -> None:
+        """Report parameters that no file has. Functions and repeated tied layers have none: a gap may be no loss."""
+        rest = dict(shapes)
+        listed: list[Listed] = []
+        is_sure = bool(stages)
+        for stage in stages:
+            values = stage.values
+            groups = parameter_shapes(stage, values["param_shapes"]) if "param_shapes" in values else ()
+            for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+                own = rest.pop(name, None)
+                if own != shape and (own is not None or _OF_LAYER.match(name)):
+                    what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and no layer has it"
+                    self.note_lost(what, stage.name)
+            numbered = None if groups else listed_in(stage, values)
+            listed += [numbered] if numbered is not None else []
+            is_sure = is_sure and bool(groups or numbered)
+        after = max(layers, default=-1) + 1
+        lost = [number for number in range(after) if number not in layers]
+        names = [f"layer_{number:02d}-model_states.pt" for number in (*lost, after)]
+        absent = join_limited(names[:-1], most=3)
+        number, spare = without_tensors(listed, list(rest.values()))
+        if number:
+            what = f"the optimizer has {pluralize(number, 'parameter')} that no layer has"
+            self.note_lost(f"{what}; not there: {join_limited(names, most=4)} and later ones", names[0])
+        elif lost and not is_sure:
+            self.note_lost(f"not there: {absent}; nothing says whether they had tensors", names[0])
+        elif lost and spare:
+            what = f"not there: {absent}; if they had tensors, these were frozen"
+            self.note("no-layer", "warning", what, names[0])
+
 
 _LATEST: Final = "latest_universal"
 #: Holds one folder per parameter, with one file per state.
@@ -54,8 +255,6 @@ _EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
 _EXPERT_OPTIMIZER: Final = "expp_rank_0_mp_rank_00_optim_states.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
-#: Facts in a model file: the number of ranks, and the steps done.
-_RUN: Final = ("dp_world_size", "global_steps")
 #: The keys that may hold the optimizer's state in its files.
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
 
@@ -73,51 +272,44 @@ class Universal(RankFiles):
         model = read_model(file)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
         self._module = file, values_of(file.graph, model.values["module"])
-        information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
-        self._experts = _EXPERTS in information
-        refs: dict[str, Ref] = {}
-        states: list[tuple[str, Ref]] = []
+        self._experts = _EXPERTS in values_of(
+            file.graph, model.values.get("universal_checkpoint_info", file.graph.root)
+        )
+        self._refs: dict[str, Ref] = {}
+        self._states: list[tuple[str, Ref]] = []
         parameters = _parameters(folder)
         self._slots = {slot for files in parameters.values() for slot in files}
         self._steps: dict[str, float] = {}
         #: Parameters that the optimizer has updated; the others were copied from the model.
         self._updated: set[str] = set()
-        #: The first file with each dtype.
-        self._dtypes: dict[str, str] = {}
-        #: Weight files that were compared with the model, and those that are not its weights before rounding.
-        self._compared, self._odd = 0, list[str]()
+        #: The first file of weights, and its dtype.
+        self._dtype = "", ""
+        #: Weight files that are not the model's weights before rounding.
+        self._odd: list[str] = []
         for name, files in parameters.items():
-            self._read(name, files, stack, refs, states)
-        self.note_unlike(self._odd, self._compared, _MODEL)
+            self._read(name, files, stack)
+        self.note_unlike(self._odd, _MODEL)
         self._note_uneven(model, parameters)
-        absent = [name for name in self._shapes if name not in refs]
+        absent = [name for name in self._shapes if name not in self._refs]
         if absent:
             names = join_limited([quoted(name) for name in absent], most=3)
             self.note_lost(f"{names}: {_PARAMETERS}/{absent[0]}/{_WEIGHTS} is not there or cannot be read")
         items = []
         for name, ref in model.values.items():
             if name == "module":
-                items.append((name, state_dict_with(self, file, model, refs, in_parts=False)))
+                items.append((name, state_dict_with(self, file, model, self._refs, in_parts=False)))
             elif name == "optimizer":
-                items.append((name, self._optimizer(model, states, stack)))
+                items.append((name, self._optimizer(model, stack)))
             elif name not in OF_PARTS:
                 items.append((name, self.graft(file, ref)))
         self.build(self.builder.mapping(items))
         name = f"DeepSpeed {model.save.get('ds_version', '')}".rstrip()
         step = model.number("global_steps")
-        self.writer = f"{name}, universal: {pluralize(len(refs), 'parameter')}{step_words(step)}"
+        self.writer = f"{name}, universal: {pluralize(len(self._refs), 'parameter')}{step_words(step)}"
         self.rank_save = RankSave(model.number("dp_world_size") or 1, step)
 
-    def _read(
-        self,
-        parameter: str,
-        files: Mapping[str, str],
-        stack: ExitStack,
-        refs: dict[str, Ref],
-        states: list[tuple[str, Ref]],
-    ) -> None:
-        """Add a parameter's weights to ``refs`` and its optimizer state to ``states``. If the optimizer does not update
-        it, the model's own tensor is used: the file has a copy of that."""
+    def _read(self, parameter: str, files: Mapping[str, str], stack: ExitStack) -> None:
+        """Add a parameter's weights and state; the model's own tensor if the optimizer does not update it."""
         entries: list[tuple[str, Ref]] = []
         known = parameter in self._shapes or self._experts
         if not known and (parameter not in self._module[1] or files.keys() != {_WEIGHTS}):
@@ -135,7 +327,7 @@ class Universal(RankFiles):
                 continue
             if not known:
                 return
-            values = values_of(file.graph, file.graph.root)
+            values = file.values
             if slot != _WEIGHTS or "cat_dim" in values:
                 self._updated.add(parameter)
             ref = file.graph.root if slot == _STEP else values.get("param", -1)
@@ -143,13 +335,13 @@ class Universal(RankFiles):
             if own is None:
                 continue
             if slot == _WEIGHTS:
-                refs[parameter] = own
+                self._refs[parameter] = own
             else:
                 entries.append((slot.removesuffix(".pt"), own))
             if slot == _STEP:
                 self._steps[parameter] = number_of(file, ref)
         if entries:
-            states.append((parameter, self.builder.mapping(entries)))
+            self._states.append((parameter, self.builder.mapping(entries)))
 
     def _compare(self, name: str, weights: Rows, place: str) -> None:
         file, module = self._module
@@ -158,26 +350,22 @@ class Universal(RankFiles):
         with suppress(MalformedError):
             own = rows(file, module[name])
             different, count = unlike(weights, 0, own, 0, prod(own.shape)) if own.shape == weights.shape else (0, 0)
-            self._compared += count > 0
             self._odd += [place] if different * MOST_UNLIKE > count else []
 
     def _note_uneven(self, model: ModelState, parameters: Mapping[str, Mapping[str, str]]) -> None:
-        """Report parameters of one group whose states or steps differ, although one step updates them together."""
         for group in model.groups:
             own = {name: parameters[name] for name in group if name in self._updated}
             slots = {slot for there in own.values() for slot in there}
             steps = Counter(self._steps[name] for name in own if name in self._steps)
-            common = steps.most_common(1)[0][0] if steps else 0
+            common = max(steps, key=lambda step: steps[step], default=0)
             for name, there in own.items():
                 for place in (f"{_PARAMETERS}/{name}/{slot}" for slot in sorted(slots - there.keys())):
                     self.note_lost(f"{place} is not there, and others of its group have one", place)
-                if self._steps.get(name, common) != common:
+                if (step := self._steps.get(name, common)) != common:
                     place = f"{_PARAMETERS}/{name}/{_STEP}"
-                    what = f"{place} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
-                    self.note_lost(what, place)
+                    self.note_lost(f"{place} is of step {step:,g}, and others of its group of {common:,g}", place)
 
     def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
-        """Add a whole tensor from a file; report a problem and return None if it cannot be read."""
         key = name if slot == _WEIGHTS else f"optimizer.state.{name}.{slot.removesuffix('.pt')}"
         try:
             if ref < 0:
@@ -195,36 +383,32 @@ class Universal(RankFiles):
             what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
             self.note_lost(f"{file.name}: {what}", file.name)
             return None
-        if slot == _WEIGHTS and self._dtypes.setdefault(tensor.dtype.name, file.name) == file.name:
-            dtype = next(iter(self._dtypes))
-            if dtype != tensor.dtype.name:
-                what = f"{file.name} is of {tensor.dtype.name}, {self._dtypes[dtype]} of {dtype}"
-                self.note("odd-dtype", "warning", f"{what}: it is not of one save, or was changed", file.name)
         if slot == _WEIGHTS:
+            first, dtype = self._dtype = self._dtype if self._dtype[0] else (file.name, tensor.dtype.name)
+            if dtype != tensor.dtype.name:
+                what = f"{file.name} is of {tensor.dtype.name}, {first} of {dtype}"
+                self.note("odd-dtype", "warning", f"{what}: it is not of one save, or was changed", file.name)
             self._compare(name, tensor, file.name)
-        return self.add_tensor(key, whole_tensor(tensor))
+        return self.add_rows(key, tensor)
 
-    def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
+    def _optimizer(self, model: ModelState, stack: ExitStack) -> Ref:
         name = os.path.join(_PARAMETERS, _STATE)
         there = _STATE in self.folder.inner(_PARAMETERS).names()
         file = self.open_file(name, stack) if there else None
-        if states and not there:
+        if self._states and not there:
             self.note_lost(f"{name} is not there: the optimizer's groups are missing", name)
-        groups: Sequence[Ref] = ()
-        if file is not None:
-            values = values_of(file.graph, file.graph.root)
-            groups = list_items(file.graph.nodes[values.get("param_groups", file.graph.root)])
         own = self.builder.sequence(())
         if file is not None:
+            values = file.values
+            groups = list_items(file.graph.nodes[values.get("param_groups", file.graph.root)])
             names = iter((*model.groups, *([] for _ in groups)))
             own = groups_with(self, file, groups, lambda _: next(names))
-        return self.builder.mapping([("state", self.builder.mapping(states)), ("param_groups", own)])
+        return self.builder.mapping([("state", self.builder.mapping(self._states)), ("param_groups", own)])
 
 
 class WholeModel(NumberedFiles):
-    """The file of an uncut model, with its experts' tensors in their places. Expert-parallel ranks number the
-    optimizer's states, or have flat vectors with ZeRO. These parts are not joined: each is kept under its file name in
-    ``optimizer``."""
+    """The file of an uncut model, with its experts' tensors in their places. The optimizer's files are not joined: each
+    is kept under its file name in ``optimizer``."""
 
     format = "deepspeed-union"
 
@@ -235,15 +419,15 @@ class WholeModel(NumberedFiles):
         file = self.open_as(MODEL, name, (0,), stack)
         if file is None:
             raise self.errors[0] if self.errors else MalformedError(self.problems[0].message, next=RENAME_BACK)
-        graph, values = file.graph, values_of(file.graph, file.graph.root)
+        graph, values = file.graph, file.values
         if "module" not in values or mapping(graph, values["module"]) is None:
             raise MalformedError("it has no module: it is not a file of a model of DeepSpeed", where=name)
         experts = self.numbered(EXPERT, names)
-        if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
+        if not experts and "param_shapes" in values and graph.nodes[values["param_shapes"]] is not None:
             # The 32-bit weights were cut over ranks, and their files are missing.
             what = "it is a part of a DeepSpeed checkpoint"
             raise training_folder(folder) or NotACheckpointError(what, kind="deepspeed", path=folder.path)
-        counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
+        counts = [whole_number(graph, ref) for ref in items_in(graph, values, "num_experts")]
         module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
         #: The number of an expert, and the shape of one of its tensors.
         self._of_experts: list[tuple[int, tuple[int, ...]]] = []
@@ -259,23 +443,18 @@ class WholeModel(NumberedFiles):
             else:
                 items.append((entry, self.graft(file, ref)))
         self.build(self.builder.mapping(items))
-        world, done = (whole_number(graph, values[name]) if name in values else 0 for name in _RUN)
-        self.rank_save = RankSave(world or 1, done if "global_steps" in values else None)
+        done = number_in(graph, values, "global_steps") if "global_steps" in values else None
+        self.rank_save = RankSave(number_in(graph, values, "dp_world_size") or 1, done)
         version = str(graph.nodes[values["ds_version"]]) if "ds_version" in values else ""
         partitioned = any(OPTIMIZER.match(name) for name in optimizers.values())
         more = f", {pluralize(len(experts), 'expert')}" if experts else ""
         zero = "with ZeRO" if partitioned else "without ZeRO"
         self.writer = f"{f'DeepSpeed {version}'.rstrip()}, {zero}{more}{step_words(self.rank_save.step)}"
         if partitioned:
-            what = (
-                "the weights are those in 16 bits: the weights in 32 bits and the state of the optimizer are cut over"
-                f" groups of ranks, and stay flat vectors under 'optimizer' ({pluralize(len(optimizers), 'file')})"
-            )
-            self.note("optimizer", "warning", what)
+            what = "the weights are those in 16 bits: those in 32 bits and the state of the optimizer are not joined"
+            self.note("optimizer", "warning", f"{what}, and stay flat vectors under 'optimizer'")
         elif optimizers:
-            parts = pluralize(len(optimizers), "part")
-            what = f"the state of the optimizer is not joined: {parts} under 'optimizer', by the names of the files"
-            self.note("optimizer", "note", what)
+            self.note("optimizer", "note", "the state of the optimizer is not joined: each file is under 'optimizer'")
 
     def _add_experts(
         self, experts: Mapping[tuple[int, ...], str], counts: Sequence[int], module: dict[str, Ref], stack: ExitStack
@@ -291,7 +470,7 @@ class WholeModel(NumberedFiles):
             if by_layer and numbers[0] >= len(counts):
                 self.note_lost(f"{name} is of no layer of experts that {_MODEL} names", name)
             file = self.open_as(EXPERT, name, numbers, stack)
-            for key, ref in values_of(file.graph, file.graph.root).items() if file is not None else ():
+            for key, ref in file.values.items() if file is not None else ():
                 expert = EXPERT_KEY.search(key)
                 if expert is not None and int(expert[1]) != numbers[1]:
                     self.note_lost(f"{name} has {quoted(key)}: it is another expert's file", name)
@@ -299,39 +478,35 @@ class WholeModel(NumberedFiles):
                     self.note_lost(f"{quoted(key)} is in {name} and in another file", name)
                 elif file is not None:
                     module[key] = self.graft(file, ref)
-                    tensor = file.reader.tensor(ref)
-                    self._of_experts += [(numbers[1], tensor.shape)] if tensor else []
+                    self._of_experts += [(numbers[1], tensor.shape)] if (tensor := file.reader.tensor(ref)) else []
 
     def _writers(self, file: RankFile, values: Mapping[str, Ref], counts: Sequence[int]) -> int:
         """Return how many ranks have a file of the optimizer: all of them with ZeRO, else one for each share of the
         experts, whose optimizer has the parameters in the model file, too; 0 if unknown."""
         graph = file.graph
-        world = whole_number(graph, values["dp_world_size"]) if "dp_world_size" in values else 0
+        world = number_in(graph, values, "dp_world_size")
         listed = listed_in(file, values)
         if listed is None:
             return world
-        buffers = {graph.nodes[ref] for ref in list_items(graph.nodes[values.get("buffer_names", graph.root)])}
+        buffers = {graph.nodes[ref] for ref in items_in(graph, values, "buffer_names")}
         module = values_of(graph, values["module"]).items()
         outside = [tensor.shape for name, ref in module if name not in buffers and (tensor := file.reader.tensor(ref))]
         for ranks in range(1, min(world, MAX_RANKS) + 1):
             share = max(counts, default=0) // ranks
             own = [*outside, *(shape for number, shape in self._of_experts if number < share)]
-            if without_tensors([listed], own)[1:] == (0, 0):
+            if without_tensors([listed], own) == (0, 0):
                 return ranks
         return 0
 
     def _optimizers(self, files: Mapping[tuple[int, ...], str], ranks: int, stack: ExitStack) -> Ref:
-        """Build a mapping from file name to that file's part of the optimizer, saved by that many ranks (0 if
-        unknown)."""
+        """Build a mapping from file name to that file's part of the optimizer; ``ranks`` is 0 if unknown."""
         parts = []
-        same: list[tuple[str, Hashable, Sequence[Rows]]] = []
+        same: list[tuple[str, tuple[int, ...], Sequence[Rows]]] = []
         for numbers, name in files.items():
             file = self.open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
             if file is not None:
-                sums = tuple(record.crc or 0 for record in file.container.records() if record.key)
-                same.append((name, any(sums) and sums, ()))
-                values = values_of(file.graph, file.graph.root)
-                own = next(values[entry] for entry in _OF_OPTIMIZER if entry in values)
+                same.append((name, tuple(record.crc or 0 for record in file.container.records() if record.key), ()))
+                own = next(file.values[entry] for entry in _OF_OPTIMIZER if entry in file.values)
                 parts.append((name.removesuffix(".pt"), self.graft(file, own)))
         self.note_same(same)
         there = {numbers[0]: name for numbers, name in files.items()}
@@ -345,7 +520,6 @@ class WholeModel(NumberedFiles):
 
 
 def _parameters(folder: Folder) -> dict[str, dict[str, str]]:
-    """Return the files of each parameter, weights first: paths relative to the folder, by state file name."""
     inner = folder.inner(_PARAMETERS)
     parameters = {}
     for name in sorted(inner.names()):
@@ -376,27 +550,28 @@ def _is_pipeline(names: Collection[str]) -> bool:
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether a folder holds a checkpoint of such whole tensors, or names a step folder that does."""
-    step = step_folder(folder, names)
-    whole = step is not None and (_is_pipeline(step.names) or bool(whole_file(step.names)))
-    return whole or _universal_folder(folder, names) is not None
+    return _opener(folder, names) is not None
 
 
-def read(folder: Folder) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
+def read(folder: Folder) -> tuple[FolderSource, RankFiles]:
     """Open a DeepSpeed folder of whole tensors. Raises NotACheckpointError if optimizer partitions are missing,
     MalformedError if the files cannot be read."""
-    path, names = folder.path, folder.names()
-    universal, step = _universal_folder(folder, names), step_folder(folder, names)
-    with opening(path, "it is damaged: get the folder again") as stack:
-        container: Universal | Pipeline | WholeModel
-        if universal:
-            container = Universal(universal, stack)
-        elif step is not None and _is_pipeline(step.names):
-            container = Pipeline(step.folder, step.names, stack)
-        elif step is not None and whole_file(step.names):
-            container = WholeModel(folder, step, stack)
-        else:
-            raise ChangedError("its files changed while they were read", path=path, next="try again")
+    names = folder.names()
+    universal, step, opener = _universal_folder(folder, names), step_folder(folder, names), _opener(folder, names)
+    if opener is None:
+        raise ChangedError("its files changed while they were read", path=folder.path, next="try again")
+    with opening(folder.path, "it is damaged: get the folder again") as stack:
+        container = opener(stack)
     others = other_steps(step) if step is not None and not universal else []
     if step is not None and others:
-        container.problems.append(other_steps_problem(step.folder.path, "latest", others))
-    return FolderSource(path, container.files, folder=container.folder.path), container
+        container.problems.append(other_steps_note(step.folder.path, "latest", others))
+    return FolderSource(folder.path, container.files, folder=container.folder.path), container
+
+
+def _opener(folder: Folder, names: Collection[str]) -> Callable[[ExitStack], RankFiles] | None:
+    if universal := _universal_folder(folder, names):
+        return partial(Universal, universal)
+    step = step_folder(folder, names)
+    if step is not None and _is_pipeline(step.names):
+        return partial(Pipeline, step.folder, step.names)
+    return partial(WholeModel, folder, step) if step is not None and whole_file(step.names) else None

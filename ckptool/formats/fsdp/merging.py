@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -10,19 +11,15 @@ from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
-from ...base.findings import UNJOINED
+from ...base.findings import UNJOINED, Finding
 from ...base.lazy import regex
-from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.paths import joined, spell_key
 from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
 from ...checkpoint.tensors import Tensor, view_id
 from ...pickles.nodes import Ref
-from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, copy_in, grafted_key, rows, slice_of
-from ..joined.contents import Digests, Value, values_of
-from ..pieces.boxes import box_text, misfit
-from ..pieces.chunks import Chunk, Rows, chunks_of
-from ..pieces.copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value, is_own
+from ..joined import Digests, RankFile, RankFiles, every_value, grafted_key, rows
+from ..pieces import RANK_VALUES, STATISTICS, Chunk, CopyPair, Rows, box_text, chunks_of, is_own, misfit
 
 #: Finding code: each rank has a different tensor, and the files do not say where it belongs.
 RANK_PARTS: Final = "rank-parts"
@@ -36,26 +33,18 @@ _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch"
 _SEPARATORS: Final = regex(r"[.\[\]\"]+")
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Explains why tensors on disjoint ranks may have the same name.
-_TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"
+_TWO_MESHES: Final = "they are spread over different ranks, as two stages of a pipeline that count their own layers"
 #: Flaw: a part comes from another save. Reported once per file, not per tensor.
 _OTHER_SAVE: Final = "other-save"
-
-
-class _Plain(NamedTuple):
-    """An ordinary tensor; its elements are None if they cannot be located."""
-
-    tensor: Tensor
-    content: Slice | None
 
 
 class _Spread:
     """A tensor that is spread over the ranks, with the parts collected so far."""
 
     def __init__(self, how: Sharding, dtype: Dtype, shape: tuple[int, ...], first: str) -> None:
-        self.how = how
-        self.dtype = dtype
-        self.shape = shape
-        self.first = first
+        self.how, self.dtype, self.shape, self.first = how, dtype, shape, first
+        #: What all parts have in common.
+        self.identity = how.kind, dtype.name, shape, how.placements, how.mesh.shape, how.mesh.names
         self.chunks: list[Chunk] = []
         #: The file of each chunk.
         self.files: list[str] = []
@@ -63,7 +52,7 @@ class _Spread:
         self.views: list[Hashable] = []
         #: The parts by their ranges in the whole tensor, with the mesh of each. Later parts at the same ranges are
         #: copies.
-        self.parts: dict[Hashable, tuple[Copy, Mesh]] = {}
+        self.parts: dict[Hashable, tuple[Rows, Mesh]] = {}
         self.flaw = ""
 
 
@@ -85,6 +74,10 @@ class Merge:
         self.ranks: dict[int, list[str]] = {}
         #: Files without a split tensor, by the number in their name.
         self.without: dict[int, str] = {}
+        #: The missing ranks of the set, and the number of ranks that saved it. ``odd``: some files are unusable.
+        self.absent: list[int] = []
+        self.world, self.odd = 0, False
+        self.problems: list[Finding] = []
         self.parts = 0
         self.flat = False
         #: The ranks recorded in the tensors.
@@ -95,15 +88,16 @@ class Merge:
         #: For each path, the file where it was found first, and the value there.
         self._places: dict[str, tuple[RankFile, Ref]] = {}
         self._parents: dict[str, str] = {}
-        self._additions: dict[str, list[tuple[RankFile, Ref, Ref]]] = {}
+        self._additions: dict[str, list[tuple[RankFile, Ref, Ref]]] = defaultdict(list)
         self._spread: dict[str, _Spread] = {}
         #: One-dimensional plain tensors that FSDP1 may have cut, by path and rank; ``_cut`` has the paths known to be
         #: cut.
         self._pieces: dict[str, dict[int, Rows]] = {}
         self._cut: set[str] = set()
-        self._plain: dict[str, _Plain] = {}
+        #: Ordinary tensors; the elements are None if they cannot be located.
+        self._plain: dict[str, tuple[Tensor, Rows | None]] = {}
         self._leaves: dict[str, Hashable] = {}
-        self._unequal: dict[str, list[str]] = {}
+        self._unequal: dict[str, list[str]] = defaultdict(list)
         self._uncompared: dict[str, None] = {}
         #: Messages by file, for files that another number of ranks saved.
         self._other_saves: dict[str, str] = {}
@@ -113,12 +107,9 @@ class Merge:
     def add(self, file: RankFile, number: int) -> None:
         """Add a rank file. ``number`` is the rank by its file name, used where its tensors do not record a rank."""
         self._base = self._base or file
-        values = list(values_of(file.reader))
-        spread = {
-            value.path: how
-            for value in values
-            if value.tensor and (how := sharding(file.reader, value.ref, value.tensor))
-        }
+        reader, values = file.reader, list(every_value(file.reader))
+        found = ((value.path, sharding(reader, value.ref, value.tensor)) for value in values if value.tensor)
+        spread = {path: how for path, how in found if how is not None}
         rank = next((how.rank for how in spread.values() if how.rank >= 0), -1)
         self.named_ranks |= {rank} if rank >= 0 else set()
         rank = number if rank < 0 else rank
@@ -131,7 +122,15 @@ class Merge:
         flat = {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
         digests = Digests(file.reader)
         for value in values:
-            self._place(file, value)
+            if value.path not in self._places:
+                self._places[value.path] = file, value.ref
+                self._parents[value.path] = value.parent
+                # What the first file lacks is added to its parent mapping.
+                if file is not self._base and self._places.get(value.parent, (file, -1))[0] is not file:
+                    if value.key >= 0:
+                        self._additions[value.parent].append((file, value.key, value.ref))
+                    else:
+                        self._unequal[value.path].append(file.name)
             if value.path in spread and value.tensor is not None:
                 self._add_spread(file, value.path, value.tensor, spread[value.path])
             elif value.tensor is not None:
@@ -144,35 +143,24 @@ class Merge:
             elif not value.inside:
                 digest = digests.digest(value.ref)
                 if digest is not None and self._leaves.setdefault(value.path, digest) != digest:
-                    self._unequal.setdefault(value.path, []).append(file.name)
-
-    def _place(self, file: RankFile, value: Value) -> None:
-        """Record where a path is found first; if the first file lacks it, add it to its parent mapping."""
-        if value.path in self._places:
-            return
-        self._places[value.path] = file, value.ref
-        self._parents[value.path] = value.parent
-        if file is not self._base and self._places.get(value.parent, (file, -1))[0] is not file:
-            if value.key >= 0:
-                self._additions.setdefault(value.parent, []).append((file, value.key, value.ref))
-            else:
-                self._unequal.setdefault(value.path, []).append(file.name)
+                    self._unequal[value.path].append(file.name)
 
     def _add_spread(self, file: RankFile, path: str, tensor: Tensor, how: Sharding) -> None:
-        dtype = _dtype(file, how, tensor)
-        known = self._spread.get(path)
-        if known is not None and 0 < how.mesh.ranks != known.how.mesh.ranks > 0:
+        dtype = BY_NAME.get(tensor.dtype)
+        if dtype is None or dtype.packed > 1:
+            raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
+        own = _Spread(how, dtype, tensor.shape, file.name)
+        known = self._spread.setdefault(path, own)
+        if 0 < how.mesh.ranks != known.how.mesh.ranks > 0:
             ranks = pluralize(how.mesh.ranks, "rank")
             self._other_saves[file.name] = f"{file.name} is of {ranks}, {known.first} of {known.how.mesh.ranks:,}"
             known.flaw = _OTHER_SAVE
             return
-        if known is None:
-            known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
         self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
         self.kinds[how.kind] = None
         if self.unordered is None and not how.mesh.is_ascending(how.placements):
             self.unordered = how.mesh, file.name
-        if path in self._plain or _identity(how, dtype, tensor.shape) != _identity(known.how, known.dtype, known.shape):
+        if path in self._plain or own.identity != known.identity:
             known.flaw = known.flaw or f"it is another tensor in {file.name} than in {known.first}"
             return
         if any(words.startswith("Partial") for words in how.placements):
@@ -201,13 +189,11 @@ class Merge:
             return ""
         known.views.append((file.name, view_id(local), part.ranges))
         if chunks:
-            copy = copy_in(file, part.ref, place)
-            first, own = known.parts.setdefault(part.ranges, (copy, mesh))
-            if first is not copy:
-                apart = {*own.members}.isdisjoint(mesh.members) and own.members and mesh.members
-                width = place.dtype.itemsize if apart and mesh.is_of_stage else 0
-                why = _TWO_MESHES.format(*map(_ranks_text, (mesh, own))) if apart else ""
-                pair = CopyPair(self._name(path), first, copy, local.own_bytes, width, why)
+            first, own = known.parts.setdefault(part.ranges, (place, mesh))
+            if first is not place:
+                apart = bool(own.members and mesh.members) and {*own.members}.isdisjoint(mesh.members)
+                why = _TWO_MESHES if apart else ""
+                pair = CopyPair(self._name(path), first, place, apart and mesh.is_of_stage, why)
                 self._container.copies.add(pair)
                 return ""
         known.chunks += chunks
@@ -215,37 +201,31 @@ class Merge:
         return ""
 
     def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
-        """Compare a tensor with the same path in earlier files; return its elements, or None if they cannot be
-        located."""
-        plain = _Plain(tensor, None)
+        """Compare a tensor with that in earlier files; return its elements, or None if they are not located."""
+        place: Rows | None = None
         if tensor.kind == "dense":
             with suppress(MalformedError):
-                plain = _Plain(tensor, slice_of(file, ref))
-        known = self._plain.setdefault(path, plain)
-        if known is plain and path in self._spread:
-            self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
-        elif known is not plain:
-            same = self._is_same(path, known, plain)
+                place = rows(file, ref)
+        if path not in self._plain:
+            self._plain[path] = tensor, place
+            if path in self._spread:
+                self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
+            return place
+        first, known = self._plain[path]
+        if (first.dtype, first.shape, first.kind) != (tensor.dtype, tensor.shape, tensor.kind):
+            self._unequal[path].append(file.name)
+        elif place is None or known is None:
+            self._uncompared[path] = None
+        else:
+            pair = CopyPair(self._name(path), known, place)
+            same = self._container.copies.compare(pair)
             if same is None:
                 self._uncompared[path] = None
+                self._container.copies.open.append(pair)
+                self._container.storage_of[pair.path] = grafted_key(known.file, first.storage)
             elif not same:
-                self._unequal.setdefault(path, []).append(file.name)
-        return None if plain.content is None else plain.content.rows
-
-    def _is_same(self, path: str, one: _Plain, other: _Plain) -> bool | None:
-        """Return whether two tensors are equal, or None if they are not compared yet."""
-        a, b = one.tensor, other.tensor
-        if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
-            return False
-        if one.content is None or other.content is None:
-            return None
-        copy, copies = one.content.copy, self._container.copies
-        pair = CopyPair(self._name(path), copy, other.content.copy, a.own_bytes)
-        same = copies.compare(pair)
-        if same is None:
-            copies.open.append(pair)
-            self._container.storage_of[pair.path] = grafted_key(copy.file, a.storage)
-        return same
+                self._unequal[path].append(file.name)
+        return place
 
     # -- results
 
@@ -285,7 +265,7 @@ class Merge:
         made: dict[Hashable, tuple[Ref, str]] = {}
         storage_of = self._container.storage_of
         flaws: dict[str, list[str]] = {}
-        odd: dict[str, list[str]] = {"chunk-hole": [], "chunk-overlap": []}
+        odd: dict[str, list[str]] = {}
         for path, known in self._spread.items():
             whole = self._is_whole(path, known, flaws, odd)
             view = (known.dtype, known.shape, tuple(known.views)) if whole and known.views else path
@@ -305,8 +285,7 @@ class Merge:
         return root
 
     def _add(self, path: str, dtype: Dtype, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
-        tensor = JoinedTensor(dtype, shape, shape, lambda: chunks)
-        return self._container.add_tensor(self._name(path), tensor, whole=whole)
+        return self._container.add_tensor(self._name(path), dtype, shape, (lambda: chunks) if whole else None)
 
     def _put(self, path: str, ref: Ref) -> None:
         file, place = self._places[path]
@@ -319,18 +298,18 @@ class Merge:
     def _add_vector(self, path: str, whole: bool, parameters: Collection[int]) -> Ref:
         """Add a vector that FSDP1 cut over the ranks; the files do not record its original shape."""
         chunks, at, vector = [], 0, self._pieces[path]
-        pieces = [piece for _, piece in sorted(vector.items())]
-        like = pieces[0]
-        for piece in pieces:
+        for _, piece in sorted(vector.items()):
             chunks.append(Chunk(((at,), piece.shape), piece.source, piece.begin))
-            at += prod(piece.shape)
-        siblings = [other for other in self._pieces if self._parents[other] == self._parents[path]]
-        first = next(other for other in siblings if other in self._cut)
+            at += piece.shape[0]
+        dtype, *others = dict.fromkeys(piece.dtype for piece in vector.values())
+        sizes = (
+            {rank: piece.shape for rank, piece in pieces.items()}
+            for other, pieces in self._pieces.items()
+            if other in self._cut and self._parents[other] == self._parents[path]
+        )
         flaw = ""
-        if any(piece.dtype != like.dtype for piece in pieces):
-            flaw = "the ranks have it in different dtypes"
-        elif self._is_state(path) and self._sizes(path) != self._sizes(first):
-            flaw = "the ranks have other numbers of its elements than of the state beside it"
+        if others or (self._is_state(path) and next(sizes) != {rank: piece.shape for rank, piece in vector.items()}):
+            flaw = "the ranks have other dtypes of it, or other numbers of elements than of the state beside it"
         elif len(vector) > 1 and path not in self._unequal and not self._is_constant(path):
             flaw = "the ranks have the same of it: one file is a copy of another"
         elif self._is_state(path) and len(vector) < len(self.ranks) and at not in parameters:
@@ -338,17 +317,13 @@ class Merge:
             flaw = f"it is not in {join_limited(absent, most=2)}"
         if flaw:
             self.note_lost(f"{self._named(path)} cannot be joined: {flaw}")
-        return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
+        return self._add(path, dtype, (at,), chunks, whole and not flaw)
 
     def _is_state(self, path: str) -> bool:
         return _last(self._parents.get(self._parents[path], "")) == "state"
 
-    def _sizes(self, path: str) -> dict[int, tuple[int, ...]]:
-        return {rank: piece.shape for rank, piece in self._pieces[path].items()}
-
-    def _is_whole(self, path: str, known: _Spread, flaws: dict[str, list[str]], odd: Mapping[str, list[str]]) -> bool:
-        """Return whether the parts of a tensor cover it exactly; otherwise add its name to its flaw, or a message to
-        the code of its problem."""
+    def _is_whole(self, path: str, known: _Spread, flaws: dict[str, list[str]], odd: dict[str, list[str]]) -> bool:
+        """Return whether the parts of a tensor cover it exactly; otherwise add why not."""
         if 0 in known.shape:
             return True
         if known.flaw:
@@ -358,10 +333,10 @@ class Merge:
         fault = misfit(known.shape, [chunk.box for chunk in known.chunks])
         if fault and fault.boxes:
             files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in fault.boxes]
-            boxes = " and ".join(map(box_text, fault.boxes))
-            odd["chunk-overlap"].append(f"{self._named(path)}: {boxes}, {join_limited(files, most=2)}")
+            what = f"{' and '.join(map(box_text, fault.boxes))}, {join_limited(files, most=2)}"
+            odd.setdefault("chunk-overlap", []).append(f"{self._named(path)}: {what}")
         elif fault:
-            odd["chunk-hole"].append(f"{self._named(path)} lacks {box_text(fault.place)}")
+            odd.setdefault("chunk-hole", []).append(f"{self._named(path)} lacks {box_text(fault.place)}")
         return not fault
 
     def _note_faults(self, flaws: Mapping[str, list[str]], odd: Mapping[str, list[str]]) -> None:
@@ -372,22 +347,20 @@ class Merge:
             what = f"{join_limited([quoted(name) for name in names], most=3)} cannot be joined: {flaw}"
             level = "warning" if flaw.endswith(_OF_CLASS) else "error"
             self.note(UNJOINED, level, what, storages={storage_of[name] for name in names})
-        for code, messages in odd.items():
-            if messages:
-                how = "overlap" if code == "chunk-overlap" else "are in none of the files"
-                tensors = pluralize(len(messages), "tensor")
-                self.note(code, "error", f"parts of {tensors} {how}: {join_limited(messages, most=1)}")
+        for code, how in (("chunk-hole", "are in none of the files"), ("chunk-overlap", "overlap")):
+            if code in odd:
+                tensors = pluralize(len(odd[code]), "tensor")
+                self.note(code, "error", f"parts of {tensors} {how}: {join_limited(odd[code], most=1)}")
 
     def _named(self, path: str) -> str:
         return quoted(self._name(path))
 
     def _find_cut(self, parameters: Collection[int]) -> None:
-        """Find the optimizer vectors that FSDP1 has cut: all vectors of a parameter for which the ranks differ, also
-        constant ones (such as zeros), which are equal for that reason. FSDP2 splits states as DTensors, and full states
-        have matrices: without both, all state vectors are cut if other sets split the parameters."""
+        """Find the optimizer vectors that FSDP1 has cut: those of parameters that differ between ranks, and all of them
+        if other sets split the parameters and this one has neither split tensors (FSDP2) nor matrices (full states)."""
         states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
         own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}
-        matrices = any(len(plain.tensor.shape) > 1 for plain in self._plain.values())
+        matrices = any(len(tensor.shape) > 1 for tensor, _ in self._plain.values())
         if parameters and not self._spread and not matrices:
             own |= {self._parents[path] for path in states}
         elif own:
@@ -395,22 +368,16 @@ class Merge:
         self._cut |= {path for path in self._pieces if self._parents[path] in own}
 
     def _is_floating(self, path: str) -> bool:
-        return self._plain[path].tensor.dtype in _FLOATING
+        return self._plain[path][0].dtype in _FLOATING
 
     def _is_constant(self, path: str) -> bool:
-        """Return whether a vector that is equal on all ranks has one value throughout."""
-        known = self._plain[path]
-        if known.content is None or path in self._unequal:
-            return False
-        (dtype, _, source, begin), size = known.content.rows, known.tensor.own_bytes
-        return size > dtype.itemsize and is_one_value(source, begin, size, dtype.itemsize)
+        rows = None if path in self._unequal else self._plain[path][1]
+        return rows is not None and prod(rows.shape) > 1 and rows.is_one_value()
 
     def _note_unequal(self, in_order: bool) -> None:
-        base = self._base.name if self._base else ""
-        own: list[str] = []
-        parts: list[str] = []
+        base, own, parts = self._base.name if self._base else "", list[str](), list[str]()
         for path, files in self._unequal.items():
-            tensor = self._plain[path].tensor if path in self._plain else None
+            tensor, place = self._plain.get(path, (None, None))
             if _STEPS.match(_last(path)):
                 first, where = self._places[path][0].name, join_limited(files, most=2)
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
@@ -419,39 +386,20 @@ class Merge:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
-                content = self._plain[path].content
-                if content is not None:  # it gets no bytes
-                    self._put(path, self._add(path, content.rows.dtype, tensor.shape, (), whole=False))
+                if place is not None:  # it gets no bytes
+                    self._put(path, self._add(path, place.dtype, tensor.shape, (), whole=False))
         if parts:
             names = join_limited([self._named(path) for path in parts], most=3)
             why = "each rank has a different tensor, and the files do not say how they fit together"
-            what = f"{names} cannot be joined: {why}"
-            self.note(RANK_PARTS, "warning", what)
+            self.note(RANK_PARTS, "warning", f"{names} cannot be joined: {why}")
         if self._cut and in_order:
-            number = pluralize(len(self._cut), "tensor")
-            vectors = join_limited(sorted(map(self._name, self._cut)), most=2)
-            what = f"{number} without shapes, cut by FSDP1, joined as vectors: {vectors}"
-            self.note("flat-vectors", "note", what)
+            vectors = join_limited(sorted(map(self._name, self._cut)), len(self._cut), most=2)
+            self.note("flat-vectors", "note", f"without shapes, cut by FSDP1, joined as vectors: {vectors}")
         self._container.note_own(map(self._named, own), base)
         if self._uncompared:
             names = join_limited([self._named(path) for path in self._uncompared], most=3)
             what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
             self.note(RANK_VALUES, "note", what)
-
-
-def _ranks_text(mesh: Mesh) -> str:
-    return f"{'rank' if len(mesh.members) == 1 else 'ranks'} {join_limited(list(map(str, mesh.members)))}"
-
-
-def _identity(how: Sharding, dtype: Dtype, shape: tuple[int, ...]) -> Hashable:
-    return how.kind, dtype.name, shape, how.placements, how.mesh.shape, how.mesh.names
-
-
-def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
-    dtype = BY_NAME.get(tensor.dtype)
-    if dtype is None or dtype.packed > 1:
-        raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
-    return dtype
 
 
 def _last(path: str) -> str:

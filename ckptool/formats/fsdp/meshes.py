@@ -4,8 +4,7 @@ The tensors record their place: DTensors of FSDP2 and tensor parallelism, Sharde
 torch/distributed/tensor/placement_types.py, torch/distributed/fsdp/_state_dict_utils.py. File names:
 accelerate/utils/fsdp_utils.py (``save_fsdp_model``), verl/utils/checkpoint/fsdp_checkpoint_manager.py.
 
-Files may also be named one by one, or by a pattern: a file name with one ``*``, or with one list like ``{0,2}`` as in
-shells. It is the path of the checkpoint that its files form together.
+Files may also be named by a pattern, which is the path of their checkpoint: with one ``*``, or one list like ``{0,2}``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import DAMAGED, FLAT_MESSAGE, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
-from ...base.records import NamedTuple
 from ...base.steps import command
-from ...base.text import join_limited, pluralize, shown
-from ...checkpoint.container import RankSave, is_complete
+from ...base.text import join_limited, pluralize
+from ...checkpoint.container import RankSave
 from ...checkpoint.objects import mapping
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
@@ -34,7 +32,7 @@ from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
 from .. import folder_format, read_container
 from ..folders import opening
-from ..joined.container import RankFile, RankFiles
+from ..joined import RankFile, RankFiles, lost_ranks
 from ..names.hf import model_files
 from ..names.ranks import RankSet, mates, numbered_sets, rank_sets, torch_files
 from .merging import Merge
@@ -60,14 +58,6 @@ _CONFIG: Final = "fsdp_config.json"
 _MODEL: Final = "huggingface"
 
 
-class _Gaps(NamedTuple):
-    """The missing ranks of a set, and the number of ranks that saved it. ``odd``: some files are unusable."""
-
-    world: int
-    absent: list[int]
-    odd: bool
-
-
 class Meshes(RankFiles):
     """Rank files whose tensors record their place. With several sets, each is an entry of the whole, under its
     label."""
@@ -78,95 +68,88 @@ class Meshes(RankFiles):
         super().__init__(folder)
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
-        #: The problems of each set, which concern only its own tensors.
-        own: list[list[Finding]] = []
-        #: The problems that concern everything.
+        #: The problems that concern everything. Those of a set concern only its own tensors.
         foreign: list[Finding] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
+            self.problems = merge.problems
             self.note_twice(rank_set.twice)
             bare: list[tuple[RankFile, int]] = []
             for number, name in rank_set.files.items():
                 file = self.open_file(name, stack)
                 if file is not None:
-                    self._note_name(name, saved.get(file.container.root, name), rank_set)
+                    before = saved.get(file.container.root, name)
+                    what = f"{name} was saved under the name of {before}"
+                    if before != name and before in rank_set.files.values():  # the tensors record the rank
+                        self.note("renamed", "warning", what, name)
+                    elif before != name:
+                        self.note_lost(f"{what}: it is in the place of another", name)
                     rank = rank_set.rank_of(file.container.root, number)
                     if mapping(file.graph, file.graph.root) is None:
                         bare.append((file, rank))
                     else:
                         merge.add(file, rank)
-            own.append(self._taken())
-            odd = [file.name for file, _ in bare] if merge.ranks else []
-            for name in odd:
-                self.note_lost(f"{name} holds no dict, and the other files of its set do", name)
-            foreign += self._taken()
-            for file, rank in bare if not odd else ():
-                merge.add(file, rank)
+            self.problems = foreign if merge.ranks else merge.problems
+            for file, rank in bare:
+                if self.problems is foreign:
+                    self.note_lost(f"{file.name} holds no dict, and the other files of its set do", file.name)
+                else:
+                    merge.add(file, rank)
             merges.append(merge)
         if not any(merge.ranks for merge in merges):
             raise self.errors[0]
         meshes = {mesh: None for merge in merges for mesh in merge.meshes}
         highest = (rank + 1 for mesh in meshes for rank in mesh.members)
         world = max([0, *highest, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
-        gaps = []
-        for rank_set, merge, problems in zip(sets, merges, own):
-            gaps.append(self._gaps(rank_set, merge, meshes, world))
-            problems += self._taken()
-        complete = [not (gap.absent or gap.odd) for gap in gaps]
-        in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
+        for rank_set, merge in zip(sets, merges):
+            self.problems = merge.problems
+            self._find_absent(rank_set, merge, meshes, world)
+        complete = not any(merge.absent or merge.odd for merge in merges)
+        in_order = complete and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
         # A rank may hold no part of a parameter, and then no state for it either.
         sizes = {size for merge in merges for size in merge.parameters}
         roots: list[tuple[str, Ref]] = []
         placed = foreign
-        for rank_set, merge, gap, problems in zip(sets, merges, gaps, own):
+        for rank_set, merge in zip(sets, merges):
             before = set(self._tensors)
+            built: list[Finding] = []
+            self.problems = built
             roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []
+            self.problems = merge.problems
             lost = any(self._tensors[key] is None for key in self._tensors.keys() - before)
-            built = self._taken()
             # A mesh with fewer ranks is one of several: the others may hold tensors that no file here names.
-            everywhere = {mesh.ranks for mesh in merge.meshes} == {gap.world}
-            whole = merge.is_sure and everywhere and not (lost or gap.odd or problems)
-            self._note_absent(rank_set, gap, whole)
+            everywhere = {mesh.ranks for mesh in merge.meshes} == {merge.world}
+            self._note_absent(
+                rank_set, merge, merge.is_sure and everywhere and not (lost or merge.odd or self.problems)
+            )
             grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
             storages = frozenset((*(self._tensors.keys() - before), *grafted))
             # A damaged pickle may have lost storages and other values.
             placed += [
                 problem._replace(storages=None if problem.code == DAMAGED else problem.storages or storages)
-                for problem in (*problems, *self._taken(), *built)
+                for problem in (*merge.problems, *built)
             ]
         self.problems = placed
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
-        parts = sum(merge.parts for merge in merges)
-        numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
-        ranks = max(gap.world for gap in gaps) or len(sets[0].files)
+        ranks = max(merge.world for merge in merges) or len(sets[0].files)
         self._note_meshes(merges, meshes, ranks)
         spread = [merge.is_optimizer for merge in merges if merge.parts]
         #: Whether all that is spread over the ranks is the state of an optimizer.
         self.only_optimizer = bool(spread) and all(spread)
         step = next((merge.step for merge in merges if merge.step), None)
         self.rank_save = RankSave(ranks, step[1] if step and "epoch" not in step[0] else None)
-        state = "all there" if all(complete) and is_complete(self.problems) else "incomplete"
-        there = f"of {pluralize(ranks, 'rank')}, {state}"
-        self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
+        kinds = join_limited(list(dict.fromkeys(kind for merge in merges for kind in merge.kinds)))
+        over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
+        numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(sum(merge.parts for merge in merges), 'part')}"
+        state = self.completeness if complete else "incomplete"
+        self.writer = (
+            f"{kinds} over {over}{f', {step[0]} {step[1]}' if step else ''}:"
+            f" {numbers} of {pluralize(ranks, 'rank')}, {state}"
+        )
         if any(merge.flat for merge in merges):
             self.note(FLAT_PARAMETERS, "warning", FLAT_MESSAGE)
 
-    def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
-        """Report a file that was saved under another name. Within its set a warning suffices: the tensors record the
-        rank."""
-        if saved != name:
-            what = f"{name} was saved under the name of {saved}"
-            if saved in rank_set.files.values():
-                self.note("renamed", "warning", what, name)
-            else:
-                self.note_lost(f"{what}: it is in the place of another", name)
-
-    def _taken(self) -> list[Finding]:
-        problems, self.problems = self.problems, []
-        return problems
-
     def _note_meshes(self, merges: Sequence[Merge], meshes: Collection[Mesh], ranks: int) -> None:
-        """Warn about meshes that leave the arrangement of the tensors uncertain."""
         unordered = next((merge.unordered for merge in merges if merge.unordered), None)
         if unordered is not None:
             mesh, name = unordered
@@ -176,42 +159,29 @@ class Meshes(RankFiles):
         whole = max((mesh.world for mesh in meshes), default=0)
         if whole > ranks and any(mesh.outer for mesh in meshes):
             outer = join_limited(list(dict.fromkeys(name for mesh in meshes for name in mesh.outer)))
-            what = (
-                f"the mesh is part of one of {whole:,} ranks, which has {outer} as well: others may have more tensors"
-            )
-            self.note("part-of-mesh", "warning", what)
+            what = f"the mesh is part of one of {whole:,} ranks, which has {outer} as well"
+            self.note("part-of-mesh", "warning", f"{what}: others may have more tensors")
 
-    def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
-        """Return the ranks without a file in a set; report ranks that occur twice."""
-        ranks = {rank for rank in merge.ranks if rank >= 0}
-        strays = [(number, name) for number, name in merge.without.items() if merge.parts]
-        for number, name in strays:
-            beyond = f"is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
-            what = (
-                f"{name} {beyond if number >= world > 0 else 'has no part of a tensor, and the others of its set do'}"
-            )
-            self.note_lost(what, name)
-        ranks -= {number for number, _ in strays}
-        numbers = rank_set.files.keys() - {number for number, _ in strays}
+    def _find_absent(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> None:
+        strays = merge.without if merge.parts else {}
+        for name in strays.values():
+            self.note_lost(f"{name} has no part of a tensor, and the others of its set do", name)
+        ranks = {rank for rank in merge.ranks if rank >= 0}.difference(strays)
+        numbers = rank_set.files.keys() - strays.keys()
         twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
         for names in twice:
-            what = f"{join_limited(names)} are of one rank: one was put in the place of another"
-            self.note_lost(what, names[1])
+            self.note_lost(f"{join_limited(names)} are of one rank: one was put in the place of another", names[1])
         expected = _expected(rank_set, meshes, world, (*ranks, *numbers) if rank_set.named else ())
         there = {*rank_set.files, *ranks} if rank_set.named else merge.named_ranks or expected
-        unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
-        return _Gaps(len(expected), sorted(expected - there), bool(twice or strays) or unread)
+        merge.world, merge.absent = len(expected), sorted(expected - there)
+        merge.odd = bool(twice or strays) or sum(map(len, merge.ranks.values())) < len(rank_set.files)
 
-    def _note_absent(self, rank_set: RankSet, gaps: _Gaps, whole: bool) -> None:
+    def _note_absent(self, rank_set: RankSet, merge: Merge, whole: bool) -> None:
         """Report ranks without a file. ``whole``: the other files have everything these ranks held."""
-        absent = gaps.absent
-        if absent:
-            one = len(absent) == 1
-            names = [rank_set.name_of(number) if rank_set.named else str(number) for number in absent[: shown(3)]]
-            lost = join_limited(names, len(absent), most=3)
-            lost = lost if rank_set.named else f"{'rank' if one else 'ranks'} {lost}"
-            what = f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if one else 'are'} not there"
-            name = rank_set.name_of(absent[0]) if rank_set.named else ""
+        if merge.absent:
+            name_of = rank_set.name_of if rank_set.named else "rank {}".format
+            what = lost_ranks(pluralize(merge.world, "rank"), merge.absent, name_of)
+            name = rank_set.name_of(merge.absent[0]) if rank_set.named else ""
             if whole:
                 self.note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
             else:
@@ -229,20 +199,12 @@ def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: 
     return members.union(range(min(count, _MAX_RANKS)))
 
 
-def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
-    kinds = dict.fromkeys(kind for merge in merges for kind in merge.kinds)
-    over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
-    step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
-    return f"{join_limited(list(kinds))} over {over}{step}"
-
-
 def sniff(folder: Folder, names: Collection[str]) -> bool:
     """Return whether there are rank files whose tensors are spread over ranks."""
     return bool(_sets(folder, names))
 
 
 def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
-    """Return the sets of rank files in a folder that form one checkpoint; [] if there are none."""
     sets = rank_sets(names)[:_MOST_SETS]
     spread = [rank_set for rank_set in sets if _mentions(folder, rank_set, _CLASSES)]
     if not spread:
@@ -250,7 +212,10 @@ def _sets(folder: Folder, names: Collection[str]) -> list[RankSet]:
     first = spread[0]
     others = set(names).difference(*(rank_set.files.values() for rank_set in sets))
     ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
-    sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, first, ranks)]
+    # Files without spread tensors, such as optimizer files, may belong to the same save.
+    alike = [own for own in sets if own.world == first.world]
+    few = [own for own in alike if own.files.keys() <= ranks and (len(own.files) > 1 or len(ranks) == 1)]
+    sets = [own for own in sets if own in spread or own in (alike if first.world else few)]
     sets += [rank_set._replace(world=first.world) for rank_set in _numbered(folder, others, first.files.keys())]
     of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in spread)
     return _labelled(sets) if of_one else []
@@ -286,13 +251,6 @@ def _labelled(sets: list[RankSet]) -> list[RankSet]:
     ]
 
 
-def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
-    """Return whether files without spread tensors, such as optimizer files, belong to the same save as another set."""
-    if rank_set.world or other.world:
-        return rank_set.world == other.world
-    return rank_set.files.keys() <= {*ranks} and (len(rank_set.files) > 1 or len(ranks) == 1)
-
-
 def _mentions(folder: Folder, rank_set: RankSet, words: Sequence[bytes]) -> bool:
     return any(_has_word(folder, name, words) for name in islice(rank_set.files.values(), _TRIED))
 
@@ -312,8 +270,7 @@ def _has_word(folder: Folder, name: str, words: Sequence[bytes]) -> bool:
 
 
 def _is_one_save(folder: Folder, rank_set: RankSet) -> bool:
-    """Return whether numbered files are from several ranks of one mesh, not from one rank at several times. One
-    readable file is enough if there are as many files as ranks."""
+    """Return whether numbered files are from several ranks of one mesh, not from one rank at several times."""
     names = list(rank_set.files.values())
     ends = [_summary(folder, name) for name in (names[0], names[-1])]
     named = all(end is not None and end.expected == len(names) for end in ends)
@@ -329,7 +286,6 @@ def _is_one_save(folder: Folder, rank_set: RankSet) -> bool:
 
 
 def _summary(folder: Folder, name: str) -> ShardingSummary | None:
-    """Return how the tensors in a file are spread over ranks; None if they are not, or the file cannot be read."""
     try:
         with closing(folder.open(name)) as source:
             container = read_container(source)
@@ -351,21 +307,28 @@ def read(folder: Folder) -> tuple[FolderSource, Meshes]:
 
 def read_files(path: str, folder: Folder, names: Collection[str]) -> tuple[FolderSource, Meshes]:
     """Open some files of a folder as the checkpoint ``path``; raise MalformedError if none of them can be read."""
-    sets = _one_save(path, folder, _sets(folder, names))
+    sets = _sets(folder, names)
+    worlds = {rank_set.world for rank_set in sets}
+    if len(worlds) > 1:
+        numbers = join_limited([str(world) for world in sorted(worlds)])
+        what = f"there are rank files of {numbers} ranks: {join_limited([rank_set.pattern for rank_set in sets])}"
+        step = command("inspect", folder.join(sets[0].pattern))
+        raise MalformedError(what, path=path, next="name those of one save: " + step)
     with opening(path) as stack:
         container = Meshes(folder, sets, stack)
     if len(sets) > 1:
         what = join_limited([f"{rank_set.label} ({rank_set.pattern})" for rank_set in sets], most=9)
-        container.problems.append(
-            Finding(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
-        )
+        container.note(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
     container.problems += _left_out(folder, names, sets)
-    return FolderSource(path, container.files, _of_model(folder), folder=folder.path), container
+    inner = folder.inner(_MODEL)
+    place = inner if "config.json" in inner.names() else folder
+    files = model_files(place.names()) if "config.json" in place.names() else []
+    beside = [place.join(name) for name in files if name != _CONFIG]
+    return FolderSource(path, container.files, beside, folder=folder.path), container
 
 
 def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
-    """Return notes on other checkpoints and torch files in the folder, and an error for each that has parts of tensors:
-    the files with the other parts are missing. Numbered files are shown as one pattern."""
+    """Return notes on other torch files and checkpoints in the folder, and an error for each with parts of tensors."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
     others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
     files: dict[str, list[str]] = {}
@@ -378,43 +341,20 @@ def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -
     files |= {name: [name] for name in sorted(left)}
     problems = []
     for pattern, some in islice(files.items(), _MOST_SETS):
-        if part := next(filter(None, (_part_in(folder, name) for name in some[:_TRIED])), ""):
-            what = f"{part}; the files with the other parts are not there, or are damaged: {pattern} is not read"
+        found = (_summary(folder, name) for name in some[:_TRIED] if _has_word(folder, name, _CLASSES))
+        if part := next((own for own in found if own is not None and own.partial), None):
+            what = f"{pattern} has parts of tensors that {part.owner} saved, and is not read: other parts are not there"
             problems.append(Finding(INCOMPLETE, "error", what, folder.join(pattern)))
     for name in sorted(names)[:_MOST_NAMES]:
         inner = folder.inner(name)
         if name not in taken and folder_format(inner, by_names=True) is not None:
             what = f"{name} in this folder is a checkpoint of its own, and not read here"
             problems.append(Finding(INNER, "note", what, inner.path))
-    if not files:
-        return problems
-    words = [f"{name} ({pluralize(len(own), 'file')})" if len(own) > 1 else name for name, own in files.items()]
-    what = f"other files in this folder, not read here: {join_limited(words)}"
-    return [*problems, Finding(OTHER_FILES, "note", what, folder.join(next(iter(files))))]
-
-
-def _part_in(folder: Folder, name: str) -> str:
-    found = _summary(folder, name) if _has_word(folder, name, _CLASSES) else None
-    return f"{name} has parts of tensors that {found.owner} saved" if found is not None and found.partial else ""
-
-
-def _of_model(folder: Folder) -> list[str]:
-    """Return the files that describe the model, next to the rank files or in verl's subfolder."""
-    for place in (folder.inner(_MODEL), folder):
-        names = place.names()
-        if "config.json" in names:
-            return [place.join(name) for name in model_files(names) if name != _CONFIG]
-    return []
-
-
-def _one_save(path: str, folder: Folder, sets: Sequence[RankSet]) -> Sequence[RankSet]:
-    worlds = {rank_set.world for rank_set in sets}
-    if len(worlds) > 1:
-        numbers = join_limited([str(world) for world in sorted(worlds)])
-        what = f"there are rank files of {numbers} ranks: {join_limited([rank_set.pattern for rank_set in sets])}"
-        step = command("inspect", folder.join(sets[0].pattern))
-        raise MalformedError(what, path=path, next="name those of one save: " + step)
-    return sets
+    if files:
+        words = [f"{name} ({pluralize(len(own), 'file')})" if len(own) > 1 else name for name, own in files.items()]
+        what = f"other files in this folder, not read here: {join_limited(words)}"
+        problems.append(Finding(OTHER_FILES, "note", what, folder.join(next(iter(files)))))
+    return problems
 
 
 def is_pattern(path: str) -> bool:

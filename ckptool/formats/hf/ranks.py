@@ -23,8 +23,7 @@ from ...files.folders import Folder
 from ...files.sources import FolderSource, Source
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..names.hf import companions, weights_of
-from ..pieces.boxes import Box, box_text, misfit
-from ..pieces.chunks import Chunk, joined
+from ..pieces import Box, Chunk, assembled, box_text, misfit
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
 
@@ -164,7 +163,7 @@ class HfRanks(ShardedContainer):
             if span is not None and span.size:
                 chunks.append(Chunk(piece.box, span.source, span.offset))
         width = pieces[0].tensor.dtype.itemsize
-        return joined(chunks, _shape(pieces), width, f"{self.folder.path}: {key}")
+        return assembled(chunks, _shape(pieces), width, f"{self.folder.path}: {key}")
 
     def records(self) -> Iterator[StoredRecord]:
         for name, shard in self.shards.items():

@@ -17,9 +17,8 @@ from ...checkpoint.survey import StateDict
 from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Dict, Graph, Ref
 from ...values.elements import tensor_size
-from ..losses import Fit, refuse_emptied, refuse_texts, whole_state_dict
+from ..losses import Fit, Promise, refuse_emptied, refuse_texts, tensor_facts, whole_state_dict
 from ..names.hf import index_name
-from ..promises import Promise, tensor_facts
 from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ...base.errors import NotACheckpointError
@@ -147,6 +147,16 @@ def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str
 
 def _is_torch(name: str) -> bool:
     return name.endswith(".pt")
+
+
+def number_in(graph: Graph, values: Mapping[str, Ref], name: str, default: int = 0) -> int:
+    """Return the integer in an entry, as ``whole_number`` does; ``default`` if there is no such entry."""
+    return whole_number(graph, values[name]) if name in values else default
+
+
+def items_in(graph: Graph, values: Mapping[str, Ref], name: str) -> Sequence[Ref]:
+    """Return the items of the list or tuple in an entry; () if there is none."""
+    return list_items(graph.nodes[values[name]]) if name in values else ()
 
 
 def whole_number(graph: Graph, ref: Ref) -> int:

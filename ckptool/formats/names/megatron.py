@@ -14,7 +14,9 @@ from ...base.errors import NotACheckpointError
 from ...base.lazy import regex
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
+from ...checkpoint.objects import callable_name, named_attributes
 from ...files.folders import Folder
+from ...pickles.nodes import CONSTANTS, Call, Global, Graph
 from ..folders import read_tag
 from .ranks import StepFolder, by_number, numbered
 
@@ -103,3 +105,31 @@ def ranks_in_words(sizes: Rank) -> str:
     """Return the number of ranks of each kind, as text."""
     words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS) if size > 1]
     return f"{join_limited(words)} {'ranks' if prod(sizes) > 1 else ''}".rstrip() if words else pluralize(1, "rank")
+
+
+_NAME: Final = "Namespace"
+_CLASS: Final = f"argparse.{_NAME}"
+#: An argument of every run, which hardly any other program has.
+_MARK: Final = "num_attention_heads"
+
+#: Numbers, strings, bools and None by argument name.
+Arguments: TypeAlias = Mapping[str, object]
+
+
+def arguments(graph: Graph) -> Arguments:
+    """Return the run's arguments that are numbers, strings, bools or None; {} if the pickle has none."""
+    if not any(node.name == _NAME for _, node in graph.of_type(Global)):
+        return {}
+    for ref, node in graph.of_type(Call):
+        if callable_name(graph, node.func) != _CLASS:
+            continue
+        values = {name: graph.nodes[value] for name, value in named_attributes(graph, ref).items()}
+        if _MARK in values:
+            return {name: value for name, value in values.items() if isinstance(value, (*CONSTANTS, str))}
+    return {}
+
+
+def number(values: Arguments, name: str) -> int:
+    """Return an argument that is a positive whole number, or 0."""
+    value = values.get(name)
+    return value if type(value) is int and 0 < value < 1 << 40 else 0

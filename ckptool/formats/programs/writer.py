@@ -13,7 +13,7 @@ from ...files.zips.layout import plan_rewrite
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Ref, relocated
 from .. import repickled
-from ..promises import Promise
+from ..losses import Promise
 from ..repickled import prove
 from .torchscript import ScriptPickle, TorchScript
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
-from ..pieces.boxes import Box
+from ..pieces import Box
 from .axes import PADDING, all_tags, grid_of, merged, part_and_whole, sizes, steps_of
 from .names import NamePattern, parsed
 from .numbers import contradicted, known_numbers, refuse_other_models

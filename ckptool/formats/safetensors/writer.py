@@ -25,10 +25,17 @@ from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
 from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
-from ...values.interpretation import lazy_bits
-from ..losses import Fit, Loss, entries_outside, refuse_edited, refuse_emptied, storages_within, whole_state_dict
-from ..nested_rows import is_more, rows
-from ..promises import Promise
+from ...values.interpretation import is_more, lazy_bits, rows
+from ..losses import (
+    Fit,
+    Loss,
+    Promise,
+    entries_outside,
+    refuse_edited,
+    refuse_emptied,
+    storages_within,
+    whole_state_dict,
+)
 from .header import MAX_HEADER, METADATA, TensorEntry
 from .sharding_info import metadata_for
 

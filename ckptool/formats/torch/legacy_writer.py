@@ -23,8 +23,7 @@ from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ...values.elements import StorageReader, storage_reader
 from .. import repickled
-from ..losses import Fit, Loss, refuse_texts
-from ..promises import Promise, storage_facts
+from ..losses import Fit, Loss, Promise, refuse_texts, storage_facts
 from .legacy_reader import MAGIC, VERSION
 
 #: The key of the first storage, and the step to the next. Like addresses, all have the same length. Storages are

@@ -17,8 +17,7 @@ from ...files.zips.reader import MAX_NAME
 from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
-from ..losses import Fit, refuse_texts
-from ..promises import Promise, storage_facts
+from ..losses import Fit, Promise, refuse_texts, storage_facts
 from ..repickled import is_exact
 
 #: The folder of records for an input without one: torch.save's name for an output without a file name.

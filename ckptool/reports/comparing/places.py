@@ -18,12 +18,7 @@ from ...base.records import NamedTuple
 from ...base.steps import tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import (
-    class_name,
-    holds_constants,
-    list_items,
-    mapping,
-)
+from ...checkpoint.objects import class_name, holds_constants, list_items, mapping
 from ...checkpoint.paths import Child, children, key_text, parse_steps, sequence, spell_key
 from ...checkpoint.selection import selected
 from ...checkpoint.survey import StateDict

@@ -24,8 +24,7 @@ import ckptool
 from ckptool.base.errors import RefusedError
 from ckptool.checkpoint.tensors import contiguous_strides
 from ckptool.files.sources import BytesSource
-from ckptool.formats.pieces.boxes import misfit
-from ckptool.formats.pieces.chunks import Chunk, ChunkedSource, RowSource
+from ckptool.formats.pieces import Chunk, ChunkedSource, RowSource, misfit
 
 FOLDER = FIXTURES / "dcp4"
 

@@ -169,7 +169,7 @@ def test_a_way_out_of_the_folder(path: str, folder: Path, tmp_path: Path) -> Non
 
     spoil(folder, change)
     text = found(folder)
-    assert f"is said to be in {path!r}, outside of the folder: not opened" in text
+    assert f"the file {path!r} is outside of the folder: not opened" in text
     refused(folder, tmp_path)
 
 

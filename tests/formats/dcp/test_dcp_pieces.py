@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptool.formats.pieces.boxes import Box, misfit
 from command_line import say
 from dcp_folders import write_boxes, write_ranks
 from hypothesis import given
@@ -25,7 +26,6 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.files.write import copying
 from ckptool.formats.dcp import items
-from ckptool.formats.pieces.boxes import Box, misfit
 
 TARGETS = {
     "safetensors": ["convert", "--key", "."],

@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptool
 from ckptool.base.errors import CkptoolError
-from ckptool.formats import folder_format
-from ckptool.formats.pieces import copies
+from ckptool.formats import folder_format, pieces
 
 Spread = Mapping[str, tuple[torch.Tensor, tuple[Any, ...]]]
 
@@ -174,7 +173,7 @@ def test_plain_tensors_that_differ_are_named(folder: Path, tmp_path: Path) -> No
 def test_what_is_too_large_to_compare_at_once_is_compared_by_validate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "_AT_ONCE", 0)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 0)
 
     def make(rank: int) -> object:
         spare = torch.zeros(9)

@@ -1,11 +1,12 @@
 """A checkpoint in per-rank files, each written by ``torch.save``, read as one.
 
 Every joined tensor has its own storage, which is assembled from parts of the files when its bytes are read. Other
-objects are taken from one of the files. The sibling modules know how tensors were cut.
+objects are taken from one of the files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from bisect import bisect_left
 from collections import Counter
@@ -14,24 +15,25 @@ from contextlib import ExitStack
 from math import prod
 from typing import Final, TypeVar
 
-from ...base.dtypes import Dtype
-from ...base.errors import MalformedError
-from ...base.findings import JOINED, Finding
-from ...base.limits import LIMITS
-from ...base.records import NamedTuple
-from ...base.text import join_limited, quoted, shown
-from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
-from ...checkpoint.graph_builder import Builder, contiguous
-from ...checkpoint.graph_editor import without_views
-from ...checkpoint.sharding import read_mesh_ranks
-from ...checkpoint.tensors import TensorReader
-from ...files.folders import Folder
-from ...files.sources import Source, Span, origins
-from ...pickles.nodes import Call, Dict, Graph, Ref
-from .. import read_container
-from ..folders import TOO_LARGE, ShardedContainer, grouped, in_file, with_storage_keys
-from ..pieces.chunks import Chunk, Rows, SignSource, joined, tensor_rows
-from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems, differ
+from ..base.dtypes import Dtype
+from ..base.errors import MalformedError
+from ..base.findings import JOINED, Finding
+from ..base.limits import LIMITS
+from ..base.records import NamedTuple
+from ..base.text import join_limited, quoted, shown
+from ..checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
+from ..checkpoint.graph_builder import Builder, contiguous
+from ..checkpoint.graph_editor import without_views
+from ..checkpoint.objects import holds_constants, list_items, mapping, values_of
+from ..checkpoint.paths import as_children, bounded, joined
+from ..checkpoint.sharding import read_mesh_ranks
+from ..checkpoint.tensors import Tensor, TensorReader
+from ..files.folders import Folder
+from ..files.sources import Source, Span, origins
+from ..formats import read_container
+from ..pickles.nodes import CONSTANTS, Call, Dict, Graph, List, Persistent, Ref, own_value
+from .folders import TOO_LARGE, ShardedContainer, grouped, in_file, with_storage_keys
+from .pieces import RANK_VALUES, Chunk, Copies, Rows, SignSource, assembled, copy_problems, tensor_rows
 
 #: The most graph nodes of files that stay in memory; further files are read again when needed.
 _KEPT_NODES: Final = 1 << 18
@@ -41,6 +43,7 @@ _FEW: Final = 4
 
 
 _Rank = TypeVar("_Rank", bound=Hashable)
+_State = TypeVar("_State")
 
 
 class RankFile(NamedTuple):
@@ -55,23 +58,45 @@ class RankFile(NamedTuple):
         """The object in the file, with persistent ids as in a zip."""
         return self.reader.graph
 
+    @property
+    def values(self) -> dict[str, Ref]:
+        """The values at the root, by name; {} if it is no mapping."""
+        return values_of(self.graph, self.graph.root)
 
-class JoinedTensor(NamedTuple):
-    """A joined tensor. ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``. ``grid`` has as many
-    elements as ``shape``; it differs only if the tensor was cut as a flat vector."""
+
+class _Joined(NamedTuple):
+    """A joined tensor: ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``."""
 
     dtype: Dtype
-    shape: tuple[int, ...]
     grid: tuple[int, ...]
     chunks: Callable[[], Sequence[Chunk]]
 
     @property
     def size(self) -> int:
         """The size in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.grid) * self.dtype.itemsize
 
 
-class RankFiles(ShardedContainer):
+class CopiedContainer(ShardedContainer):
+    """A container of several files, which may have copies of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = Copies()
+        #: Storage keys by the tensor names used in messages.
+        self.storage_of: dict[str, str] = {}
+
+    def note_copies(self) -> None:
+        """Report the copies that were found to differ."""
+        self.problems += copy_problems(self.copies.different, self.storage_of)
+        self.copies.different = []
+
+    def compare_copies(self, storages: Collection[str] | None = None) -> None:
+        self.copies.settle([name for name, key in self.storage_of.items() if storages is None or key in storages])
+        self.note_copies()
+
+
+class RankFiles(CopiedContainer):
     """Per-rank files as one checkpoint. A subclass opens the files, builds the joined graph with ``builder``, and sets
     ``format`` and ``writer``."""
 
@@ -87,15 +112,12 @@ class RankFiles(ShardedContainer):
         self._kept: dict[str, RankFile] = {}
         self._room = _KEPT_NODES
         #: Joined tensors by storage key; None for a tensor with a missing part.
-        self._tensors: dict[str, JoinedTensor | None] = {}
+        self._tensors: dict[str, _Joined | None] = {}
         self._joined: dict[str, StorageLocation] = {}
         #: The storages of grafted objects: file, key there, and location.
         self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
         self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
         self._protocol = 0
-        self.copies = Copies()
-        #: Storage keys by the tensor names used in messages.
-        self.storage_of: dict[str, str] = {}
 
     # -- for subclasses
 
@@ -112,14 +134,14 @@ class RankFiles(ShardedContainer):
         like = next(name for name, save in saves.values() if tuple(save.items()) == common)
         odd = set()
         for rank, (name, save) in saves.items():
-            own, there = (
-                join_limited([f"{fact} {_words(value)}" for fact, value in one if (fact, value) not in other])
-                for one, other in ((save.items(), common), (common, save.items()))
-            )
-            if own or there:
+            facts = [fact for fact in {**save, **dict(common)} if (fact, save.get(fact)) not in common]
+            if facts:
                 odd.add(rank)
-                what = f"{name} is of another save than {like}: {own or 'less'}"
-                self.note_lost(f"{what}, there {there}" if there else what, name)
+                values = ((fact, save.get(fact)) for fact in facts)
+                own = [
+                    f"{fact} {join_limited([*map(str, one)]) if type(one) is tuple else one}" for fact, one in values
+                ]
+                self.note_lost(f"{name} is of another save than {like}: {join_limited(own)}", name)
         return odd
 
     def note_ranks(
@@ -129,30 +151,30 @@ class RankFiles(ShardedContainer):
         ``name_of`` returns the file name of a rank."""
         absent = [rank for rank in expected if rank not in files]
         if absent:
-            names = join_limited([name_of(rank) for rank in absent[: shown(3)]], len(absent), most=3)
-            what = f"{saved} saved it, and {names} {'is' if len(absent) == 1 else 'are'} not there"
-            self.note_lost(what, name_of(absent[0]))
+            self.note_lost(lost_ranks(saved, absent, name_of), name_of(absent[0]))
         ranks = {*expected}
         for name in (name for rank, name in files.items() if rank not in ranks):
             self.note_lost(f"{name} is of another save: {saved} saved this one", name)
 
-    def note_same(self, files: Iterable[tuple[str, Hashable, Sequence[Rows]]]) -> None:
+    def note_same(self, files: Iterable[tuple[str, tuple[int, ...], Sequence[Rows]]]) -> None:
         """Report files that have the tensors of another rank's file. ``files`` have a name, recorded checksums, and the
         tensors whose values must prove it, if any: those of untrained layers (zeros and ones) are equal anyway."""
         known: dict[Hashable, tuple[str, Sequence[Rows]]] = {}
         for name, checksums, tensors in files:
-            first, others = known.setdefault(checksums, (name, tensors)) if checksums else (name, ())
-            if first != name and (not tensors or are_equal(tensors, others)):
+            first, others = known.setdefault(checksums, (name, tensors)) if any(checksums) else (name, ())
+            if first != name and (not tensors or _are_equal(tensors, others)):
                 self.note_lost(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
-    def note_unlike(self, odd: Sequence[str], number: int, model: str) -> None:
-        """Report the files, of this ``number``, whose 32-bit weights differ from the model file."""
-        if odd and len(odd) == number:
-            what = f"the weights in {model} are not the rounded weights of the optimizer's files"
-            self.note_lost(f"{what}: they are not of one run", model)
-            return
-        for name in odd:
-            self.note_lost(f"the weights in {name} are not those of {model}, rounded: it is of another run", name)
+    def note_unlike(self, odd: Sequence[str], model: str) -> None:
+        """Report the files whose 32-bit weights differ from the model file."""
+        if odd:
+            names = join_limited(list(odd), most=3)
+            self.note_lost(f"the weights in {names} are not those of {model}, rounded: they are not of one run", odd[0])
+
+    def note_optimizer(self) -> None:
+        """Report that an optimizer's state is left out."""
+        what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
+        self.note("optimizer", "note", what)
 
     def note_own(self, names: Iterable[str], first: str, level: str = "warning") -> None:
         """Report values that differ between ranks by design, such as the states of random generators."""
@@ -179,17 +201,47 @@ class RankFiles(ShardedContainer):
                 self.problems.append(in_file(problem, name))
         return file
 
-    def add_tensor(self, name: str, tensor: JoinedTensor, *, whole: bool = True) -> Ref:
-        """Add a tensor with a storage of the same name; return its reference. Without ``whole`` its bytes are missing,
-        and the caller has reported why."""
-        if tensor.size >= TOO_LARGE:
+    def read_all(
+        self, names: Mapping[_Rank, str], read: Callable[[RankFile], _State | None], stack: ExitStack
+    ) -> dict[_Rank, _State]:
+        """Return what ``read`` makes of the file of each rank; report files that cannot be read, and leave them out.
+        ``read`` raises MalformedError, or reports a problem and returns None."""
+        states: dict[_Rank, _State] = {}
+        for rank, name in names.items():
+            file = self.open_file(name, stack)
+            try:
+                state = read(file) if file is not None else None
+            except MalformedError as error:
+                self.errors.append(error)
+                self.note_lost(f"{name}: {error.what}", name)
+            else:
+                states |= {rank: state} if state is not None else {}
+        return states
+
+    def add_tensor(
+        self,
+        name: str,
+        dtype: Dtype,
+        shape: tuple[int, ...],
+        chunks: Callable[[], Sequence[Chunk]] | None = None,
+        grid: tuple[int, ...] | None = None,
+    ) -> Ref:
+        """Add a tensor with a storage of the same name; return its reference. ``chunks()`` returns its pieces, as boxes
+        in a tensor of shape ``grid``; without ``chunks`` its bytes are missing, as the caller has reported."""
+        if prod(shape) * dtype.itemsize >= TOO_LARGE:
             raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder.path)
         key = name
         while not key or key in self._tensors:
             key += "'"  # the empty name needs a key
         self.storage_of[name] = key
-        self._tensors[key] = tensor if whole else None
-        return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
+        self._tensors[key] = _Joined(dtype, grid or shape, chunks) if chunks else None
+        return self.builder.tensor(contiguous(dtype, shape, key))
+
+    def add_rows(self, name: str, tensor: Rows) -> Ref:
+        """Add a tensor that is whole in one file."""
+        size = (prod(tensor.shape),)
+        chunk = Chunk(((0,), size), tensor.source, tensor.begin)
+        return self.add_tensor(name, tensor.dtype, tensor.shape, lambda: (chunk,), size)
 
     def alias(self, ref: Ref) -> Ref:
         """Add a second tensor with the elements of an added one, for tied parameters."""
@@ -225,7 +277,6 @@ class RankFiles(ShardedContainer):
             self.builder.put(ref, node.filled(node.items, [*node.pairs, *pairs], node.states))
 
     def _graft_of(self, file: RankFile) -> tuple[Graph, dict[Ref, Ref]]:
-        """Return the graph of a file with joined storage keys, and the places of its grafted nodes."""
         if file.name not in self._grafts:
             self._grafts[file.name] = with_storage_keys(file.reader, lambda key: grafted_key(file.name, key)), {}
         return self._grafts[file.name]
@@ -235,7 +286,7 @@ class RankFiles(ShardedContainer):
         self.graph = self.builder.graph(root, self._protocol)
         self.builder = Builder()
         self._grafts = {}
-        self.problems += copy_problems(self.copies.different, self.storage_of)
+        self.note_copies()
         number = len(self._sources)
         files = "one per-rank file is" if number == 1 else f"{number:,} per-rank files are"
         files = f"{self.parts_words} are" if self.parts_words else files
@@ -245,9 +296,7 @@ class RankFiles(ShardedContainer):
 
     def stored_size(self, key: str) -> int | None:
         tensor = self._tensors.get(key)
-        if tensor is not None:
-            return tensor.size
-        return super().stored_size(key)
+        return super().stored_size(key) if tensor is None else tensor.size
 
     def stored(self, key: str) -> StorageLocation:
         if key in self._grafted:
@@ -257,15 +306,20 @@ class RankFiles(ShardedContainer):
             return StorageLocation(None, 0)
         if key not in self._joined:
             chunks = [chunk for chunk in tensor.chunks() if prod(chunk.box[1])]
-            self._joined[key] = joined(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder.path}: {key}")
+            self._joined[key] = assembled(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder.path}: {key}")
         return self._joined[key]
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of every file."""
-        begins = self._begins()
+        begins: dict[str, list[tuple[int, str]]] = {}
+        for key, tensor in self._tensors.items():
+            for chunk in tensor.chunks() if tensor is not None else ():
+                size = prod(chunk.box[1]) * tensor.dtype.itemsize if tensor is not None else 0
+                for span in origins(Span(chunk.source, chunk.begin, size)) if size else ():
+                    begins.setdefault(span.source.name, []).append((span.offset, key))
         grafted = {(file, key): own for own, (file, key, _) in self._grafted.items()}
         for name, container in self._containers():
-            places = begins.get(self._sources[name].name, [])
+            places = sorted(begins.get(self._sources[name].name, []))
             for record in container.records():
                 own = grafted.get((name, record.key), "") if record.key else ""
                 begin, end = record.span.offset, record.span.offset + record.span.size
@@ -273,27 +327,12 @@ class RankFiles(ShardedContainer):
                 parts = () if own else tuple(key for _, key in inside)
                 yield record._replace(name=f"{name}: {record.name}", key=own, part_of=parts)
 
-    def _begins(self) -> dict[str, list[tuple[int, str]]]:
-        begins: dict[str, list[tuple[int, str]]] = {}
-        for key, tensor in self._tensors.items():
-            for chunk in tensor.chunks() if tensor is not None else ():
-                size = prod(chunk.box[1]) * tensor.dtype.itemsize if tensor is not None else 0
-                for span in origins(Span(chunk.source, chunk.begin, size)) if size else ():
-                    begins.setdefault(span.source.name, []).append((span.offset, key))
-        for places in begins.values():
-            places.sort()
-        return begins
-
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {
             f"{name}: {record}": value
             for name, container in self._containers()
             for record, value in container.manifest(checked=checked).items()
         }
-
-    def compare_copies(self, storages: Collection[str] | None = None) -> None:
-        names = [name for name, key in self.storage_of.items() if storages is None or key in storages]
-        self.problems += copy_problems(self.copies.settle(names), self.storage_of)
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
         """Check every file separately: bytes that the joined checkpoint does not use, such as padding, are no
@@ -320,6 +359,12 @@ class RankFiles(ShardedContainer):
             yield name, self.read_again(name).container
 
 
+def lost_ranks(saved: str, absent: Sequence[_Rank], name_of: Callable[[_Rank], str]) -> str:
+    """Return the message that some ranks have no file. ``saved`` says how many ranks saved the checkpoint."""
+    names = join_limited([name_of(rank) for rank in absent[: shown(3)]], len(absent), most=3)
+    return f"{saved} saved it, and {names} {'is' if len(absent) == 1 else 'are'} not there"
+
+
 def _read(source: Source, name: str) -> tuple[RankFile, Source]:
     container = read_container(source)
     reader = TensorReader(without_views(container.graph))
@@ -335,63 +380,112 @@ def grafted_key(file: str, key: str) -> str:
 def rows(file: RankFile, ref: Ref) -> Rows:
     """Return the elements of a plain tensor in its file. Raises MalformedError if it is not a plain tensor, or its
     bytes are missing."""
+    place = StorageLocation(None, 0)
 
     def stored(key: str) -> Span:
-        span, _, compressed, _ = file.container.stored(key)
-        if span is None or compressed:
-            raise MalformedError(f"the bytes of its storage are {'compressed' if compressed else 'missing'}")
-        return span
+        nonlocal place
+        place = file.container.stored(key)
+        if place.span is None or place.compressed:
+            raise MalformedError(f"the bytes of its storage are {'compressed' if place.compressed else 'missing'}")
+        return place.span
 
     try:
         if file.container.byteorder == "big":
             raise MalformedError("its numbers are big-endian")
-        return tensor_rows(file.reader, ref, stored, file.name)
+        found = tensor_rows(file.reader, ref, stored, file.name)
     except MalformedError as error:
         error.where = file.name
         raise
-
-
-def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
-    """Return a file's tensor, with its elements at ``place``, as a copy for comparison."""
     tensor = file.reader.tensor(ref)
     assert tensor is not None
-    stored = file.container.stored(tensor.storage) if tensor.numel else StorageLocation(None, 0)
-    where = stored.size, tensor.offset, tensor.stride
-    crc = stored.crc or 0 if not isinstance(place.source, SignSource) else 0
-    return Copy(file.name, place.source, place.begin, crc, where, stored.size == tensor.own_bytes)
+    crc = place.crc or 0 if not isinstance(found.source, SignSource) else 0
+    where = place.size, tensor.offset, tensor.stride
+    return found._replace(file=file.name, crc=crc, place=where, is_whole=place.size == found.size)
 
 
-class Slice(NamedTuple):
-    """The elements of a tensor in one file, also as a copy for comparison."""
-
-    rows: Rows
-    copy: Copy
-
-
-def slice_of(file: RankFile, ref: Ref) -> Slice:
-    """Return a tensor of a file; raises as ``rows`` does."""
-    place = rows(file, ref)
-    return Slice(place, copy_in(file, ref, place))
-
-
-def whole_tensor(tensor: Rows) -> JoinedTensor:
-    """Return a joined tensor that is whole in one file."""
-    size = prod(tensor.shape)
-    chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
-    return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))
-
-
-def _words(value: object) -> str:
-    return join_limited([str(part) for part in value] or ["none"]) if isinstance(value, tuple) else str(value)
-
-
-def are_equal(tensors: Sequence[Rows], others: Sequence[Rows]) -> bool:
-    """Return whether all elements are equal, and have more than a few distinct values."""
+def _are_equal(tensors: Sequence[Rows], others: Sequence[Rows]) -> bool:
     values: set[bytes] = set()
     for one, other in zip(tensors, others):
-        size, step = prod(one.shape) * one.dtype.itemsize, one.dtype.itemsize
-        if one[:2] != other[:2] or differ(one.source, one.begin, other.source, other.begin, size):
+        if one[:2] != other[:2] or not one.equals(other):
             return False
-        data = one.source.read(one.begin, min(size, _SAMPLE))
+        data, step = one.source.read(one.begin, min(one.size, _SAMPLE)), one.dtype.itemsize
         values.update(data[at : at + step] for at in range(0, len(data), step))
     return len(values) > _FEW
+
+
+#: The most nodes that are visited to compare values, per node of the file: values may share most of their content.
+_SHARED: Final = 4
+#: Node types that are compared by value: which of them share an object depends on the process.
+_BY_VALUE: Final = frozenset((*CONSTANTS, str))
+
+
+class Value(NamedTuple):
+    """A value at a path, with the path of its container and its key's reference (-1 in a list). ``tensor`` is None for
+    any other value. ``inside`` tells whether it is a container that was entered."""
+
+    path: str
+    parent: str
+    key: Ref
+    ref: Ref
+    tensor: Tensor | None
+    inside: bool
+
+
+def every_value(reader: TensorReader) -> Iterator[Value]:
+    """Yield every value in mappings, and in lists with more than constants, from the root on, in order. Each container
+    is entered at its first path."""
+    graph = reader.graph
+    entered: set[Ref] = set()
+    work = [("", "", -1, graph.root)]
+    while work:
+        path, parent, key, ref = work.pop()
+        tensor, node, base = reader.tensor(ref), graph.nodes[ref], bounded(path, ref)
+        below: list[tuple[str, str, Ref, Ref]] | None = None
+        if tensor is None and ref not in entered:
+            items = mapping(graph, ref)
+            if items is not None:
+                children_of = as_children(graph, items)
+                below = [(joined(base, child.step), path, child.key, child.ref) for child in children_of]
+            elif isinstance(node, List | tuple) and not holds_constants(graph, ref):
+                below = [(f"{base}[{number}]", path, -1, part) for number, part in enumerate(list_items(node))]
+        yield Value(path, parent, key, ref, tensor, below is not None)
+        if below is not None:
+            entered.add(ref)
+            work += reversed(below)
+
+
+class Digests:
+    """Digests of the values in a file. Values that differ only in their tensors have equal digests."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self._left = _SHARED * len(reader.graph.nodes)
+
+    def digest(self, ref: Ref) -> Hashable:
+        """Return a constant's value, or a digest of any other value; None if that would take too long."""
+        nodes = self._reader.graph.nodes
+        if type(nodes[ref]) in _BY_VALUE:
+            return type(nodes[ref]).__name__, repr(nodes[ref])
+        digest = hashlib.blake2b(digest_size=16)
+        numbers: dict[Ref, int] = {}
+        work = [ref]
+        while work:
+            ref = work.pop()
+            self._left -= 1
+            if self._left < 0:
+                return None
+            node = nodes[ref]
+            below: Sequence[Ref] = ()
+            if type(node) in _BY_VALUE:
+                text = repr(node)
+            elif ref in numbers:
+                text = f"again {numbers[ref]}"
+            elif self._reader.tensor(ref) is not None or isinstance(node, Persistent):
+                text = "tensor"
+            else:
+                numbers[ref] = len(numbers)
+                below = parts_of(node)
+                text = f"{own_value(node)!r} {len(below)}"
+            digest.update(f"{type(node).__name__} {text}\n".encode("utf-8", "surrogatepass"))
+            work.extend(reversed(below))
+        return digest.digest()

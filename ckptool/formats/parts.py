@@ -7,36 +7,34 @@ recipe, which has all the names, says so. A tensor that the recipe does not cut 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import cache, partial
-from math import frexp, inf, isfinite, ldexp, prod
-from struct import pack
+from functools import cache
+from math import prod
 from typing import Any, Final
 
-from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
-from ...base.findings import UNJOINED
-from ...base.records import NamedTuple
-from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import RankSave
-from ...checkpoint.graph_editor import without_views
-from ...checkpoint.objects import values_of
-from ...checkpoint.tensors import TensorReader, contiguous_strides
-from ...files.archives import parsed_object
-from ...files.folders import Folder
-from ...files.sources import FolderSource, Source, Span
-from ...pickles.nodes import Ref
-from ...values.numeric import to_numbers
-from .. import read_container
-from ..folders import opening
-from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, slice_of, whole_tensor
-from ..names.hf import companions
-from ..pieces.chunks import Chunk, Rows, RowSource
-from ..pieces.copies import CopyPair
-from ..recipes.axes import is_cut
-from ..recipes.evaluation import Output, UnknownError, View, fits, joined
-from ..recipes.numbers import CONFIGURATIONS, known_numbers, model_type
-from ..recipes.recipe import Index, Pattern, Recipe, Rule, built_in, built_in_heads
+from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ..base.findings import UNJOINED
+from ..base.records import NamedTuple
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.container import RankSave
+from ..checkpoint.graph_editor import without_views
+from ..checkpoint.objects import values_of
+from ..checkpoint.tensors import TensorReader, contiguous_strides
+from ..files.archives import parsed_object
+from ..files.folders import Folder
+from ..files.sources import FolderSource, Source, Span
+from ..formats import read_container
+from ..pickles.nodes import Ref
+from ..values.numeric import ROUNDED, to_numbers
+from .folders import opening
+from .joined import RankFile, RankFiles, rows
+from .names.hf import companions
+from .pieces import CopyPair, Rows, strided_chunk
+from .recipes.axes import is_cut
+from .recipes.evaluation import Output, UnknownError, View, fits, joined
+from .recipes.numbers import CONFIGURATIONS, known_numbers, model_type
+from .recipes.recipe import Index, Pattern, Recipe, Rule, built_in, built_in_heads
 
 _MAX_BYTES: Final = 1 << 20
 #: The most files of all parts together, missing ones included.
@@ -62,7 +60,6 @@ class _Files(NamedTuple):
 
 @cache
 def _templates() -> dict[str, tuple[str, ...]]:
-    """Return the names of recipes for models in parts, by the names of the files: the recipes are not parsed for it."""
     found: dict[str, tuple[str, ...]] = {}
     for name, head in built_in_heads().items():
         if head.files:
@@ -71,7 +68,6 @@ def _templates() -> dict[str, tuple[str, ...]]:
 
 
 def _files(names: Collection[str]) -> _Files | None:
-    """Return the parts among the names of a folder, or None if there are not several files."""
     for template, recipes in _templates().items():
         texts = re.split(r"\{(\w)\}", template)
         holes = texts[1::2]
@@ -85,31 +81,23 @@ def _files(names: Collection[str]) -> _Files | None:
             match = pattern.match(name)
             if match is None:
                 continue
-            own = dict(zip(holes, match.groups()))
-            part = own.pop("p")
-            total = int(own.pop("n", 0))
-            count = max(count, int(part) + 1, total)
+            own = {hole: (text, int(text)) for hole, text in zip(holes, match.groups())}
+            (part, at), (_, total) = own["p"], own.get("n", ("", 0))
+            number = next((number for hole, (_, number) in own.items() if hole not in "pn"), 0)
+            count = max(count, at + 1, total)
             width = max(width, len(part) if part[0] == "0" else 1)
-            (hole, number), *_ = [*own.items(), ("", "0")]
-            prefixes[name] = f"{int(number)}." if hole == "L" else ""
+            prefixes[name] = f"{number}." if "L" in own else ""
             # Two files for one place, or of two totals, are from two saves.
-            other = found.get((int(part), int(number))) or totals.get(total) or next(iter(totals.values()), "")
-            if (int(part), int(number)) in found or (totals and total not in totals):
-                twice.append((other, name))
+            if (at, number) in found or (totals and total not in totals):
+                twice.append((found.get((at, number)) or next(iter(totals.values())), name))
             totals.setdefault(total, name)
-            found[int(part), int(number)] = name
+            found[at, number] = name
         numbers = sorted({number for _, number in found})
         if len(found) > 1 and count * len(numbers) <= _MAX_FILES:
-            parts = tuple(
-                tuple(found[at, number] for number in numbers if (at, number) in found) for at in range(count)
-            )
-            # Each part has a file of each number.
-            missing = tuple(
-                _like(found, template, at, width, number)
-                for at in range(count)
-                for number in numbers
-                if (at, number) not in found
-            )
+            grid = [[(at, number) for number in numbers] for at in range(count)]  # each part has a file of each number
+            parts = (tuple(found[place] for place in places if place in found) for places in grid)
+            lost = (place for places in grid for place in places if place not in found)
+            missing = tuple(_like(found, template, at, width, number) for at, number in lost)
             return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing, tuple(twice))
     return None
 
@@ -138,7 +126,11 @@ class Parts(RankFiles):
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
         tensors = dict.fromkeys(name for part in self._parts for name in part)
-        facts = list(_configurations(folder))
+        facts = []
+        for name in CONFIGURATIONS:
+            with suppress(UnreadableError):
+                content = parsed_object(folder.read(name, _MAX_BYTES))
+                facts += [content] if content is not None else []
         self.recipe, self._known = self._fitting(found.recipes, tensors, facts)
         self._index = Index(self.recipe.rules)
         wholes = {name: ref for name in tensors if (ref := self._whole(name)) is not None}
@@ -158,10 +150,9 @@ class Parts(RankFiles):
         self.writer = f"{self.recipe.a}, {pluralize(len(found.parts), 'part')}"
 
     def _part(self, files: Sequence[str], prefixes: Mapping[str, str], stack: ExitStack) -> _Part:
-        """Open the files of a part; return its tensors. Report tensors that two files have."""
         tensors: _Part = {}
         for file in [opened for name in files if (opened := self.open_file(name, stack)) is not None]:
-            for own, ref in values_of(file.graph, file.graph.root).items():
+            for own, ref in file.values.items():
                 name = prefixes[file.name] + own
                 if file.reader.tensor(ref) is None:
                     continue
@@ -175,8 +166,7 @@ class Parts(RankFiles):
     def _fitting(
         self, recipes: Sequence[Recipe], names: Collection[str], facts: Sequence[Any]
     ) -> tuple[Recipe, dict[str, int]]:
-        """Return the recipe whose names and shapes fit, and the numbers of the model. Raise NotACheckpointError if no
-        recipe has the names."""
+        """Return the recipe whose names and shapes fit, and the numbers of the model."""
         named = [recipe for recipe in recipes if fits(recipe, self._parts[0])]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")
@@ -229,17 +219,15 @@ class Parts(RankFiles):
         return known
 
     def _views(self, name: str) -> dict[str, View]:
-        """Return the tensor in each part, as if it were contiguous."""
         views = {}
         for file, ref in (part[name] for part in self._parts if name in part):
             tensor = file.reader.tensor(ref)
             assert tensor is not None
-            views[file.name] = View(tensor.shape, contiguous_strides(tensor.shape))
+            views[file.name] = _view(tensor.shape)
         return views
 
     def _whole(self, name: str) -> Ref | None:
-        """Return the joined tensor, or None without a usable part; report parts that do not fit together."""
-        places: dict[str, Slice] = {}
+        places: dict[str, Rows] = {}
         rule, pattern = _pattern(self._index, name)
         one = rule is not None and rule.parts == "one"
         owner = next(part[name][0].name for part in self._parts if name in part)
@@ -247,7 +235,7 @@ class Parts(RankFiles):
             if name in part:
                 file, ref = part[name]
                 try:
-                    places[file.name] = slice_of(file, ref)
+                    places[file.name] = rows(file, ref)
                 except MalformedError as error:
                     self._note_unjoined(f"{quoted(name)} in {file.name}: {error.what}", file.name)
             elif not one:
@@ -255,57 +243,45 @@ class Parts(RankFiles):
                 self.note_lost(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
         if not places:
             return None
-        own = next(iter(places.values())).rows
-        lost = JoinedTensor(own.dtype, own.shape, own.shape, tuple)
-        if len(places) < len(self._parts) and not one:
-            return self.add_tensor(name, lost, whole=False)
-        odd = next((file for file, place in places.items() if place.rows.dtype != own.dtype), "")
-        if odd:
-            self._note_unjoined(f"{quoted(name)} has another dtype in {odd}", odd)
-        own_rows = {file: place.rows for file, place in places.items()}
-        if rule is not None and rule.parts in ("sum", "mean") and len(places) > 1:
-            return self._sum(name, rule.parts == "mean", own_rows)
-        if one or len(places) == 1 or pattern is None or pattern.axes is None or not is_cut(pattern.axes):
-            return self._same(name, [*places.values()])
+        own, *others = places.values()
+        odd = next((other for other in others if other[:2] != own[:2]), None)
+        summed = rule is not None and rule.parts in ("sum", "mean") and len(places) > 1
+        if odd is not None:
+            what = f"{quoted(name)} is {own.dtype.name} {list(own.shape)} in {own.file}"
+            self._note_unjoined(f"{what}, and {odd.dtype.name} {list(odd.shape)} in {odd.file}", odd.file)
+        elif summed and own.dtype.name not in ROUNDED:
+            odd = own
+            self._note_unjoined(f"{quoted(name)} is {own.dtype.name}, which has no sum")
+        if odd is not None or (len(places) < len(self._parts) and not one):
+            return self.add_tensor(name, own.dtype, own.shape)
+        if rule is not None and summed:
+            divisor = len(places) if rule.parts == "mean" else 1
+            spans = [Span(place.source, place.begin, place.size) for place in places.values()]
+            source = SumSource(spans, own.dtype.name, own.dtype.itemsize, divisor, name)
+            return self.add_rows(name, own._replace(source=source, begin=0))
+        if one or not others or pattern is None or pattern.axes is None or not is_cut(pattern.axes):
+            for other in others:
+                self.copies.add(CopyPair(name, own, other))
+            return self.add_rows(name, own)
         try:
             self._refuse_copies(name, pattern, [*places.values()])
-            output = _joined(name, pattern, {file: _view(place) for file, place in own_rows.items()}, self._known)
+            output = _joined(name, pattern, {file: _view(place.shape) for file, place in places.items()}, self._known)
             if any(len(dimension.sections) > 1 and not dimension.cut for dimension in pattern.axes):
-                _refuse_equal_sections(name, output, own_rows)
+                _refuse_equal_sections(name, output, places)
         except RefusedError as error:
             self._note_unjoined(error.what)
-            return self.add_tensor(name, lost, whole=False)
-        chunks = _chunks(output, own_rows)
-        return self.add_tensor(name, JoinedTensor(own.dtype, output.shape, output.grid, lambda: chunks), whole=not odd)
+            return self.add_tensor(name, own.dtype, own.shape)
+        chunks = []
+        for block in output.blocks:
+            place = places[block.source]
+            begin = place.begin + block.begin * place.dtype.itemsize
+            chunks.append(strided_chunk(block.box, place, begin, block.shape, block.stride, name))
+        return self.add_tensor(name, own.dtype, output.shape, lambda: chunks, output.grid)
 
     def _note_unjoined(self, message: str, where: str = "") -> None:
         self.note(UNJOINED, "error", message, where, refused=True)
 
-    def _sum(self, name: str, is_mean: bool, places: Mapping[str, Rows]) -> Ref:
-        """Return the sum or mean of a tensor over all parts."""
-        own, *_ = places.values()
-        odd = next((file for file, place in places.items() if place.shape != own.shape), "")
-        odd = odd or (next(iter(places)) if own.dtype.name not in SUMMABLE else "")
-        if odd:
-            shape = f"{places[odd].dtype.name} {list(places[odd].shape)}"
-            self._note_unjoined(f"{quoted(name)} is {shape} in {odd}, which has no sum", odd)
-            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, tuple), whole=False)
-        spans = [Span(place.source, place.begin, _size(place)) for place in places.values()]
-        source = SumSource(spans, own.dtype.name, own.dtype.itemsize, len(spans) if is_mean else 1, name)
-        return self.add_tensor(name, whole_tensor(own._replace(source=source, begin=0)))
-
-    def _same(self, name: str, places: Sequence[Slice]) -> Ref:
-        """Return a tensor that all parts have in full: the one in the first part, once the others are compared."""
-        (own, copy), *others = places
-        for place, other in others:
-            if place.shape != own.shape:
-                what = f"{quoted(name)} has the shape {list(own.shape)} in {copy.file}, and {list(place.shape)} in"
-                self._note_unjoined(f"{what} {other.file}", other.file)
-                break
-            self.copies.add(CopyPair(name, copy, other, _size(own)))
-        return self.add_tensor(name, whole_tensor(own))
-
-    def _refuse_copies(self, name: str, pattern: Pattern, places: Sequence[Slice]) -> None:
+    def _refuse_copies(self, name: str, pattern: Pattern, places: Sequence[Rows]) -> None:
         """Raise RefusedError if there are more parts than heads, so that several parts have the same head."""
         cut = {each.symbol for dimension in pattern.axes or () for each in dimension.outer[:1] if each.cut}
         counts = [self._known[symbol] for symbol in cut & self._known.keys()]
@@ -314,16 +290,16 @@ class Parts(RankFiles):
             raise RefusedError(f"{what}: they are not joined")
         unknown = cut & self.recipe.numbers.keys() - self._stated
         one, other = places[:2]
-        pair = CopyPair(name, one.copy, other.copy, _size(one.rows))
-        sample = pair._replace(size=min(pair.size, _SAMPLE), width=one.rows.dtype.itemsize)
-        if unknown and one.rows.shape == other.rows.shape and (pair.by_checksum() is True or sample.by_value()):
+        pair = CopyPair(name, one, other)
+        start = one._replace(shape=(min(one.size, _SAMPLE) // one.dtype.itemsize,))
+        sample = CopyPair(name, start, other, by_chance=True)
+        if unknown and one.shape == other.shape and (pair.by_checksum() is True or sample.by_value()):
             field = next(field for field in self.recipe.numbers[min(unknown)])
-            what = f"{quoted(name)} is the same in {one.copy.file} and {other.copy.file}, and {field} is not known"
+            what = f"{quoted(name)} is the same in {one.file} and {other.file}, and {field} is not known"
             raise RefusedError(f"{what}: put the params.json of the model beside them")
 
 
 def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mapping[str, int]) -> Output:
-    """Return the whole of a tensor that is cut over the parts; raise RefusedError for parts of different shapes."""
     (first, own), *others = views.items()
     odd = next(((file, list(view.shape)) for file, view in others if view.shape != own.shape), None)
     if odd is not None:
@@ -335,15 +311,13 @@ def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mappi
         raise
     except RefusedError as error:
         cut = {each.symbol for dimension in pattern.axes or () for part in dimension.sections for each in part}
-        numbers = join_limited([f"{symbol} = {known[symbol]:,}" for symbol in sorted(cut & known.keys())])
+        numbers = join_limited([f"{symbol} = {known[symbol]:,}" for symbol in sorted(cut & known.keys())]) or "its axes"
         what = f"{quoted(name)} has the shape {list(own.shape)} in {first}"
-        model = f"a model{' with ' + numbers if numbers else ''}"
-        raise RefusedError(f"{what}, unlike {pluralize(len(views), 'part')} of {model}") from error
+        raise RefusedError(f"{what}, unlike {pluralize(len(views), 'part')} of a model with {numbers}") from error
 
 
 def _refuse_equal_sections(name: str, output: Output, places: Mapping[str, Rows]) -> None:
-    """Raise RefusedError if two parts begin a section with the same rows, so that they have copies of one head. Shapes
-    do not tell: vLLM gives several ranks the same keys and values if there are fewer heads than ranks."""
+    """Raise RefusedError if two parts begin a section with the same rows: copies of one head, as vLLM makes."""
     one, other, *_ = places
     pairs = zip(*([block for block in output.blocks if block.source == file] for file in (one, other)))
     for blocks in pairs:
@@ -361,41 +335,12 @@ def _refuse_equal_sections(name: str, output: Output, places: Mapping[str, Rows]
 
 
 def _pattern(index: Index, name: str) -> tuple[Rule | None, Pattern | None]:
-    """Return the rule that a name fits, and its pattern there; None for a name that the recipe ignores."""
     at, place, _ = next(index.matches(name), (-1, -1, []))
     return (None, None) if at < 0 else (index.rules[at], index.rules[at].a[place])
 
 
-def _size(place: Rows) -> int:
-    return prod(place.shape) * place.dtype.itemsize
-
-
-def _view(place: Rows) -> View:
-    return View(place.shape, contiguous_strides(place.shape))
-
-
-def _chunks(output: Output, places: Mapping[str, Rows]) -> list[Chunk]:
-    """Return the blocks of a joined tensor as chunks of the files."""
-    chunks = []
-    for block in output.blocks:
-        place = places[block.source]
-        width = place.dtype.itemsize
-        begin = place.begin + block.begin * width
-        if block.stride in ((), (1,)):
-            chunks.append(Chunk(block.box, place.source, begin))
-        else:
-            source = RowSource(place.source, begin, block.shape, block.stride, width, output.name)
-            chunks.append(Chunk(block.box, source, 0))
-    return chunks
-
-
-def _configurations(folder: Folder) -> Iterator[Mapping[str, Any]]:
-    """Yield the content of each file that describes the model."""
-    for name in CONFIGURATIONS:
-        with suppress(UnreadableError):
-            content = parsed_object(folder.read(name, _MAX_BYTES))
-            if content is not None:
-                yield content
+def _view(shape: tuple[int, ...]) -> View:
+    return View(shape, contiguous_strides(shape))
 
 
 def sniff(folder: Folder, names: Collection[str]) -> bool:
@@ -432,29 +377,6 @@ def read(folder: Folder) -> tuple[FolderSource, Parts]:
 _BLOCK: Final = 1 << 16
 
 
-def _packed(code: str, number: float) -> bytes:
-    try:
-        return pack(f"<{code}", number)
-    except OverflowError:
-        return pack(f"<{code}", inf if number > 0 else -inf)
-
-
-def _bfloat16(number: float) -> bytes:
-    """Return a number as bfloat16, rounded once: ties go to even."""
-    if isfinite(number) and number:
-        _, exponent = frexp(number)
-        steps = 8 - max(exponent, -125)  # eight bits of precision, fewer below the smallest normal number
-        number = ldexp(round(ldexp(number, steps)), -steps)
-    return _packed("f", number)[2:]
-
-
-#: Dtypes that have sums, and how a number is stored.
-SUMMABLE: Final[Mapping[str, Callable[[float], bytes]]] = {
-    "bfloat16": _bfloat16,
-    **{name: partial(_packed, code) for name, code in {"float16": "e", "float32": "f", "float64": "d"}.items()},
-}
-
-
 class SumSource(Source):
     """The sums of tensors of one dtype, divided by ``divisor``: computed in float64, rounded once. ``terms`` are their
     elements, row by row."""
@@ -466,14 +388,12 @@ class SumSource(Source):
     def read(self, offset: int, size: int) -> bytes:
         end = max(min(offset + size, self.size), offset)
         begin = offset - offset % self.width
-        blocks = (self._block(at, min(at + _BLOCK, end)) for at in range(begin, end, _BLOCK))
+        stored, blocks = ROUNDED[self.dtype], []
+        for at in range(begin, end, _BLOCK):
+            count = min(_BLOCK, end - at + -(end - at) % self.width)
+            columns = [to_numbers(span.source.read(span.offset + at, count), self.dtype) for span in self.terms]
+            blocks += [stored(sum(numbers) / self.divisor) for numbers in zip(*columns)]
         return b"".join(blocks)[offset - begin : end - begin]
-
-    def _block(self, begin: int, end: int) -> bytes:
-        end += -end % self.width
-        columns = [to_numbers(span.source.read(span.offset + begin, end - begin), self.dtype) for span in self.terms]
-        stored = SUMMABLE[self.dtype]
-        return b"".join(stored(sum(numbers) / self.divisor) for numbers in zip(*columns))
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         for span in self.terms:

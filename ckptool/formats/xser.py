@@ -10,14 +10,14 @@ import os
 from contextlib import ExitStack
 from typing import Final
 
-from ...base.findings import INCOMPLETE, Finding
-from ...base.text import join_limited, pluralize
-from ...checkpoint.objects import attributes, callable_name
-from ...files.folders import Folder, open_folder
-from ...files.sources import FolderSource
-from ...pickles.nodes import Call, Global, Graph, Ref
-from ..folders import opening
-from .container import RankFile, RankFiles
+from ..base.findings import INCOMPLETE, Finding
+from ..base.text import join_limited, pluralize
+from ..checkpoint.objects import attributes, callable_name
+from ..files.folders import Folder, open_folder
+from ..files.sources import FolderSource
+from ..pickles.nodes import Call, Global, Graph, Ref
+from .folders import opening
+from .joined import RankFile, RankFiles
 
 #: The folder has the name of the file with this suffix.
 TENSORS: Final = ".tensors"

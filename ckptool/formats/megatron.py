@@ -8,6 +8,7 @@ decides it. Each pipeline rank counts its layers from 0. Sources: Megatron-LM, `
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,33 +16,34 @@ from itertools import product
 from math import prod
 from typing import Final, TypeAlias
 
-from ...base.errors import ChangedError, MalformedError, NotACheckpointError
-from ...base.findings import OTHER_FILES, UNJOINED, Finding
-from ...base.lazy import regex
-from ...base.records import NamedTuple
-from ...base.steps import command
-from ...base.text import join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import RankSave, is_complete
-from ...checkpoint.objects import mapping, values_of
-from ...files.folders import Folder
-from ...files.sources import FolderSource
-from ...pickles.nodes import Ref
-from ..folders import opening, other_steps_problem
-from ..joined.container import JoinedTensor, RankFile, RankFiles, Slice, slice_of, whole_tensor
-from ..names.megatron import (
+from ..base.errors import ChangedError, MalformedError, NotACheckpointError
+from ..base.findings import OTHER_FILES, UNJOINED, Finding
+from ..base.lazy import regex
+from ..base.records import NamedTuple
+from ..base.steps import command
+from ..base.text import join_limited, pluralize, quoted, step_words
+from ..checkpoint.container import RankSave
+from ..checkpoint.objects import mapping, values_of
+from ..files.folders import Folder
+from ..files.sources import FolderSource
+from ..pickles.nodes import Ref
+from .folders import opening, other_steps_note
+from .joined import RankFile, RankFiles, rows
+from .names.megatron import (
     ITERATION,
     LATEST,
+    Arguments,
     Rank,
+    arguments,
     files_of_ranks,
     iteration,
     name_like,
+    number,
     ranks_in_words,
     twice,
 )
-from ..names.ranks import MAX_RANKS
-from ..pieces.chunks import Chunk, Rows
-from ..pieces.copies import CopyPair, is_one_value
-from .args import Arguments, arguments, number
+from .names.ranks import MAX_RANKS
+from .pieces import Chunk, CopyPair, Rows
 
 #: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
 #: (RowParallelLinear). Each pattern also has the names from before Megatron-core.
@@ -92,6 +94,13 @@ class _Part(NamedTuple):
     save: Mapping[str, object]
 
     @property
+    def checksums(self) -> tuple[int, ...]:
+        """The recorded checksums of the tensors that are cut over ranks, 0 if not recorded."""
+        names = ((".".join(keys), ref) for keys, ref in self.values.items())
+        cut = (self.file.reader.tensor(ref) for name, ref in names if _BY_ROWS.search(name) or _BY_COLUMNS.search(name))
+        return tuple(self.file.container.stored(tensor.storage).crc or 0 for tensor in cut if tensor and tensor.storage)
+
+    @property
     def layers(self) -> int:
         """The number of layers in this stage."""
         matches = (_LAYER.search(".".join(keys)) for keys in self.values)
@@ -116,12 +125,8 @@ class Megatron(RankFiles):
         saved = ranks_in_words(self._sizes)
         self.note_ranks(saved, [*product(range(tensor), range(pipeline))], files, partial(name_like, files))
         # Without arguments, only the final layer norm tells that the last stage is there.
-        ends = [part.values for (_, stage), part in parts.items() if stage == pipeline - 1]
-        if (
-            not first.arguments
-            and pipeline > 1
-            and not any(_END.search(".".join(keys)) for own in ends for keys in own)
-        ):
+        last = [keys for (_, stage), part in parts.items() if stage == pipeline - 1 for keys in part.values]
+        if not first.arguments and pipeline > 1 and not any(_END.search(".".join(keys)) for keys in last):
             what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
             self.note("no-end", "warning", what)
         self._unknown: list[str] = []
@@ -129,53 +134,57 @@ class Megatron(RankFiles):
         root = self._whole(parts, first)
         if self._unknown:
             names = join_limited([quoted(name) for name in self._unknown], most=3)
-            self.note(
-                UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", refused=True
-            )
+            what = f"{names} cannot be joined: how Megatron-LM cuts them is not known"
+            self.note(UNJOINED, "error", what, refused=True)
         self.note_own(self._extra, first.file.name, "note")
         self.build(root)
-        state = "all there" if is_complete(self.problems) else "incomplete"
         step = first.save.get("iteration")
         self.rank_save = RankSave(prod(self._sizes), step if type(step) is int else None)
-        self.writer = f"Megatron-LM: {saved}{step_words(self.rank_save.step)}, {state}"
+        self.writer = f"Megatron-LM: {saved}{step_words(self.rank_save.step)}, {self.completeness}"
 
     # -- the files
 
     def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
-        """Read all files; return them by rank, without unreadable files and those of another save. Raises
-        MalformedError if none is left, NotACheckpointError if no file has a model."""
-        parts: dict[Rank, _Part] = {}
-        for rank, name in self._files.items():
-            file = self.open_file(name, stack)
-            if file is None:
-                continue
-            try:
-                part = _read_part(file)
-                if part is None:
-                    self.note_lost(f"{name}: there is no model in it", name)
-                else:
-                    parts[rank] = part
-            except MalformedError as error:
-                self.errors.append(error)
-                self.note_lost(f"{name}: {error.what}", name)
+        """Return the readable files by rank, without those of another save."""
+        parts = self.read_all(self._files, self._read_part, stack)
         if not parts and self.errors:
             raise self.errors[0]
         if not parts:
+            name = next(iter(self._files.values()))
             raise NotACheckpointError(f"there is no model in its files, such as {name}", kind="megatron")
         for rank in self.note_other_saves({rank: (part.file.name, part.save) for rank, part in parts.items()}):
             del parts[rank]
         # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
         if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
-            what = "the files do not name their ranks: the names of their folders count"
-            self.note("no-rank", "warning", what)
+            self.note("no-rank", "warning", "the files do not name their ranks: the names of their folders count")
         for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
             saved = _saved_rank(part.arguments)
             if saved not in (None, rank):
                 place = os.path.dirname(name_like(self._files, saved))
                 self.note_lost(f"{part.file.name}: it was saved as {place}", part.file.name)
-        self.note_same((part.file.name, tuple(_checksums(part)), ()) for part in parts.values())
+        self.note_same((part.file.name, part.checksums, ()) for part in parts.values())
         return parts
+
+    def _read_part(self, file: RankFile) -> _Part | None:
+        """Read one rank's file; report one without a model and return None."""
+        graph = file.graph
+        root = values_of(graph, graph.root)
+        values = dict(_values(file, root["model"], (), set())) if "model" in root else {}
+        what = ""
+        if "model0" in root:
+            what = "its ranks have several stages of a pipeline each (virtual_pipeline_model_parallel_size)"
+        elif any("experts" in ".".join(keys).split(".") for keys in values):
+            what = "its layers have experts"
+        if what:
+            raise NotACheckpointError(f"{what}: not joined", kind="megatron", path=file.name)
+        if "model" not in root:
+            self.note_lost(f"{file.name}: there is no model in it", file.name)
+            return None
+        own = arguments(graph)
+        save = {name: own[name] for name in _SAVE if name in own}
+        save |= {name: graph.nodes[root[name]] for name in ("iteration", "checkpoint_version") if name in root}
+        return _Part(file, values, own, save)
 
     def _counted(self) -> Rank:
         most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
@@ -194,8 +203,7 @@ class Megatron(RankFiles):
             if name == "model":
                 items.append((name, self._model(parts)))
             elif name == "optimizer" and prod(self._sizes) > 1:
-                what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
-                self.note("optimizer", "note", what)
+                self.note_optimizer()
             else:
                 items.append((name, self.graft(first.file, ref)))
         return self.builder.mapping(items)
@@ -204,9 +212,14 @@ class Megatron(RankFiles):
         made: dict[_Keys, Ref] = {}
         ranks_of: dict[_Keys, Sequence[_Part | None]] = {}
         for stage, begin in enumerate(self._first_layers(parts)):
+
+            def moved(layer: re.Match[str], begin: int = begin) -> str:
+                return f"{layer[1]}{int(layer[2]) + begin}"
+
             ranks = [parts.get((rank, stage)) for rank in range(self._sizes[0])]
             for keys in dict.fromkeys(keys for part in ranks if part is not None for keys in part.values):
-                whole = tuple(_counted_through(key, begin) for key in keys)
+                # Each stage counts its layers from 0.
+                whole = tuple(_LAYER.sub(moved, key, count=1) for key in keys)
                 if whole in made:  # with tied embeddings, the last stage also has them
                     self._compare(keys, ranks_of[whole], ranks)
                 else:
@@ -224,7 +237,6 @@ class Megatron(RankFiles):
         )
 
     def _first_layers(self, parts: Mapping[Rank, _Part]) -> list[int]:
-        """Return the number of the first layer of each pipeline stage."""
         pipeline, layers = self._sizes[1], number(self._arguments, "num_layers")
         counts = [-1] * pipeline
         for (_, stage), part in parts.items():
@@ -250,24 +262,23 @@ class Megatron(RankFiles):
             return self.graft(here.file, ref)
         pieces = [None if part is None else self._slice(part, keys, name) for part in ranks]
         known = [piece for piece in pieces if piece is not None]
-        return self._united(name, known[0].rows, pieces) if known else self.graft(here.file, ref)
+        return self._united(name, known[0], pieces) if known else self.graft(here.file, ref)
 
-    def _slice(self, part: _Part, keys: _Keys, name: str) -> Slice | None:
-        """Return one rank's slice of a tensor; report a problem and return None if it is missing or unreadable."""
+    def _slice(self, part: _Part, keys: _Keys, name: str) -> Rows | None:
         try:
             if keys not in part.values:
                 raise MalformedError("it is not there")
-            return slice_of(part.file, part.values[keys])
+            return rows(part.file, part.values[keys])
         except MalformedError as error:
             self.note_lost(f"{part.file.name}: {quoted(name)}: {error.what}", part.file.name)
             return None
 
-    def _united(self, name: str, like: Rows, pieces: Sequence[Slice | None]) -> Ref:
+    def _united(self, name: str, like: Rows, pieces: Sequence[Rows | None]) -> Ref:
         """Add a tensor, joined from the slices of the tensor-parallel ranks by the rule of its layer."""
         for piece in pieces:
-            if piece is not None and piece.rows[:2] != like[:2]:
-                self._note_other_shape(name, piece.copy.file, "the files before")
-        pieces = [piece if piece is not None and piece.rows[:2] == like[:2] else None for piece in pieces]
+            if piece is not None and piece[:2] != like[:2]:
+                self._note_other_shape(name, piece.file, "the files before")
+        pieces = [piece if piece is not None and piece[:2] == like[:2] else None for piece in pieces]
         shape, blocks = like.shape, len(pieces)
         axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
         grouped = self._arguments.get("group_query_attention")
@@ -275,35 +286,37 @@ class Megatron(RankFiles):
         # With fewer query groups than ranks, some ranks hold the same keys and values.
         repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
         repeated |= self._is_reordered and _QKV.search(name) is not None
-        first, *others = [piece.copy for piece in pieces if piece is not None]
-        pairs = [CopyPair(name, first, other, prod(shape) * like.dtype.itemsize) for other in others]
-        alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pairs))
+        first, *others = [piece for piece in pieces if piece is not None]
+        pairs = [CopyPair(name, first, other) for other in others]
+        alike = axis < 0 and _WHOLE.search(name) is not None
+        if axis < 0 and not alike and (not like.is_one_value() or prod(shape) < 2):  # slices of ones are equal, too
+            compared = ((pair, self.copies.compare(pair)) for pair in pairs)
+            alike = all(pair.by_value() if equal is None else equal for pair, equal in compared)
         gated = _GATED.search(name) is not None and axis == 0 and self._is_gated(shape[0], blocks)
         if blocks > 1 and (repeated or gated is None or not (alike or axis in range(len(shape)))):
             self._unknown.append(name)
-            return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
+            return self.add_tensor(name, like.dtype, shape)
         if blocks == 1 or axis < 0:
             for pair in pairs:
                 self.copies.add(pair)
-            return self.add_tensor(name, whole_tensor(like))
+            return self.add_rows(name, like)
         halves = 2 if gated else 1
         own = tuple(size // halves if dim == axis else size for dim, size in enumerate(shape))
         chunks = []
         for at, piece in enumerate(pieces):
-            for half in range(halves if piece is not None else 0):
+            for half in range(halves) if piece is not None else ():
                 assert piece is not None
                 begin = tuple((half * blocks + at) * size if dim == axis else 0 for dim, size in enumerate(own))
-                start = piece.rows.begin + half * prod(own) * like.dtype.itemsize
-                chunks.append(Chunk((begin, own), piece.rows.source, start))
+                start = piece.begin + half * prod(own) * like.dtype.itemsize
+                chunks.append(Chunk((begin, own), piece.source, start))
         whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
-        return self.add_tensor(name, JoinedTensor(like.dtype, whole, whole, lambda: chunks), whole=None not in pieces)
+        return self.add_tensor(name, like.dtype, whole, None if None in pieces else lambda: chunks)
 
     def _note_other_shape(self, name: str, file: str, other: str) -> None:
         self.note_lost(f"{quoted(name)} has another shape or dtype in {file} than in {other}", file)
 
     def _is_gated(self, rows: int, blocks: int) -> bool | None:
-        """Return whether the first MLP matrix, of ``rows`` rows on each of ``blocks`` ranks, includes a gate; None if
-        unknown."""
+        """Return whether the first MLP matrix, of ``rows`` rows on each rank, includes a gate; None if unknown."""
         own = self._arguments
         if own.get("swiglu") or own.get("gated_linear_unit"):
             return rows % 2 == 0
@@ -311,16 +324,6 @@ class Megatron(RankFiles):
         if inner:
             return rows % 2 == 0 and rows * blocks == 2 * inner
         return False if "swiglu" in own else None
-
-    def _is_equal(self, like: Rows, pairs: Sequence[CopyPair]) -> bool:
-        """Return whether all readable ranks have equal elements with more than one distinct value. Slices of a tensor
-        of zeros or ones are also equal, so they prove nothing."""
-        for pair in pairs:
-            equal = self.copies.compare(pair)
-            if not (pair.by_value() if equal is None else equal):
-                return False
-        width = like.dtype.itemsize
-        return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
 
     def _compare(self, keys: _Keys, before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
         name = ".".join(keys)
@@ -331,14 +334,10 @@ class Megatron(RankFiles):
                 if part is not None and keys in part.values and part.file.reader.tensor(part.values[keys])
                 if (piece := self._slice(part, keys, name)) is not None
             ]
-            if len(there) < 2:
-                continue
-            one, other = there
-            if one.rows[:2] == other.rows[:2]:
-                size = prod(one.rows.shape) * one.rows.dtype.itemsize
-                self.copies.add(CopyPair(name, one.copy, other.copy, size))
-            else:
-                self._note_other_shape(name, other.copy.file, one.copy.file)
+            if len(there) == 2 and there[0][:2] == there[1][:2]:
+                self.copies.add(CopyPair(name, *there))
+            elif len(there) == 2:
+                self._note_other_shape(name, there[1].file, there[0].file)
 
 
 def _saved_rank(arguments: Arguments) -> Rank | None:
@@ -352,47 +351,7 @@ def _saved_rank(arguments: Arguments) -> Rank | None:
     return own % tensor, own // (world // pipeline)
 
 
-def _counted_through(key: str, begin: int) -> str:
-    """Return the name of a value with its layer counted from the start of the model; its stage starts at layer
-    ``begin``."""
-    match = _LAYER.search(key)
-    return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
-
-
-def _checksums(part: _Part) -> Iterator[tuple[_Keys, int]]:
-    """Yield (keys, recorded checksum) for each tensor that is cut over ranks and whose storage has a checksum."""
-    for keys, ref in part.values.items():
-        name = ".".join(keys)
-        tensor = part.file.reader.tensor(ref) if _BY_ROWS.search(name) or _BY_COLUMNS.search(name) else None
-        crc = part.file.container.stored(tensor.storage).crc if tensor and tensor.storage else None
-        if crc:
-            yield keys, crc
-
-
-def _read_part(file: RankFile) -> _Part | None:
-    """Read one rank's file; return None if it has no model. Raises MalformedError for a damaged file,
-    NotACheckpointError for a model that cannot be joined."""
-    graph = file.graph
-    root = values_of(graph, graph.root)
-    if "model0" in root:
-        what = "its ranks have several stages of a pipeline each (virtual_pipeline_model_parallel_size)"
-        raise NotACheckpointError(f"{what}: not joined", kind="megatron", path=file.name)
-    if "model" not in root:
-        return None
-    values = dict(_values(file, root["model"], (), set()))
-    if any("experts" in ".".join(keys).split(".") for keys in values):
-        what = "its layers have experts, which are not joined"
-        raise NotACheckpointError(what, kind="megatron", path=file.name)
-    own = arguments(graph)
-    save = {name: own[name] for name in _SAVE if name in own}
-    for name in ("iteration", "checkpoint_version"):
-        if name in root:
-            save[name] = graph.nodes[root[name]]
-    return _Part(file, values, own, save)
-
-
 def _values(file: RankFile, ref: Ref, keys: _Keys, entered: set[Ref]) -> Iterator[tuple[_Keys, Ref]]:
-    """Yield (key path, value) for a state dict and the state dicts nested in it; each node is entered once."""
     entered.add(ref)
     for key, value in mapping(file.graph, ref) or ():
         name = file.graph.nodes[key]
@@ -429,15 +388,14 @@ def read(folder: Folder) -> tuple[FolderSource, Megatron]:
     beside = sorted(found.above.names()) if found.above else []
     others = [name for name in beside if ITERATION.match(name) and name != os.path.basename(found.folder.path)]
     if others:
-        container.problems.append(other_steps_problem(found.folder.path, LATEST, others))
+        container.problems.append(other_steps_note(found.folder.path, LATEST, others))
     if left := _left_out(found.folder, files.values()):
         container.problems.append(left)
     return FolderSource(path, container.files, folder=found.folder.path), container
 
 
 def _left_out(folder: Folder, files: Collection[str]) -> Finding | None:
-    """Return a note on unread files next to the weights, such as the distributed optimizer's state; None if there are
-    none."""
+    """Return a note on unread files next to the weights, such as the distributed optimizer's state, or None."""
     beside: dict[str, list[str]] = {}
     for file in files:
         rank, own = os.path.split(file)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
+from random import Random
 from typing import Final
 
-from ...base.dtypes import BY_NAME, Dtype, is_complex
-from ...base.errors import MalformedError
-from ...base.records import NamedTuple
-from ...base.text import pluralize
-from ...checkpoint.container import StorageLocation
-from ...checkpoint.sharding import Range
-from ...checkpoint.tensors import TensorReader, contiguous_strides, extent, is_contiguous
-from ...files.sources import AssembledSource, BytesSource, Seen, Source, Span
-from ...files.threads import READ_SIZE
-from ...pickles.nodes import Ref
-from ...values.elements import gather_into
-from ...values.interpretation import flipped_signs, lazy_bits
-from .boxes import Box
+from ..base.dtypes import BY_NAME, Dtype, is_complex
+from ..base.errors import MalformedError
+from ..base.findings import COPIES, Finding
+from ..base.lazy import regex
+from ..base.records import NamedTuple
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.container import StorageLocation
+from ..checkpoint.sharding import Range
+from ..checkpoint.tensors import TensorReader, contiguous_strides, extent, is_contiguous
+from ..files.sources import AssembledSource, BytesSource, Seen, Source, Span
+from ..files.threads import READ_SIZE
+from ..pickles.nodes import Ref
+from ..values.elements import gather_into
+from ..values.interpretation import flipped_signs, lazy_bits
 
 _NOTHING: Final = BytesSource(b"")
 #: The most bytes of a strided piece in memory at once, and the most that are read for them at once.
@@ -30,15 +34,94 @@ _WINDOW: Final = 4 << 20
 _LONG: Final = 1 << 18
 #: The most blocks of one part. An inner mesh dimension makes as many as it has ranks, along a tensor dimension.
 _MAX_BLOCKS: Final = 1 << 12
+#: A piece's place in its tensor, in elements: (offsets, sizes), each with one number per dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: A prime. Two different sums of products modulo it are equal by chance once in 10^36 times at most.
+_PRIME: Final = (1 << 127) - 1
+#: Random numbers that no file can foresee.
+_UNFORESEEN: Final = Random()
+
+
+def box_text(box: Box) -> str:
+    """Return a box as ``[0:4, 8:16]``, or "(a scalar)" without dimensions."""
+    return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
+
+
+class Misfit(NamedTuple):
+    """A part of a tensor that no box covers, or that the first two of these ``boxes`` cover."""
+
+    place: Box
+    boxes: Sequence[Box]
+
+
+def misfit(shape: tuple[int, ...], boxes: Sequence[Box]) -> Misfit | None:
+    """Return a part of the tensor that not exactly one box covers; None if the boxes make the whole tensor.
+
+    The boxes lie in the tensor. Every edge gets a random number, and a box the product of the differences between its
+    edges. The products of boxes that make the whole add up to the product of the whole, whatever the numbers; other
+    boxes do not. So the time is linear, for any sharding in any number of dimensions.
+    """
+    marks: list[defaultdict[int, int]] = [defaultdict(lambda: _UNFORESEEN.getrandbits(127)) for _ in shape]
+
+    def weight(box: Box, first: int = 0) -> int:
+        """Return the product over the dimensions from ``first`` on."""
+        product = 1
+        for axis in range(first, len(shape)):
+            at, mark = box[0][axis], marks[axis]
+            product = product * (mark[at + box[1][axis]] - mark[at]) % _PRIME
+        return product
+
+    here = [box for box in boxes if 0 not in box[1]]
+    whole = (0,) * len(shape), shape
+    if 0 in shape or sum(map(weight, here)) % _PRIME == weight(whole):
+        return None
+    stretches: list[tuple[int, int]] = []
+    for axis, size in enumerate(shape):
+        # Between two edges along this dimension, the boxes there have another sum than the whole.
+        changes = {0: 0, size: 0}
+        for box in here:
+            begin, end, across = box[0][axis], box[0][axis] + box[1][axis], weight(box, axis + 1)
+            changes[begin] = changes.get(begin, 0) + across
+            changes[end] = changes.get(end, 0) - across
+        edges, wanted = sorted(changes), weight(whole, axis + 1)
+        sums = accumulate(changes[edge] for edge in edges)
+        low, high = next(stretch for stretch, found in zip(pairwise(edges), sums) if (found - wanted) % _PRIME)
+        stretches.append((low, high - low))
+        here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]
+    place = tuple(low for low, _ in stretches), tuple(size for _, size in stretches)
+    return Misfit(place, here[:2])
 
 
 class Rows(NamedTuple):
-    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``."""
+    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``.
+
+    To compare copies: ``crc`` is the recorded CRC-32 of the storage in ``file``, 0 if not recorded. ``place`` describes
+    the elements' place in that storage: its size, the offset and the strides. ``is_whole``: it holds nothing else.
+    """
 
     dtype: Dtype
     shape: tuple[int, ...]
     source: Source
     begin: int
+    file: str = ""
+    crc: int = 0
+    place: Hashable = None
+    is_whole: bool = False
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def equals(self, other: Rows) -> bool:
+        """Return whether another tensor has the same bytes as this one."""
+        return not _differ(self.source, self.begin, other.source, other.begin, self.size)
+
+    def is_one_value(self) -> bool:
+        """Return whether all elements are equal, like the zeros or ones of a new layer."""
+        width = self.dtype.itemsize
+        rest = self.size - width
+        return rest <= 0 or not _differ(self.source, self.begin, self.source, self.begin + width, rest)
 
 
 def tensor_rows(reader: TensorReader, ref: Ref, stored: Callable[[str], Span], name: str) -> Rows:
@@ -78,9 +161,8 @@ class Chunk(NamedTuple):
 
 
 class _ChunkRuns(NamedTuple):
-    """A chunk as runs of bytes that are contiguous both in the chunk and in the tensor. ``counts`` and ``steps``
-    describe the outer dimensions: the number of runs, and their distance in the tensor in bytes. The first run begins
-    at byte ``first`` of the tensor; each has ``length`` bytes."""
+    """A chunk as runs of ``length`` bytes that are contiguous both in the chunk and in the tensor. The first run begins
+    at byte ``first`` of the tensor. ``counts`` and ``steps``: the runs of outer dimensions, their distance there."""
 
     first: int
     length: int
@@ -117,6 +199,11 @@ class Layout(NamedTuple):
     reach: list[int]
     gaps: bool
 
+    def between(self, begin: int, end: int) -> list[_ChunkRuns]:
+        """Return the runs that may have some of these bytes. Pieces that end before are skipped: for pieces cut along
+        the first dimension, that is nearly all."""
+        return self.runs[bisect_right(self.reach, begin) : bisect_right(self.firsts, end - 1)]
+
 
 def layout_of(shape: tuple[int, ...], width: int, chunks: Sequence[Chunk]) -> Layout:
     """Return the runs of a tensor's pieces."""
@@ -141,29 +228,20 @@ class ChunkedSource(AssembledSource):
         return layout_of(self.shape, self.width, self.chunks)
 
     def read(self, offset: int, size: int) -> bytes:
-        end = min(offset + size, self.size)
-        if end <= offset:
-            return b""
-        out = bytearray(end - offset)
-        with memoryview(out) as buffer:
-            self.read_into(offset, buffer)
-        return bytes(out)
+        return bytes(_bytes(self, offset, max(min(size, self.size - offset), 0), None))
 
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         end = offset + len(buffer)
-        runs, firsts, reach, gaps = self.layout
-        if gaps:
+        if self.layout.gaps:
             buffer[:] = bytes(len(buffer))
-        # Skip pieces that end before the offset: for pieces cut along the first dimension, that is nearly all.
-        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+        for run in self.layout.between(offset, end):
             _copy(run, offset, end, buffer, seen)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield the bytes as spans; long runs are spans of their own sources."""
         end = offset + size
-        runs, firsts, reach, _ = self.layout
         long = []
-        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+        for run in self.layout.between(offset, end):
             if run.length >= _LONG:
                 long += [
                     (max(place, offset), min(place + run.length, end), run, number * run.length - place)
@@ -181,13 +259,11 @@ class ChunkedSource(AssembledSource):
             yield Span(self, offset, end - offset)
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
-        end = offset + size
-        runs, firsts, reach, _ = self.layout
-        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+        for run in self.layout.between(offset, offset + size):
             yield Span(run.source, run.begin, run.number * run.length)
 
 
-def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
+def assembled(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
     """Return the bytes of a tensor: its only chunk, or a source that assembles the chunks, with zeros in between."""
     size = prod(shape) * width
     if len(chunks) == 1 and prod(chunks[0].box[1]) == prod(shape):
@@ -210,7 +286,6 @@ def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
 
 
 def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | None) -> None:
-    """Copy the part of a chunk within bytes ``begin`` to ``end`` of the tensor to its places."""
     length = run.length
     first = run.first_after(begin)
     stop = run.first_after(end)
@@ -239,7 +314,6 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | N
 
 
 def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
-    """Yield the places of some runs; runs along the innermost dimension make one range."""
     count, step = (run.counts[-1], run.steps[-1]) if run.counts else (1, 1)
     while first < stop:
         many = min(count - first % count, stop - first)
@@ -250,8 +324,7 @@ def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
 
 class RowSource(AssembledSource):
     """The elements of a strided view, row by row, such as a transposed tensor. ``begin`` is in bytes of ``source``,
-    ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a time: as many as fit into a window
-    along the first dimension where one row fits."""
+    ``stride`` in elements of ``width`` bytes. As many rows are in memory at a time as fit into a window."""
 
     def __init__(
         self, source: Source, begin: int, shape: tuple[int, ...], stride: tuple[int, ...], width: int, name: str
@@ -269,10 +342,7 @@ class RowSource(AssembledSource):
         self._group: tuple[int, bytearray] = (-1, bytearray())
 
     def read(self, offset: int, size: int) -> bytes:
-        out = bytearray(max(min(size, self.size - offset), 0))
-        with memoryview(out) as buffer:
-            self.read_into(offset, buffer)
-        return bytes(out)
+        return bytes(_bytes(self, offset, max(min(size, self.size - offset), 0), None))
 
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         end, start = offset + len(buffer), offset
@@ -328,7 +398,7 @@ class RowSource(AssembledSource):
         chunks = []
         for at in range(0, shape[axis], count):
             sizes = (*shape[:axis], min(count, shape[axis] - at), *shape[axis + 1 :])
-            offsets = (*(0 for _ in shape[:axis]), at, *(0 for _ in shape[axis + 1 :]))
+            offsets = tuple(at if dimension == axis else 0 for dimension in range(len(shape)))
             part = RowSource(self.source, begin + at * step, sizes, stride, self.width, self.name)
             chunks.append(Chunk((offsets, sizes), part, 0))
         return chunks
@@ -368,9 +438,8 @@ class SignSource(Source):
 
 
 def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[Chunk]:
-    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension. There
-    are several blocks only if an outer mesh dimension cut a tensor dimension after an inner one. Raises MalformedError
-    if the part has another shape than its ranges, or more blocks than any mesh makes."""
+    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension.
+    Raises MalformedError if the part has another shape than its ranges, or more blocks than any mesh makes."""
     shape = tuple(sum(end - begin for begin, end in part) for part in ranges)
     if shape != rows.shape:
         raise MalformedError(f"its part is of the shape {list(rows.shape)}, and its place has {list(shape)}")
@@ -378,26 +447,131 @@ def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[
         return []
     if prod(len(part) for part in ranges) > _MAX_BLOCKS:
         raise MalformedError(f"its part is in more than {pluralize(_MAX_BLOCKS, 'block')}")
-    strides = contiguous_strides(shape)
-    chunks = []
-    for block in product(*map(_placed, ranges)):
-        box = tuple(begin for begin, _, _ in block), tuple(size for _, size, _ in block)
-        begin = rows.begin + sum(at * step for (_, _, at), step in zip(block, strides)) * rows.dtype.itemsize
-        if _is_run(box[1], shape):
-            chunks.append(Chunk(box, rows.source, begin))
-        else:
-            source = RowSource(rows.source, begin, box[1], strides, rows.dtype.itemsize, name)
-            chunks.append(Chunk(box, source, 0))
+    strides, chunks = contiguous_strides(shape), []
+    #: For each dimension, the ranges of the whole and where they begin in the part.
+    placed = [list(zip(part, accumulate((end - at for at, end in part), initial=0))) for part in ranges]
+    for block in product(*placed):
+        box = tuple(at for (at, _), _ in block), tuple(end - at for (at, end), _ in block)
+        begin = rows.begin + sum(at * step for (_, at), step in zip(block, strides)) * rows.dtype.itemsize
+        chunks.append(strided_chunk(box, rows, begin, box[1], strides, name))
     return chunks
 
 
-def _placed(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return ranges of the whole as (begin, size, begin in the part)."""
-    sizes = [end - begin for begin, end in ranges]
-    return [(begin, size, at - size) for (begin, _), size, at in zip(ranges, sizes, accumulate(sizes))]
+def strided_chunk(
+    box: Box, rows: Rows, begin: int, shape: tuple[int, ...], stride: tuple[int, ...], name: str
+) -> Chunk:
+    """Return the piece at a box, whose elements are a view of a tensor's source from byte ``begin`` on."""
+    steps = contiguous_strides(shape)
+    if all(size == 1 or own == step for size, own, step in zip(shape, stride, steps)):
+        return Chunk(box, rows.source, begin)
+    return Chunk(box, RowSource(rows.source, begin, shape, stride, rows.dtype.itemsize, name), 0)
 
 
-def _is_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a block of these sizes is contiguous in a tensor of this shape."""
-    rest = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
-    return sizes[rest + 1 :] == shape[rest + 1 :]
+#: Finding code: values that differ between ranks.
+RANK_VALUES: Final = "rank-values"
+#: Statistics that a layer updates by itself: FULL_STATE_DICT and DeepSpeed take rank 0's values.
+STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+#: The most bytes of copies without a usable checksum that are read when a folder is opened.
+_AT_ONCE: Final = 64 << 20
+#: The most bytes in memory at once.
+_BLOCK: Final = 1 << 20
+
+
+_RANDOM: Final = regex(r"rng|random|generator|seed|cuda|cpu", re.I)
+
+
+def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Return whether ranks may have different values of a tensor: random generator states and running statistics."""
+    random = dtype == "uint8" and len(shape) == 1 and _RANDOM.search(path) is not None
+    return random or path.rpartition(".")[2] in STATISTICS
+
+
+class CopyPair(NamedTuple):
+    """Two copies of the tensor that messages call ``path``.
+
+    ``by_chance``: two new layers may be equal by chance, so copies are one tensor only if they also have more than one
+    value. ``why`` tells the user how two tensors may have got the same name, "" for copies.
+    """
+
+    path: str
+    first: Rows
+    other: Rows
+    by_chance: bool = False
+    why: str = ""
+
+    def by_checksum(self) -> bool | None:
+        """Return whether the recorded checksums prove the copies equal or different; None if they do not tell."""
+        first, other = self.first, self.other
+        if not first.size:
+            return True
+        if not (first.crc and other.crc) or first.place != other.place:
+            return None
+        if first.crc == other.crc:
+            return None if self.by_chance else True
+        return False if first.is_whole and other.is_whole else None
+
+    def by_value(self) -> bool:
+        """Read both copies; return whether they are equal."""
+        return self.first.equals(self.other) and not (self.by_chance and self.first.is_one_value())
+
+
+class Copies:
+    """All copies in the files of one save."""
+
+    def __init__(self) -> None:
+        self.different: list[CopyPair] = []
+        #: Pairs that have not been compared.
+        self.open: list[CopyPair] = []
+        self._left = _AT_ONCE
+
+    def compare(self, pair: CopyPair) -> bool | None:
+        """Return whether two copies are equal; None if comparing them would exceed the limit for opening."""
+        equal = pair.by_checksum()
+        if equal is None and pair.first.size <= self._left:
+            self._left -= pair.first.size
+            equal = pair.by_value()
+        return equal
+
+    def add(self, pair: CopyPair, *, own: bool = False) -> bool:
+        """Add two copies that have to be equal, unless each rank may have its ``own``; return whether it has."""
+        equal = self.compare(pair)
+        if own:
+            return equal is False
+        if equal is None:
+            self.open.append(pair)
+        elif not equal:
+            self.different.append(pair)
+        return False
+
+    def settle(self, paths: Iterable[str]) -> None:
+        """Compare the pending pairs of these tensors by value."""
+        wanted = {*paths} if self.open else set[str]()
+        self.different += [pair for pair in self.open if pair.path in wanted and not pair.by_value()]
+        self.open = [pair for pair in self.open if pair.path not in wanted]
+
+
+def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> list[Finding]:
+    """Return one problem per set of files whose copies differ; ``storages`` maps paths to storage keys."""
+    others: dict[str, dict[str, None]] = {}
+    firsts: dict[str, CopyPair] = {}
+    for pair in pairs:
+        firsts.setdefault(pair.path, pair)
+        others.setdefault(pair.path, {})[pair.other.file] = None
+    alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for path, pair in firsts.items():
+        alike.setdefault((pair.first.file, pair.why, tuple(others[path])), []).append(path)
+    problems = []
+    for (first, why, files), paths in alike.items():
+        names, where = join_limited([quoted(path) for path in paths], most=3), join_limited(list(files), most=3)
+        verb = "is" if len(paths) == 1 else "are"
+        message = f"{names} in {where} {verb} not the same as in {first}: {why or 'its copies have to be equal'}"
+        keys = frozenset(storages[path] for path in paths if path in storages)
+        problems.append(Finding(COPIES, "error", message, files[0], storages=keys or None))
+    return problems
+
+
+def _differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
+    return any(
+        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
+        for begin in range(0, size, _BLOCK)
+    )

@@ -1,1 +1,0 @@
-"""Several files of one save, read as one checkpoint."""

@@ -1,1 +1,0 @@
-"""Folders that Megatron-LM writes."""

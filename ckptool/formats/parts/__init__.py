@@ -1,1 +1,0 @@
-"""Models in parts, whose tensors are cut as a recipe describes."""

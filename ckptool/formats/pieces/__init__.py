@@ -1,1 +1,0 @@
-"""Pieces of tensors as boxes: place them, assemble them, and compare copies."""
