@@ -62,9 +62,9 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         raise explain_directory(name)
     elif os.path.isdir(name + _TENSORS):
-        from . import xser
+        from . import joined
 
-        if referenced := xser.read(name):
+        if referenced := joined.read_referenced(name):
             return Checkpoint.of(name, *referenced)
     return checkpoint_of(open_any(name))
 
@@ -181,7 +181,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     try:
         container = read_container(source)
         if any(node.name == "TensorReference" for _, node in container.graph.of_type(Global)):
-            from .xser import missing_tensors
+            from .joined import missing_tensors
 
             container.problems.extend(missing_tensors(container.graph, source.name))
         return Checkpoint.of(source.name, source, container)

@@ -49,7 +49,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),
     frozenset({"joined", "recipes"}),
-    frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts", "xser"}),
+    frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts"}),
     frozenset({"dcp"}),
     frozenset({"rank_part"}),
     frozenset({"checkpoint_search", "empty_weights", "planning", "readback"}),

@@ -35,10 +35,21 @@ from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
 from ..pieces import RANK_VALUES, Box, CopyPair, Rows, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
-from .files import metadata_names, open_data, origin_of
-from .items import KnownItems, OpenedItem, PiecesSource, SubclassError, TensorItem, edges, open_item, open_tensor
+from .items import KnownItems, OpenedItem, PiecesSource, SubclassError, TensorItem, open_item, open_tensor
 from .listing import read_listing
-from .metadata import Item, ItemKey, Metadata, Nested, Pieces, extra_files, is_whole, merged, placed, usable_items
+from .metadata import (
+    Item,
+    ItemKey,
+    Metadata,
+    Nested,
+    Pieces,
+    edges,
+    extra_files,
+    merged,
+    metadata_names,
+    open_data,
+    origin_of,
+)
 
 #: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000
@@ -91,7 +102,7 @@ class Dcp(CopiedContainer):
             self.note("foreign-class", "note", what, ".metadata")
         sizes = {name: file.size for name, file in files.items()}
         #: In file order, so that each file is opened once to read all its items.
-        self._usable = usable_items(read, sizes, self.note, closed)
+        self._usable = read.usable_items(sizes, self.note, closed)
         self.graph = self._build()
         self.reader = TensorReader(self.graph)
         self.storage_of = {name: key for key, name in self._names.items()}
@@ -337,7 +348,7 @@ class Dcp(CopiedContainer):
             while not key or key in self._names:
                 key += "'"  # the empty name needs a key
             self._names[key] = name
-            whole = is_whole(name, value, self._usable, lambda: self._mentioned, self.note)
+            whole = value.is_whole(name, self._usable, lambda: self._mentioned, self.note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
         for (item, reason), *others in self._bad.values():
@@ -469,7 +480,7 @@ def read(folder: Folder) -> tuple[FolderSource, Dcp]:
             read, more_odd = _read_listing(folder, metadata, listings, stack)
             if part:
                 taken = {place[:1] for other in parts for place in other.paths.values()}
-                read = placed(read, part, apart=any(place[:1] in taken for place in read.paths.values()))
+                read = read.placed(part, apart=any(place[:1] in taken for place in read.paths.values()))
             data = [prefix + name for name in inside if name.endswith(DATA)]
             more_files, more_closed = open_data(folder, data, read.items, opened, stack)
             opened += listings

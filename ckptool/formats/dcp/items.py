@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import prod
 from typing import Final, TypeVar
@@ -28,12 +28,8 @@ from ...safety.torch_lists import NEWEST, ever_listed
 from ...safety.weights_only import graph_blockers
 from ..pieces import Box, Chunk, ChunkedSource, Layout, Rows, layout_of, tensor_rows
 from ..torch.zip_reader import TorchZip, read_records
-from .metadata import Item
+from .metadata import SMALL, Item, edges
 
-#: Items up to this size are read in one go: most have a few hundred bytes besides their tensor.
-_SMALL: Final = 1 << 16
-#: Bytes at both ends of a larger item, with all that opening it reads.
-_EDGE: Final = 1 << 13
 #: The most pickles that are cached, and the most bytes of each: a model has tensors of a few dozen shapes.
 _MAX_KNOWN: Final = 256
 _MAX_PICKLE: Final = 4096
@@ -43,15 +39,6 @@ _IDENTITY: Final = ".data/serialization_id"
 _MOST_OPENED: Final = 16
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
-
-
-def edges(item: Item, files: Mapping[str, Source]) -> Iterator[Span]:
-    """Yield what opening an item reads of its file: all of a small item, both ends of a large one."""
-    file = files.get(item.file)
-    if file is not None and (item.length <= _SMALL or item.transforms):
-        yield Span(file, item.at, item.length)
-    elif file is not None:
-        yield from (Span(file, at, _EDGE) for at in (item.at, item.at + item.length - _EDGE))
 
 
 class OpenedItem(NamedTuple):
@@ -215,7 +202,7 @@ def open_item(item: Item, file: Source, known: KnownItems, size: int = 0) -> Ope
             whole = ZstdSource(file, at, length, LIMITS.member_bytes + size, item.place)
             at, length = 0, whole.size
         source: Source = SliceSource(whole, at, length, item.place)
-        if length <= _SMALL:
+        if length <= SMALL:
             source = BytesSource(source.read(0, length), item.place)
         opened = OpenedItem(item, whole, at, read_records(read_archive(source), known))
         for problem in opened.zip.problems:
