@@ -37,19 +37,7 @@ from ..pieces import RANK_VALUES, Box, CopyPair, Rows, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
 from .items import KnownItems, OpenedItem, PiecesSource, SubclassError, TensorItem, open_item, open_tensor
 from .listing import read_listing
-from .metadata import (
-    Item,
-    ItemKey,
-    Metadata,
-    Nested,
-    Pieces,
-    edges,
-    extra_files,
-    merged,
-    metadata_names,
-    open_data,
-    origin_of,
-)
+from .metadata import Item, Metadata, Nested, Pieces, edges, extra_files, merged, metadata_names, open_data, origin_of
 
 #: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000
@@ -143,7 +131,7 @@ class Dcp(CopiedContainer):
         return piece[1].rows(dtype, piece[0][1], item.file)
 
     @cached_property
-    def _mentioned(self) -> set[ItemKey]:
+    def _mentioned(self) -> set[tuple[str, tuple[int, ...] | None]]:
         return {(item.name, item.offset) for item in self.read.items}
 
     def stored_size(self, key: str) -> int | None:
@@ -159,30 +147,30 @@ class Dcp(CopiedContainer):
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of every item. An item that is not an archive yields nothing: ``audit`` reports it."""
-        return self._records(self._usable.items())
+        return self._records(self._usable.values())
 
     def outer_records(self, touched: object = None) -> Iterator[StoredRecord]:
-        return self._records((key, item) for key, item in self._usable.items() if item.offset is None)
+        return self._records(item for item in self._usable.values() if item.offset is None)
 
-    def _records(self, items: Iterable[tuple[ItemKey, Item]]) -> Iterator[StoredRecord]:
+    def _records(self, items: Iterable[Item]) -> Iterator[StoredRecord]:
         keys = {name: key for key, name in self._names.items()}
-        for (name, offset), item in ahead(items, lambda entry: edges(entry[1], self._data)):
+        for item in ahead(items, lambda item: edges(item, self._data)):
             try:
                 opened = self._open(item)
                 # A tensor in a single piece, stored row by row, gets the storage key.
-                chunks = self.read.values[name].chunks
-                piece = self._tensor(item, opened) if name in keys and len(chunks) == 1 else None
-                whole = Span(piece[1].source, piece[1].begin, self._sizes[keys[name]] or 0) if piece else None
+                chunks = self.read.values[item.name].chunks
+                piece = self._tensor(item, opened) if item.name in keys and len(chunks) == 1 else None
+                whole = Span(piece[1].source, piece[1].begin, self._sizes[keys[item.name]] or 0) if piece else None
                 for record in opened.zip.records():
                     span = opened.within(record.span)
-                    label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
+                    label = f"{item.place}, {item.name}: {record.name.partition('/')[2]}"
                     key, part = "", tuple[str, ...]()
-                    if offset is None:
+                    if item.offset is None:
                         key = _storage_key(item, record.key) if record.key else ""
                         # The storage reads from the same source, so its checksum also covers these bytes.
                         span = self._stored[key].span or span if key in self._stored else span
                     elif record.key and record.size:
-                        own = keys.get(name, "")
+                        own = keys.get(item.name, "")
                         key, part = (own, ()) if span == whole or not own else ("", (own,))
                     yield record._replace(name=label, span=span, key=key, part_of=part)
             except MalformedError:
