@@ -126,7 +126,7 @@ class Parts(RankFiles):
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
         tensors = dict.fromkeys(name for part in self._parts for name in part)
-        facts = []
+        facts: list[Any] = []
         for name in CONFIGURATIONS:
             with suppress(UnreadableError):
                 content = parsed_object(folder.read(name, _MAX_BYTES))

@@ -230,8 +230,9 @@ def _tensor(dtype: Dtype, shape: tuple[int, ...]) -> _New:
 
 def _index(dimensions: int, name: str) -> _New:
     """Return the index of a tensor, or of an object with -1 dimensions."""
-    piece = {"index": 0, "offset": _size((0,) * dimensions)} if dimensions >= 0 else {"index": None}
-    return _made("MetadataIndex", fqn=name, **piece)
+    if dimensions < 0:
+        return _made("MetadataIndex", fqn=name, index=None)
+    return _made("MetadataIndex", fqn=name, index=0, offset=_size((0,) * dimensions))
 
 
 def _place(file: str, at: int, length: int) -> _New:
