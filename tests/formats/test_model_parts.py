@@ -166,7 +166,7 @@ def edit(path: Path, **values: torch.Tensor | None) -> None:
         (lambda folder: edit(folder / "consolidated.00.pth", norm__weight=None), "has no 'norm.weight'"),
         (
             lambda folder: edit(folder / "consolidated.01.pth", output__weight=torch.ones(8, WIDTH)),
-            "'output.weight' has another dtype",
+            "'output.weight' is bfloat16",
         ),
         (
             lambda folder: edit(folder / "consolidated.01.pth", output__weight=torch.ones(9, WIDTH).bfloat16()),

@@ -309,7 +309,7 @@ class Merge:
         )
         flaw = ""
         if others or (self._is_state(path) and next(sizes) != {rank: piece.shape for rank, piece in vector.items()}):
-            flaw = "the ranks have other dtypes of it, or other numbers of elements than of the state beside it"
+            flaw = "the ranks have different dtypes of it, or other numbers of elements than of the state beside it"
         elif len(vector) > 1 and path not in self._unequal and not self._is_constant(path):
             flaw = "the ranks have the same of it: one file is a copy of another"
         elif self._is_state(path) and len(vector) < len(self.ranks) and at not in parameters:
