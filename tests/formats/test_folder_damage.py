@@ -327,9 +327,6 @@ def same(path: Path, name: str, part: str) -> None:
 @pytest.mark.parametrize("name", ["zero2_bf16", "zero1_fp16"])
 def test_weights_in_16_bits_are_whole_without_a_partition(name: str, tmp_path: Path) -> None:
     folder, out = gap(name, "*zero_pp_rank_1_*", tmp_path), tmp_path / "a.safetensors"
-    found = say("inspect", folder)
-    step = step_of(found.out)
-    assert "--deepspeed-16bit" in step and say(*step).code == 0
     for options in ([], ["--key", "module"]):
         refused = say("convert", folder, "-o", out, *options)
         assert refused.code in (3, 4) and not out.exists()
@@ -358,11 +355,7 @@ def test_a_model_is_whole_without_a_file_of_the_optimizer(name: str, file: str, 
         say("convert", folder, "-o", tmp_path / "a.dcp"),
     ):
         assert refused.code in (3, 4)
-    step = step_of(say("inspect", folder).out)
-    salvaged = say("salvage", folder, "-o", out)
-    assert salvaged.code == 3 and step_of(salvaged.err) == step
-    assert step[0] == "extract" and say(*step).code == 0
-    same(Path(step[-1]), name, "weights.")
+    assert say("salvage", folder, "-o", out).code == 3 and not out.exists()
     made = say("convert", folder, "-o", out, "--key", "model")
     assert made.code == 0 and "is not there" in made.err
     same(out, name, "weights.")
@@ -383,8 +376,8 @@ def test_a_model_with_a_gap_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "words"),
     [
-        ("zero3_bf16", "*optim*", "of 2 data-parallel ranks: 2 model files; missing: the optimizer's files"),
-        ("zero2_bf16", "*optim*", "of 1 data-parallel rank: 1 model file; missing: the optimizer's files"),
+        ("zero3_bf16", "*optim*", "of 2 model files; missing: the optimizer's files"),
+        ("zero2_bf16", "*optim*", "of 1 model file; missing: the optimizer's files"),
         ("zero3_bf16", "*model_states*", "missing: the model's files"),
         ("zero2_bf16", "*model_states*", "missing: the model's files"),
     ],
