@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES
+from zip_copies import rewritten
 
 import ckptool
 from ckptool.files.sources import FILESYSTEM_BLOCK, Plan, Span, open_source
@@ -102,17 +103,9 @@ def test_a_padded_file_loads_in_every_mode(mode: str, out: Path) -> None:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def by_zipfile(source: Path, path: Path) -> Path:
-    """The same records as another writer lays them out: no padding, sizes in the local headers."""
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return path
-
-
 @pytest.mark.parametrize("length", [1, 10, 40, 200, 900])
 def test_archives_by_other_writers_move_by_blocks_too(length: int, out: Path, tmp_path: Path) -> None:
-    foreign = by_zipfile(FIXTURES / "bare.pth", tmp_path / "foreign.pth")
+    foreign = rewritten(FIXTURES / "bare.pth", tmp_path / "foreign.pth", lambda name, data: data)
     edited(foreign, out, "p" * length)
     shifts = moved(foreign, out)
     assert len(shifts) == 1 and next(iter(shifts)) % FILESYSTEM_BLOCK == 0

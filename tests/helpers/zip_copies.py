@@ -18,11 +18,3 @@ def rewritten(old: Path, new: Path, change: Change) -> Path:
             if data is not None:
                 target.writestr(name, data)
     return new
-
-
-def without_version(name: str, data: bytes) -> bytes | None:
-    return None if name in ("version", ".data/version") else data
-
-
-def version_eleven(name: str, data: bytes) -> bytes | None:
-    return b"11\n" if name in ("version", ".data/version") else data

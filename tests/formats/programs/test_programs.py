@@ -16,6 +16,7 @@ import torch
 from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
 from torch import nn
+from zip_copies import rewritten
 
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, RefusedError
@@ -40,16 +41,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].stride() == tensor.stride(), name
         assert found[name].shape == tensor.shape and raw(found[name]) == raw(tensor), name
-
-
-def again(path: Path, out: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
-    """The archive with other records; None leaves one out."""
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(out, "w") as target:
-        for name in source.namelist():
-            data = change(name.partition("/")[2], source.read(name))
-            if data is not None:
-                target.writestr(name, data)
-    return out
 
 
 # -- torch.export -------------------------------------------------------------------------------------
@@ -140,14 +131,14 @@ def test_pickled_weights_of_an_export(exported: Path, tmp_path: Path) -> None:
             return json.dumps(config).encode()
         return old
 
-    path = again(exported, tmp_path / "p.pt2", change)
+    path = rewritten(exported, tmp_path / "p.pt2", change)
     expected = torch.export.load(str(exported)).state_dict
     found = converted(path, tmp_path / "w.pth")
     assert list(found) == list(expected) and torch.equal(found["a.bias"], value)
 
 
 def test_devices_of_an_export_are_named(exported: Path, tmp_path: Path) -> None:
-    path = again(
+    path = rewritten(
         exported,
         tmp_path / "c.pt2",
         lambda name, data: data.replace(b'"type": "cpu", "index": null', b'"type": "cuda", "index": 1'),
@@ -186,12 +177,12 @@ def test_damaged_descriptions(
         return json.dumps(config).encode()
 
     with pytest.raises(MalformedError):
-        ckptool.open(again(exported, tmp_path / "bad.pt2", change))
+        ckptool.open(rewritten(exported, tmp_path / "bad.pt2", change))
 
 
 @pytest.mark.parametrize("text", [b"[" * 200_000, b"{", b"\xff\xfe", b'{"config": ' + b"1" * 10_000 + b"}", b""])
 def test_json_that_is_none(text: bytes, exported: Path, tmp_path: Path) -> None:
-    path = again(exported, tmp_path / "b.pt2", lambda n, data: text if n.endswith("weights_config.json") else data)
+    path = rewritten(exported, tmp_path / "b.pt2", lambda n, data: text if n.endswith("weights_config.json") else data)
     with pytest.raises(MalformedError):
         ckptool.open(path)
 
@@ -249,7 +240,7 @@ def test_objects_that_a_package_rebuilds(tmp_path: Path) -> None:
     """``reduce_package``: a persistent id that is no storage, and no damage."""
     path = packed(tmp_path / "p.pt", state={"w": torch.ones(2)})
     pickle = b"\x80\x03}X\x01\x00\x00\x00g(X\x0e\x00\x00\x00reduce_packageK\x07cnet\nname\n)tQs."
-    path = again(path, tmp_path / "r.pt", lambda name, data: pickle if name.endswith("state.pkl") else data)
+    path = rewritten(path, tmp_path / "r.pt", lambda name, data: pickle if name.endswith("state.pkl") else data)
     report = ckptool.inspect(path)
     assert report["program"]["reduced"] == 1
     assert not [finding for finding in report["findings"] if finding["level"] == "error"]
@@ -257,7 +248,7 @@ def test_objects_that_a_package_rebuilds(tmp_path: Path) -> None:
 
 def test_a_broken_pickle_of_a_package_is_said(tmp_path: Path) -> None:
     path = packed(tmp_path / "p.pt", state={"w": torch.ones(2)}, other={"x.y": torch.zeros(3)})
-    path = again(path, tmp_path / "b.pt", lambda name, data: data[:-5] if name.endswith("state.pkl") else data)
+    path = rewritten(path, tmp_path / "b.pt", lambda name, data: data[:-5] if name.endswith("state.pkl") else data)
     said = say("validate", path)
     assert said.code == 1 and "state.pkl" in said.all
     assert [row["path"] for row in ckptool.keys(path, all=True)["tensors"]]
