@@ -35,18 +35,18 @@ from ..names.hf import model_files
 from ..names.ranks import MAX_RANKS, StepFolder
 from ..pieces import STATISTICS, CopyPair, Rows
 from .states import (
-    MOST_UNLIKE,
+    MOST_ODD,
     OF_PARTS,
     ModelState,
     Slices,
     Vector,
     ZeroState,
-    base_optimizer,
-    group_states,
+    optimizer_in,
     read_model,
     read_optimizer,
     slices_of_ranks,
     slices_of_vectors,
+    states_of,
     unlike,
 )
 
@@ -186,7 +186,7 @@ class Deepspeed(RankFiles):
                 with suppress(MalformedError):
                     different, number = unlike(flat, local, rows(self._file, self._module[name]), at, count)
                     unequal, looked = unequal + different, looked + number
-            if unequal * MOST_UNLIKE > looked:
+            if unequal * MOST_ODD > looked:
                 odd.append(self._states[rank].name)
         self.note_unlike(odd, self._model.name)
 
@@ -316,8 +316,8 @@ class Deepspeed(RankFiles):
     def _optimizer(self, file: RankFile) -> Ref | None:
         """Build the optimizer state keyed by parameter name; report why and return None if that is impossible."""
         graph, builder = file.graph, self.builder
-        base = base_optimizer(graph, values_of(graph, values_of(graph, graph.root)["optimizer_state_dict"]))
-        states = group_states(graph, base)
+        base = optimizer_in(graph, values_of(graph, values_of(graph, graph.root)["optimizer_state_dict"]))
+        states = states_of(graph, base)
         moments_of = dict(enumerate(self._first.moments))
         odd = next(
             (

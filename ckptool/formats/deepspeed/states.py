@@ -106,8 +106,8 @@ def read_optimizer(file: RankFile) -> ZeroState:
     if not partitions:
         raise MalformedError("it has no partitions of parameters in 32 bits", where=file.name)
     flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(partitions))
-    base = base_optimizer(graph, own)
-    states = group_states(graph, base)
+    base = optimizer_in(graph, own)
+    states = states_of(graph, base)
     moments: list[dict[str, Rows]] = [{} for _ in flats]
     steps = []
     checksums = [_checksum(file, ref) for ref in partitions]
@@ -165,14 +165,14 @@ def _configuration(file: RankFile, root: Mapping[str, Ref]) -> dict[str, str]:
     return {"ds_config": f"CRC-32 {crc32(digest):08x}"} if isinstance(digest, bytes) else {}
 
 
-def base_optimizer(graph: Graph, own: Mapping[str, Ref]) -> dict[str, Ref]:
+def optimizer_in(graph: Graph, own: Mapping[str, Ref]) -> dict[str, Ref]:
     """Return the wrapped optimizer's state in torch.optim's form, or {} if it has another form."""
     inner = own.get("base_optimizer_state", own.get("optimizer_state_dict", -1))
     base = values_of(graph, inner) if inner >= 0 else {}
     return base if {"state", "param_groups"} <= base.keys() else {}
 
 
-def group_states(graph: Graph, base: Mapping[str, Ref]) -> dict[int, dict[str, Ref]]:
+def states_of(graph: Graph, base: Mapping[str, Ref]) -> dict[int, dict[str, Ref]]:
     """Return the states of the flat tensors by group number."""
     items = mapping(graph, base["state"]) or [] if "state" in base else []
     return {number: values_of(graph, ref) for key, ref in items if type(number := graph.nodes[key]) is int}
@@ -186,7 +186,7 @@ def read_model(file: RankFile) -> ModelState:
         lacking = "module" if "module" not in values else "param_shapes"
         raise MalformedError(f"it has no {lacking}: it is not a file of a model of ZeRO", where=file.name)
     frozen, module = _values(graph, values, "frozen_param_fragments"), values_of(graph, values["module"])
-    groups = parameter_shapes(file, values["param_shapes"])
+    groups = shapes_in(file, values["param_shapes"])
     frozen_shapes = _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {}
     aliases = {name: graph.nodes[ref] for name, ref in _values(graph, values, "shared_params").items()}
     buffers = [name for ref in items_in(graph, values, "buffer_names") if type(name := graph.nodes[ref]) is str]
@@ -217,7 +217,7 @@ def read_model(file: RankFile) -> ModelState:
     )
 
 
-def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
+def shapes_in(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
     """Return the parameter shapes of each group; raise MalformedError if they are invalid."""
     groups = [ref] if mapping(file.graph, ref) is not None else list_items(file.graph.nodes[ref])
     return tuple(_shapes(file, group) for group in groups)
@@ -288,7 +288,7 @@ def number_of(file: RankFile, ref: Ref) -> float:
 #: Elements that are compared in one place.
 SAMPLE: Final = 64
 #: One in this many elements may differ: a program may have changed some since the last step.
-MOST_UNLIKE: Final = 16
+MOST_ODD: Final = 16
 
 
 def unlike(wide: Rows, at: int, narrow: Rows, there: int, count: int) -> tuple[int, int]:

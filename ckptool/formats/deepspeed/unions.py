@@ -46,17 +46,7 @@ from ..names.ranks import MAX_RANKS, StepFolder, by_number
 from ..names.training import training_folder
 from ..pieces import Rows
 from .folder import groups_with, name_like, state_dict_with
-from .states import (
-    MOST_UNLIKE,
-    OF_PARTS,
-    ModelState,
-    base_optimizer,
-    group_states,
-    number_of,
-    parameter_shapes,
-    read_model,
-    unlike,
-)
+from .states import MOST_ODD, OF_PARTS, ModelState, number_of, optimizer_in, read_model, shapes_in, states_of, unlike
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -80,13 +70,13 @@ def listed_in(file: RankFile, values: Mapping[str, Ref]) -> Listed | None:
     own = values_of(graph, values["optimizer"]) if "optimizer" in values else {}
     if not own or own.keys() & _FLAT:
         return None
-    base = own if {"state", "param_groups"} <= own.keys() else base_optimizer(graph, own)
+    base = own if {"state", "param_groups"} <= own.keys() else optimizer_in(graph, own)
     groups = list_items(graph.nodes[base["param_groups"]]) if base else ()
     params = [values_of(graph, group).get("params", -1) for group in groups]
     if not params or -1 in params:
         return None
     shapes = []
-    for state in group_states(graph, base).values():
+    for state in states_of(graph, base).values():
         ref = next((state[slot] for slot in _LIKE_PARAMETER if slot in state), -1)
         tensor = file.reader.tensor(ref) if ref >= 0 else None
         if tensor is not None:
@@ -221,7 +211,7 @@ class Pipeline(NumberedFiles):
         is_sure = bool(stages)
         for stage in stages:
             values = stage.values
-            groups = parameter_shapes(stage, values["param_shapes"]) if "param_shapes" in values else ()
+            groups = shapes_in(stage, values["param_shapes"]) if "param_shapes" in values else ()
             for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
                 own = rest.pop(name, None)
                 if own != shape and (own is not None or _OF_LAYER.match(name)):
@@ -350,7 +340,7 @@ class Universal(RankFiles):
         with suppress(MalformedError):
             own = rows(file, module[name])
             different, count = unlike(weights, 0, own, 0, prod(own.shape)) if own.shape == weights.shape else (0, 0)
-            self._odd += [place] if different * MOST_UNLIKE > count else []
+            self._odd += [place] if different * MOST_ODD > count else []
 
     def _note_uneven(self, model: ModelState, parameters: Mapping[str, Mapping[str, str]]) -> None:
         for group in model.groups:

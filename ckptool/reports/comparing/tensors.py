@@ -20,15 +20,7 @@ from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, rebuild_calls
 from ...files.downloads import expect_reads
 from ...files.threads import READ_SIZE, read_blocks, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
-from ...values.elements import (
-    BitDifference,
-    elements,
-    read_for,
-    reblocked,
-    storage_reader,
-    stored_span,
-    tensor_size,
-)
+from ...values.elements import BitDifference, elements, read_for, reblocked, storage_reader, stored_span, tensor_size
 from ...values.interpretation import Reading, resolved_bytes
 from .places import Side
 
