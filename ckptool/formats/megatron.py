@@ -335,7 +335,7 @@ class Megatron(RankFiles):
                 if (piece := self._slice(part, keys, name)) is not None
             ]
             if len(there) == 2 and there[0][:2] == there[1][:2]:
-                self.copies.add(CopyPair(name, *there))
+                self.copies.add(CopyPair(name, there[0], there[1]))
             elif len(there) == 2:
                 self._note_other_shape(name, there[1].file, there[0].file)
 

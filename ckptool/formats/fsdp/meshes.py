@@ -78,11 +78,11 @@ class Meshes(RankFiles):
             for number, name in rank_set.files.items():
                 file = self.open_file(name, stack)
                 if file is not None:
-                    before = saved.get(file.container.root, name)
-                    what = f"{name} was saved under the name of {before}"
-                    if before != name and before in rank_set.files.values():  # the tensors record the rank
+                    named = saved.get(file.container.root, name)
+                    what = f"{name} was saved under the name of {named}"
+                    if named != name and named in rank_set.files.values():  # the tensors record the rank
                         self.note("renamed", "warning", what, name)
-                    elif before != name:
+                    elif named != name:
                         self.note_lost(f"{what}: it is in the place of another", name)
                     rank = rank_set.rank_of(file.container.root, number)
                     if mapping(file.graph, file.graph.root) is None:
