@@ -147,6 +147,21 @@ def test_an_output_leaves_former_versions_behind(name: str, tmp_path: Path, caps
     assert oracle.difference(*map(oracle.load, outs)) == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"], ["keys"], ["stats"], ["hash"], ["validate", "--strict"], ["undo", "--list"],
+        ["lock", "-o", "LOCK"], ["undo", "--dry-run"], ["get", "epoch"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_other_command_reads_it(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, clean = edited_often(tmp_path)
+    command, *rest = [str(tmp_path / "a.lock") if word == "LOCK" else word for word in arguments]
+    assert run([command, str(path), *rest]) == 0, capsys.readouterr().err
+    assert run(["diff", str(path), str(clean), "--quiet"]) == 0
+
+
 def contract(path: Path) -> bool:
     return archive_of(path).find(".format_version") is not None
 
