@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .checkpoint.checkpoint import Change, Checkpoint
     from .checkpoint.survey import StateDict, TensorEntry
     from .checkpoint.tensors import Tensor
-    from .edits.average import average
     from .edits.averages import wrap
     from .edits.cast import cast
+    from .edits.combine import average, merge
     from .edits.convert import convert
     from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .edits.keys import strip_wrappers
     from .edits.lora import merge_lora
     from .edits.matching.match import match
-    from .edits.merge import merge
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
     from .edits.redact import redact
@@ -131,15 +130,14 @@ _NAMES = {
     "checkpoint.checkpoint": ("Change", "Checkpoint"),
     "checkpoint.survey": ("StateDict", "TensorEntry"),
     "checkpoint.tensors": ("Tensor",),
-    "edits.average": ("average",),
     "edits.cast": ("cast",),
+    "edits.combine": ("average", "merge"),
     "edits.convert": ("convert",),
     "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set"),
     "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
     "edits.lora": ("merge_lora",),
     "edits.matching.match": ("match",),
-    "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
     "edits.averages": ("wrap",),

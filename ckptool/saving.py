@@ -32,7 +32,7 @@ from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import only_one, selected
-from .edits.outputs import Conversion
+from .edits.convert import Conversion
 from .files.archives import open_any
 from .files.downloads import expect_plan
 from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source

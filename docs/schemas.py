@@ -21,7 +21,7 @@ from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
-from ckptool.edits.matching.report import MatchReport
+from ckptool.edits.matching.match import MatchReport
 from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock

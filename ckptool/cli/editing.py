@@ -23,7 +23,7 @@ from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import dotted
-from ..edits.outputs import Conversion, refuse_key
+from ..edits.convert import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FolderPlan, FolderSource
 from ..formats.opening import open_checkpoint

@@ -15,7 +15,7 @@ from ..base.records import TypedDict
 from ..base.steps import Step
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.outputs import output_format
+from ..edits.convert import output_format
 from ..edits.pipeline import Call, applied, calls
 from ..edits.table import CONFIG, EDITS, MODIFIERS, STEPS, Edit, Parameter
 from ..files.archives import exists

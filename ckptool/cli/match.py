@@ -14,8 +14,7 @@ from ..base.records import NamedTuple
 from ..base.steps import Line, NextStep
 from ..base.text import cut, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
-from ..edits.matching.match import Match, match_checkpoint
-from ..edits.matching.report import Differences, MatchAnswer, MatchReport, mismatch
+from ..edits.matching.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint, mismatch
 from ..edits.matching.targets import MatchTarget, match_target, target_in_error
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
@@ -115,9 +114,8 @@ def match(
     asked = Question(known, text, error or "", how.key, anywhere, not lenient)
     if applied:
         inputs = (target,) if target else ()
-        request = EditRequest(
-            "match", partial(_fitted, asked=asked), lines=_applied, code=_code, inputs=inputs, keyed=True
-        )
+        work = partial(_fitted, asked=asked)
+        request = EditRequest("match", work, lines=_applied, code=_code, inputs=inputs, keyed=True)
         return edit_all(request, (path,), how)
     try:
         with ckptool.open(path) as checkpoint:
@@ -191,7 +189,8 @@ def _words(report: MatchReport) -> list[str]:
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
         lines += _section([_modules(report)])
-    lines += _section([*_differences(report), *_optimizers(report)])
+    optimizers = [clean(mismatch(item)) for item in report["optimizers"] if not item["fits"]]
+    lines += _section([*_differences(report), *optimizers])
     if fix is not None:
         # The next step includes this fix, and one command for a file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
@@ -215,14 +214,10 @@ def _verdict(report: MatchReport) -> tuple[str, str]:
         return "fits", f": {share}"
     if report["placed"]:
         return "does not fit", f": {share} would load"
-    have, wanted = (_place(report[name]) for name in ("state_dict", "target_state_dict"))
-    return "does not fit", clean(
-        f": the state dict is {have}, in the target it is {wanted}; by name {share} would load"
-    )
-
-
-def _place(path: str) -> str:
-    return f"at {path!r}" if path else "the whole file"
+    places = (report["state_dict"], report["target_state_dict"])
+    have, wanted = (f"at {place!r}" if place else "the whole file" for place in places)
+    text = f": the state dict is {have}, in the target it is {wanted}; by name {share} would load"
+    return "does not fit", clean(text)
 
 
 def _share(loads: int, report: MatchAnswer) -> str:
@@ -255,11 +250,6 @@ def _differences(report: Differences) -> list[str]:
     ]
     lines += [clean(f"{kind}: {join_limited(keys, most=3)}") for kind, keys in named]
     return lines + _dtypes(report)
-
-
-def _optimizers(report: MatchAnswer) -> list[str]:
-    """Return a line for each optimizer that does not fit."""
-    return [clean(mismatch(item)) for item in report["optimizers"] if not item["fits"]]
 
 
 def _dtypes(report: Differences) -> list[str]:

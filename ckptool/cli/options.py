@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from ..checkpoint.checkpoint import Checkpoint
-    from ..edits.outputs import Conversion
+    from ..edits.convert import Conversion
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -373,7 +373,7 @@ def _conversion(
     max_shard_size: str | None,
     texts: tuple[str, ...],
 ) -> Conversion:
-    from ..edits.outputs import Conversion
+    from ..edits.convert import Conversion
 
     wrong = next((text for text in texts if "=" not in text), None)
     if wrong is not None:

@@ -26,10 +26,7 @@ _LDM: Final = "model.diffusion_model."
 
 
 class Place(NamedTuple):
-    """Rows of a tensor in the base: its key, the first row, how many, and which row of the wanted weight comes first.
-
-    ``is_part`` is false if it is the whole tensor.
-    """
+    """Rows of a base tensor: key, first row, how many, and the first wanted row; ``is_part``: not all of its rows."""
 
     key: str
     first: int
@@ -186,10 +183,7 @@ def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layouts(base: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Weight]]]:
-    """Yield the names of the base itself, and those that built-in recipes give its weights.
-
-    The first item is the model of the pipeline that they belong to, or "" if they may belong to any.
-    """
+    """Yield the names of the base, and those of built-in recipes; first the model of the pipeline, "" for any."""
     own = own_weights(base)
     yield "", own
     for prefix in (_LDM, *(f"{label}." for label in MODELS)):

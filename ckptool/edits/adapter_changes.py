@@ -82,10 +82,7 @@ class Module(NamedTuple):
         return self.adapter.tensors[key].shape
 
     def sizes(self, keys: Keys, forms: Mapping[str, str]) -> dict[str, Any]:
-        """Return the size for each letter of the forms, a tuple for a letter with "*".
-
-        Raise RefusedError if a tensor is missing or has no form, or if the shapes do not fit together.
-        """
+        """Return the size of each letter (a tuple with ``*``); raise RefusedError if the shapes do not fit together."""
         first = next(iter(keys.values()))
         if lacking := next((part for part in forms if part not in keys), ""):
             raise self.adapter.refusal(f"{quoted(first)} has no partner {lacking}: the file is incomplete")
@@ -213,10 +210,7 @@ def _lora(module: Module, keys: Keys) -> Iterator[WeightChange]:
 
 
 def _loha(module: Module, keys: Keys) -> Iterator[WeightChange]:
-    """Yield the change of LoHa: the product, element by element, of two products of matrices.
-
-    A convolution is a matrix with a row for each output, or each product has a core for the kernel (t1, t2).
-    """
+    """Yield the change of LoHa: (w1_a @ w1_b) * (w2_a @ w2_b), or the same with a core for the kernel (t1, t2)."""
     with_core = "hada_t1" in keys or "hada_t2" in keys
     forms = _LOHA_WITH_CORE if with_core else _LOHA
     size, own = module.sizes(keys, forms), module.own
@@ -275,10 +269,7 @@ def _vera(module: Module, keys: Keys) -> Iterator[WeightChange]:
 
 
 def _boft(module: Module, keys: Keys) -> Iterator[WeightChange]:
-    """Yield the change of BOFT: a block-diagonal rotation, and a scale for each row.
-
-    PEFT merges a product of several rotations only on a GPU, with bits of its own.
-    """
+    """Yield the change of BOFT: one block-diagonal rotation (more only merge on a GPU), and a scale for each row."""
     config, own = module.adapter.config, module.own
     size = module.sizes(keys, _BOFT)
     rotations, scales = (keys[part] for part in _BOFT)

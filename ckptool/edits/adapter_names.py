@@ -29,7 +29,7 @@ PEFT_PREFIX: Final = "base_model.model."
 #: The two matrices that all modules of VeRA share; their names have no module.
 PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 #: A key of PEFT: the module, the part, and the adapter's name in a raw state dict. ``base_layer`` may stand between
-#: for a parameter that is no module; see ``expert_adapters``.
+#: for a parameter that is no module; see ``adapters``.
 _PEFT: Final = regex(
     r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"

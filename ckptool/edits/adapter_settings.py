@@ -34,7 +34,7 @@ from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules
-from .storages import refuse_bits
+from .recompute import refuse_bits
 
 CONFIG: Final = "adapter_config.json"
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
@@ -265,9 +265,7 @@ def settings_in_header(checkpoint: Checkpoint, model: Modules) -> Mapping[str, A
 
 
 def scale_without_alpha(adapter: Adapter, rank: int) -> float:
-    """Return 1, which all readers take without alpha; raise RefusedError if the header states an alpha other than the
-    rank.
-    """
+    """Return 1, as readers take without alpha; raise RefusedError if the header states one other than the rank."""
     if adapter.alpha is not None and rank:
         return adapter.alpha / rank
     stated = _header_number(adapter.checkpoint, _HEADER_ALPHA)

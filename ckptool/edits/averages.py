@@ -7,7 +7,6 @@ of Stable Diffusion: ldm/modules/ema.py), or the whole file (torch.optim.swa_uti
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, Literal
@@ -16,7 +15,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import escaped
 from ..base.lazy import regex
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, NextStep, Step, command, option, suggested_output, tree_step
+from ..base.steps import AnyStep, Step, command, option, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -183,13 +182,6 @@ def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str,
         return f"no model in it has the names of the average ({names})", command("keys", checkpoint.path)
     if "averaging_state" in values_of(checkpoint.graph, checkpoint.graph.root):
         return "state_dict holds the averaged weights already (WeightAveraging of Lightning)", ""
-    if checkpoint.survey.modules:
-        steps = Step("sanitize"), Step("as_state_dict"), Step("use_ema")
-        output = suggested_output(checkpoint.path, "ema")
-        return "its models are pickled modules", command("edit", checkpoint.path, steps=steps, output=output)
-    beside = f"{os.path.normpath(checkpoint.path)}_ema"
-    if os.path.isdir(beside):
-        return "it holds no average; the folder beside it does", command("inspect", beside)
     return "it holds no averaged weights that ckptool can tell by name", tree_step(checkpoint.path)
 
 
@@ -229,10 +221,9 @@ def wrap(checkpoint: Checkpoint, key: str = "", *, purpose: Purpose | None = Non
 
 def fit_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     """Fit the top-level entries for a purpose; raise TargetError if it is unknown, or if that cannot be done."""
-    if purpose not in _PURPOSES:
-        step = "`--for inference` or `--for lightning`"
-        raise TargetError(f"{purpose!r} is not a known purpose", next=step)
-    return _PURPOSES[purpose](checkpoint)
+    if purpose not in ("inference", "lightning"):
+        raise TargetError(f"{purpose!r} is not a known purpose", next="`--for inference` or `--for lightning`")
+    return _for_inference(checkpoint) if purpose == "inference" else _for_lightning(checkpoint)
 
 
 def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
@@ -254,10 +245,12 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
         causes = {name: cause for name, cause in causes.items() if cause != "EMA"}
     changes = []
     sizes = account(survey).entry_bytes
+    step = command("edit", checkpoint.path, output=suggested_output(checkpoint.path, "ema"), steps=(Step("use_ema"),))
+    average: AnyStep = "the weights without the average stay; to take the average instead: " + step
     for cause in dict.fromkeys(causes.values()):
         names = [name for name, other in causes.items() if other == cause]
         size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
-        notes = (_average_step(checkpoint),) if cause == "EMA" else ()
+        notes = (average,) if cause == "EMA" else ()
         summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
         changes.append(Change("drop", "", len(names), 0, summary, notes))
     averaged = [(item.path, prefix) for item in checkpoint.state_dicts for prefix in averages_within(checkpoint, item)]
@@ -267,12 +260,6 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
     for path, prefix in averaged:
         checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".")
     return checkpoint
-
-
-def _average_step(checkpoint: Checkpoint) -> NextStep:
-    output = suggested_output(checkpoint.path, "ema")
-    step = command("edit", checkpoint.path, output=output, steps=(Step("use_ema"),))
-    return "the weights without the average stay; to take the average instead: " + step
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:
@@ -291,9 +278,3 @@ def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:
         if name not in names:
             checkpoint = set_entry(checkpoint, name, value)
     return checkpoint
-
-
-_PURPOSES: Final[Mapping[str, Callable[[Checkpoint], Checkpoint]]] = {
-    "inference": _for_inference,
-    "lightning": _for_lightning,
-}

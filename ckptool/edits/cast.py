@@ -20,9 +20,8 @@ from ..files.sources import Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 from ..values.torch import compute
-from .recompute import WHOLE, Recomputation, SharedStorage
+from .recompute import WHOLE, Recomputation, SharedStorage, Use, has_bits
 from .sharded import recast_spread
-from .storages import Use, has_bits
 
 #: This dtype packs two values into each byte.
 _FLOAT4: Final = "float4_e2m1fn_x2"
@@ -37,17 +36,15 @@ def check_dtype(name: str) -> Dtype:
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
-        raise TargetError(
-            f"{name!r} is not a dtype to cast to", next=f"{option('to_dtype', near[0] if near else 'bfloat16')}"
-        )
+        step = option("to_dtype", near[0] if near else "bfloat16")
+        raise TargetError(f"{name!r} is not a dtype to cast to", next=step)
     return dtype
 
 
 def _has_values(dtype: Dtype) -> bool:
     """Return whether torch can cast elements of this dtype."""
-    return dtype.name != _FLOAT4 and dtype.name.startswith(
-        ("float", "bfloat", "complex", "bcomplex", "int", "uint", "bool")
-    )
+    kinds = ("float", "bfloat", "complex", "bcomplex", "int", "uint", "bool")
+    return dtype.name != _FLOAT4 and dtype.name.startswith(kinds)
 
 
 @takes_path
@@ -80,11 +77,7 @@ def cast(
     survey, reader = work.checkpoint.survey, work.reader
     if not (target.floating or is_complex(target.name) or only.include):
         message = f"{target.name} would cut off the fraction: a cast is not a quantization"
-        raise TargetError(
-            message,
-            path=checkpoint.path,
-            next="name the tensors with `--include=` where that is meant",
-        )
+        raise TargetError(message, path=checkpoint.path, next="name the tensors with `--include=`, if it is meant")
 
     def wanted(tensor: Tensor) -> bool:
         return _is_cast(tensor, target, only)
@@ -144,10 +137,7 @@ def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
 
 
 class _Overflows:
-    """Counts, by storage, of finite values that became infinite or NaN; complete once the values are computed.
-
-    ``users`` lists the tensors of ``checkpoint``: their paths and storages.
-    """
+    """Counts, by storage, of finite values that became infinite or NaN; complete once the values are computed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         survey = checkpoint.survey

@@ -1,8 +1,10 @@
-"""Convert between formats: find the intended target, and refuse what it cannot hold."""
+"""Convert between formats: find the target that a name and the options of an output mean, and refuse what it lacks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
@@ -10,7 +12,8 @@ from ..base.findings import INNER
 from ..base.globs import escaped
 from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
-from ..base.steps import AnyStep, NextStep, Step, argument, command, folder_of, option, suggested_output, tree_step
+from ..base.steps import AnyStep, NextStep, Step, command, folder_of, option, suggested_output, tree_step
+from ..base.suffixes import TORCH
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
 from ..checkpoint.paths import within
@@ -20,19 +23,17 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
 from ..files.folders import open_folder
-from ..formats import folder_format
 from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
+from ..formats.names.parts import keeps_number
 from ..formats.opening import takes_path
-from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
-from ..formats.planning import refuse_damage
+from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
+from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder, makes_shards, refuse_damage
 from ..formats.rank_part import part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
-from .flat_params import refuse_flat, unflatten
 from .optimizers import optimizers
-from .outputs import refuse_part, takes_part
-from .sharded import local_parts
+from .sharded import local_parts, refuse_flat, unflatten_by
 
 #: The report of a Hugging Face folder that is made from a file.
 _WITHOUT_CONFIG: Final = (
@@ -42,10 +43,7 @@ _WITHOUT_CONFIG: Final = (
 
 
 class _Request(NamedTuple):
-    """The arguments of ``convert``.
-
-    ``beside`` lists the entries that a program holds in addition to its weights; ``shard_size`` is in bytes.
-    """
+    """The arguments of ``convert`` that say how to write; ``beside`` are a program's entries that are no weights."""
 
     key: str | None
     tied: Tied
@@ -53,11 +51,6 @@ class _Request(NamedTuple):
     metadata: Mapping[str, str]
     shard_size: int
     deepspeed_16bit: bool = False
-    unflatten: Any = None
-    use_ema: bool = False
-    to_names: str = ""
-    recipe: str = ""
-    config: Any = None
     strict: bool = False
     beside: Sequence[Loss] = ()
 
@@ -118,61 +111,49 @@ def convert(
     unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
-    size = _bytes_of(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    size = max_shard_size
+    if isinstance(size, str):
+        from ..formats.hf.writer import parse_size
+
+        size = parse_size(size)
     output = OUTPUTS[to_format]
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave `--max-shard-size=` out")
-    request = _Request(
-        key,
-        tied,
-        allow_loss,
-        metadata or {},
-        size,
-        deepspeed_16bit,
-        unflatten,
-        use_ema,
-        to_names,
-        recipe,
-        config,
-        strict,
-    )
+    request = _Request(key, tied, allow_loss, metadata or {}, size, deepspeed_16bit, strict)
+    whole = checkpoint
     try:
         if not takes_part(allow_loss):
             refuse_part(checkpoint)
+        if deepspeed_16bit:
+            checkpoint = with_weights(checkpoint, "module")
+        if unflatten is not None:
+            checkpoint = unflatten_by(checkpoint, unflatten)
+        refuse_flat(checkpoint, key)
+        if empty := empty_weights(checkpoint):
+            raise RefusedError(empty, path=checkpoint.path, next=GATHER)
+        if use_ema:
+            from . import averages  # imported only for averages
+
+            checkpoint = averages.use_ema(checkpoint, key=key)
+        if to_names or recipe:
+            from .recipes import apply_recipe, named_as  # imported only for other names
+
+            if to_names:
+                checkpoint = named_as(checkpoint, to_names, key=key, config=config, allow_loss=allow_loss)
+            if recipe:
+                checkpoint = apply_recipe(checkpoint, recipe, key=key, config=config)
         return _converted(checkpoint, output, request)
     except (RefusedError, TargetError) as error:
-        better = _elsewhere(checkpoint, output, request, error)
+        better = _elsewhere(whole, output, request, error)
         if better is not None:
             raise better from error
         raise
 
 
 def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
-    """Convert as ``convert`` does; errors concern this checkpoint only, and suggest no other path."""
+    """Write with the options; errors concern this checkpoint only, and suggest no other path."""
     key, holds_one = request.key, output.holds_one(request.shard_size)
-    if request.deepspeed_16bit:
-        checkpoint = with_weights(checkpoint, "module")
-    if request.unflatten is not None:
-        from .matching.targets import match_target
-
-        checkpoint = unflatten(checkpoint, match_target(request.unflatten))
-    refuse_flat(checkpoint, key)
-    if empty := empty_weights(checkpoint):
-        raise RefusedError(empty, path=checkpoint.path, next=GATHER)
-    if request.use_ema:
-        from .averages import use_ema  # imported only for averages
-
-        checkpoint = use_ema(checkpoint, key=key)
-    if request.to_names or request.recipe:
-        from .recipes import apply_recipe, named_as  # imported only for other names
-
-        if request.to_names:
-            checkpoint = named_as(
-                checkpoint, request.to_names, key=key, config=request.config, allow_loss=request.allow_loss
-            )
-        if request.recipe:
-            checkpoint = apply_recipe(checkpoint, request.recipe, key=key, config=request.config)
     if key is not None and not holds_one:
         if normal_path(key):
             checkpoint = extract(checkpoint, *(item.path for item in selected(checkpoint, key)))
@@ -200,10 +181,8 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
         if program is not None and program.unnamed and not {"entries", "all"} & {*request.allow_loss}:
             raise RefusedError(program.lacking, path=checkpoint.path, next=program.keeping) from error
         if any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
-            plain_name = suggested_output(checkpoint.path, "plain")
-            error.step = "make plain tensors of the arrays first: " + command(
-                "sanitize", checkpoint.path, output=plain_name
-            )
+            step = command("sanitize", checkpoint.path, output=suggested_output(checkpoint.path, "plain"))
+            error.step = "make plain tensors of the arrays first: " + step
         raise
 
 
@@ -272,8 +251,15 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
         # A remark on unchanged tensors would contradict that they are left out.
         kept = (one for one in checkpoint.changes if one.number or not any(within(one.path, out) for out in left_out))
         checkpoint = checkpoint.replace(changes=tuple(kept))
-        notes = [*([f"left out: {join_limited(beside, most=6)}"] if beside else []), *notes, *_layout_notes(chosen)]
-        notes += _prefix_notes(checkpoint, chosen)
+        notes = [*([f"left out: {join_limited(beside, most=6)}"] if beside else []), *notes]
+        # Details that only torch.save files keep, and that loading a state dict does not need.
+        gone = ["the type OrderedDict"] if chosen.container == "OrderedDict" else []
+        gone += ["_metadata (versions of modules)"] if chosen.metadata >= 0 else []
+        notes += [f"not kept: {join_limited([*gone, 'the order of keys'])}"] if gone else []
+        prefix = wrapper_prefix([str(checkpoint.graph.nodes[key]) for key, _ in chosen.items])
+        if prefix.keys:
+            which = "all keys" if prefix.keys == prefix.total else f"{prefix.keys:,} of {prefix.total:,} keys"
+            notes.append(f"{which} keep the prefix {prefix.name!r}; strip-module removes it from the output")
     elif not output.plain and (part := part_of(checkpoint)) is not None:
         notes.append(f"still a part: {part.message}")
     if request.shard_size:
@@ -285,9 +271,8 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
         notes += _without_config(checkpoint)
     if (save := checkpoint.container.rank_save) is not None and not save.recorded:
         notes.append(save.unsure)
-    change = Change(
-        "convert", key, 1, 0, f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}", tuple(notes)
-    )
+    what = f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}"
+    change = Change("convert", key, 1, 0, what, tuple(notes))
     graph = fit.graph() if fit.graph is not None else checkpoint.graph
     return checkpoint.changed(graph, [change], needs_relayout=fit.relayout, target=fit.target)
 
@@ -300,9 +285,7 @@ def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
     folder = folder_of(checkpoint.path)
     if is_address(checkpoint.path) or open_folder(folder).size(CONFIG) is None:
         return (_WITHOUT_CONFIG,)
-    if folder_format(folder) is None:
-        return (f"{CONFIG} is not copied: transformers needs it beside the weights; it is in {folder}",)
-    return (f"{CONFIG} is not copied: give the folder, {argument(folder)}, in place of the file, and it is",)
+    return (f"{CONFIG} is not copied: transformers needs it beside the weights; it is in {folder}",)
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:
@@ -318,28 +301,6 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
     return local_parts(checkpoint), [Loss("shards", names)]
 
 
-def _prefix_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
-    nodes = checkpoint.graph.nodes
-    prefix = wrapper_prefix([str(nodes[key]) for key, _ in chosen.items])
-    if not prefix.keys:
-        return ()
-    which = "all keys" if prefix.keys == prefix.total else f"{prefix.keys:,} of {prefix.total:,} keys"
-    return (f"{which} keep the prefix {prefix.name!r}; strip-module removes it from the output",)
-
-
-def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
-    """Return the note on details that only torch.save files keep and that loading a state dict does not need."""
-    gone = ["the type OrderedDict"] if chosen.container == "OrderedDict" else []
-    gone += ["_metadata (versions of modules)"] if chosen.metadata >= 0 else []
-    return (f"not kept: {join_limited([*gone, 'the order of keys'])}",) if gone else ()
-
-
-def _bytes_of(size: str) -> int:
-    from ..formats.hf.writer import parse_size
-
-    return parse_size(size)
-
-
 def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) -> StateDict:
     chosen = selected(checkpoint, key)
     if not chosen:
@@ -352,3 +313,152 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
             step = loadable_step(checkpoint, (Step("to_format", output.name),), output.extension) or step
         raise RefusedError(what, path=checkpoint.path, next=step)
     return chosen[0]
+
+
+# -- the options of an output
+
+
+class Conversion(NamedTuple):
+    """The options of an output, as ``convert`` takes them. With ``format`` "" the file name decides.
+
+    ``deepspeed_16bit`` takes the 16-bit weights of DeepSpeed. ``alone`` says that the key chooses what is written, even
+    in formats that hold several state dicts. ``strict`` refuses every loss.
+    """
+
+    format: str = ""
+    tied: Tied = ""
+    allow_loss: Collection[str] = ()
+    metadata: Mapping[str, str] = MappingProxyType({})
+    shard_size: int = 0
+    deepspeed_16bit: bool = False
+    alone: bool = False
+    strict: bool = False
+
+    def format_of(self, checkpoint: Checkpoint, output: str) -> str:
+        """Return the format to convert to for an output with this name, or "" if the file keeps its own.
+
+        Raise TargetError if a conversion is needed but neither the options nor the name give a format.
+        """
+        if self.format:
+            return self.format
+        known = named_format(output)
+        named = known.name if known is not None else ""
+        if self.shard_size or self.tied or self.metadata:
+            return named or _sharded_format(checkpoint, output)
+        own = OUTPUTS.get(checkpoint.traits.writes_as)
+        kept = own.like if own is not None else ""
+        return named if named != kept else ""
+
+    def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
+        """Return whether the output is a folder. Shards in a folder stay a folder unless the name looks like a file."""
+        target = self.format_of(checkpoint, output)
+        if not target:
+            return makes_folder(checkpoint, output)
+        if self.shard_size or not OUTPUTS[target].shards:
+            return bool(self.shard_size) or OUTPUTS[target].folder
+        return makes_shards(checkpoint, output)
+
+    def called(self, name: str) -> str:
+        """Return the output's name, in a folder of outputs, for an input with this name."""
+        stem, suffix = os.path.splitext(name)
+        if self.shard_size:
+            return stem
+        if not self.format or suffix.lower() in (OUTPUTS[self.format].suffixes or TORCH):
+            return name
+        return stem + OUTPUTS[self.format].extension
+
+    def applied(
+        self, checkpoint: Checkpoint, output: str, key: str | None = None, *, edited: bool = False
+    ) -> Checkpoint:
+        """Return the checkpoint converted for an output with this name.
+
+        ``key`` names the state dict for a format that holds one. ``edited`` says that edits used the same key: it may
+        then be missing by now, and is ignored by formats that hold everything. Raise the same errors as ``convert``.
+        """
+        target = self.format_of(checkpoint, output) or ("" if checkpoint.traits.writes_as else "torch")
+        size = self.shard_size
+        if not size and target and OUTPUTS[target].shards and self.makes_folder(checkpoint, output):
+            size = DEFAULT_SHARD_SIZE
+        holds_one = OUTPUTS[target].holds_one(size) if target else False
+        if edited and key is not None:
+            place = normal_path(key)
+            key = key if holds_one and any(each.path == place for each in checkpoint.state_dicts) else None
+        if not (self.alone or holds_one):
+            refuse_key(checkpoint, key)
+        if not target:
+            return checkpoint
+        return convert(
+            checkpoint,
+            target,
+            key=key,
+            tied=self.tied,
+            allow_loss=self.allow_loss,
+            metadata=self.metadata,
+            max_shard_size=size,
+            deepspeed_16bit=self.deepspeed_16bit,
+            strict=self.strict,
+        )
+
+    def refuse_part(self, checkpoint: Checkpoint, output: str | None) -> None:
+        """Call the function ``refuse_part``, unless the part was asked for or nothing is written."""
+        if output is not None and not takes_part(self.allow_loss):
+            refuse_part(checkpoint, output, ranks=False)
+
+
+def takes_part(allow_loss: Collection[str]) -> bool:
+    """Return whether these losses allow a file that is one part of a checkpoint to be written as a standalone file."""
+    return "shards" in allow_loss or "all" in allow_loss
+
+
+def refuse_part(checkpoint: Checkpoint, output: str = "", *, ranks: bool = True) -> None:
+    """Raise RefusedError for a file that is one part of a checkpoint, if its output could be taken for the whole.
+
+    An output whose name keeps the part's number is still a part. An output that also holds the other parts is the
+    whole. ``output`` is "" for a conversion, whose output is always taken for the whole. Without ``ranks``, files of
+    one rank are accepted, whose tensors or whose content show that they are parts.
+    """
+    if output and keeps_number(output, checkpoint.path):
+        return
+    # Edits may change the names and tensors by which files of one checkpoint are recognised: use the unedited file.
+    part = part_of(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container))
+    if part is None or (not ranks and part.code != "part"):
+        return
+    if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
+        return  # all parts are merged
+    step: AnyStep = "`--allow-loss shards` writes this part alone"
+    if part.folder:
+        step += "; the whole is here: " + command("inspect", part.folder)
+    elif part.cut:
+        step += f"; for the whole, {part.whole}"
+    raise RefusedError(part.message, path=checkpoint.path, next=step)
+
+
+def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
+    """Return ``suggested_output``, as the name of a file if the checkpoint was joined from several files."""
+    return suggested_output(checkpoint.path, word, "" if checkpoint.traits.writes_as else ".pth")
+
+
+def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
+    """Raise TargetError if ``key`` is given for an output that holds the whole checkpoint."""
+    if key is not None:
+        message = "the output holds the whole checkpoint: a key is for formats that hold one state dict"
+        path = checkpoint.path
+        step = command("extract", path, key, output=suggested_output(path, "weights"))
+        raise TargetError(message, path=path, next=step)
+
+
+def output_format(path: str) -> str:
+    """Return the format that the suffix of an output means; raise TargetError if it means none."""
+    known = named_format(path)
+    if known is not None:
+        return known.name
+    what, step = "the name has no suffix that means a format", "say it: `--to-format safetensors`"
+    if is_folder_name(path):
+        what, step = "the name means a folder", "say its format: `--to-format safetensors` `--max-shard-size 5GB`"
+    raise TargetError(f"{what}; there are {join_limited(TARGETS)}", path=path, next=step)
+
+
+def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
+    """Return the checkpoint's own format if it can be sharded, otherwise the format that the output's name means."""
+    own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
+    return own.like if own.shards else output_format(path)

@@ -20,8 +20,8 @@ from ..checkpoint.programs import program_of
 from ..checkpoint.selection import dotted
 from ..formats.opening import takes_path
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
+from .recompute import chosen_storages
 from .sharded import mesh_devices, reset_meshes
-from .storages import chosen_storages
 
 
 class DeviceMap(NamedTuple):
@@ -64,10 +64,8 @@ class DeviceMap(NamedTuple):
         if len(set(self.visible)) != len(self.visible):
             raise TargetError("a device is named twice among the visible ones")
         if not (self.to or self.map or self.visible):
-            raise TargetError(
-                "no target",
-                next="say where to: `--to cpu`, `--map cuda:1=cuda:0` or `--visible 1,3`",
-            )
+            step = "say where to: `--to cpu`, `--map cuda:1=cuda:0` or `--visible 1,3`"
+            raise TargetError("no target", next=step)
 
 
 @takes_path
@@ -156,7 +154,11 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
             else:
                 moved[old, new] += 1
         if new != old:
-            _retag(editor, ref, new)
+            node = editor.graph.nodes[ref]
+            assert isinstance(node, Persistent)
+            pid = editor.graph.nodes[node.pid]
+            assert type(pid) is tuple
+            editor.changed[node.pid] = (*pid[:3], editor.text(pid[3], new), *pid[4:])
     objects = _move_objects(editor, devices) if chosen is None else 0
     changes = [
         Change("remap", "", count, 0, f"{pluralize(count, 'storage')} tagged {old}, now tagged {new}")
@@ -177,12 +179,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         changes += _meshes(checkpoint, devices, editor if strings else None)
         changes += _in_code(checkpoint, devices)
     if unmatched and not (moved or devices.to or devices.visible) and {change.edit for change in changes} == {"remap"}:
-        origin, target = next(iter(devices.map.items()))
-        away = [tag for tag in sorted(tags) if tag not in ("cpu", "meta", target)]
-        step = "name one of them" if tags else ""
-        if len(away) == 1:
-            step = f"{option('map', f'{away[0]}={target}')} moves its tensors to {target}"
-        raise RefusedError(f"no storage is tagged {origin}{there}", next=step)
+        raise RefusedError(unmatched[0], next="name one of them" if tags else "")
     return checkpoint.changed(editor.done(), changes)
 
 
@@ -246,24 +243,13 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
             moves[old, new].append(ref)
     changes = []
     for (old, new), refs in moves.items():
-        one = len(refs) == 1
-        which = f"the DeviceMesh of {old!r}" if one else f"{len(refs):,} DeviceMeshes of {old!r}"
         if editor is None:
-            notes = (f"`--strings` changes {('it' if one else 'them')} too",)
-            changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
+            notes = ("`--strings` changes it too",)
+            changes.append(Change("device-mesh", "", 0, len(refs), f"the DeviceMesh of {old!r} stays so", notes))
         else:
             reset_meshes(editor, refs, new)
-            summary = f"{which} {'is' if one else 'are'} now of {new!r}"
-            changes.append(Change("device-mesh", "", len(refs), 0, summary))
+            changes.append(Change("device-mesh", "", len(refs), 0, f"the DeviceMesh of {old!r} is now of {new!r}"))
     return changes
-
-
-def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
-    node = editor.graph.nodes[ref]
-    assert isinstance(node, Persistent)
-    pid = editor.graph.nodes[node.pid]
-    assert type(pid) is tuple
-    editor.changed[node.pid] = (*pid[:3], editor.text(pid[3], new), *pid[4:])
 
 
 def _move_objects(editor: GraphEditor, devices: DeviceMap) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns, is_pattern, split_globs
-from ..base.steps import as_step, command, suggested_output, tree_step
+from ..base.steps import command, suggested_output, tree_step
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
@@ -200,21 +200,14 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     inside = [entry for entry in survey.tensors if entry.state_dict >= 0]
     keys, paths = [entry.key for entry in inside], [entry.path for entry in inside]
     tops = [entry.key for entry in survey.entries]
-    names = [*zip(keys, paths), *((entry.key, entry.path) for entry in survey.entries)]
-    lists = {glob: split_globs(glob) for glob in missing}
-    if all(any(Globs([part]).match(*name) for name in names) for parts in lists.values() for part in parts):
-        message = f"nothing matches {join_limited([repr(glob) for glob in missing])}: commas do not separate patterns"
-        raise RefusedError(message, path=checkpoint.path, next="name them one by one")
     # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.
     near = {glob: nearest_pattern(glob, keys if "." in glob else [*tops, *keys], paths) for glob in missing}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
+    if any("," in glob for glob in missing):
+        message += "; patterns are given one by one, without commas"
     if any(near.values()):
         message += f"; did you mean {join_limited([repr(name) for name in near.values() if name])}?"
-    step = tree_step(checkpoint.path)
-    deeper = Globs([missing[0], f"*.{missing[0]}"])
-    if not near[missing[0]] and any(deeper.match(entry.path) for entry in survey.tensors):
-        step = as_step("patterns match entries and keys of state dicts; other entries go by their exact path")
-    raise RefusedError(message, path=checkpoint.path, next=step)
+    raise RefusedError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
 
 
 def _filtered(
@@ -225,10 +218,7 @@ def _filtered(
     inside: set[str] | None,
     by_name: bool,
 ) -> Checkpoint:
-    """Drop entries of the root and keys of the state dicts; with ``inside``, only in the state dicts at these paths.
-
-    ``by_name`` says that the user named the entries without wildcards.
-    """
+    """Drop entries of the root, and keys of the state dicts ``inside``; ``by_name``: the user gave no wildcards."""
     graph, survey = checkpoint.graph, checkpoint.survey
     editor = GraphEditor(graph)
     changes = []

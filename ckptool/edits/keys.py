@@ -54,18 +54,9 @@ def strip_prefix(
     ...     print(plain.changes[0].words)
     state_dict: prefix 'module.' removed from 14 keys
     """
-    head = _segments(prefix)
-    strip = stripping(prefix)
-
-    def remark(names: Sequence[str]) -> tuple[AnyStep, ...]:
-        stripped = [strip(name) for name in names]
-        still = sum(name.startswith(head) for name in stripped)
-        notes = (f"{still:,} of them still begin with it: strip it again",) if still else ()
-        inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
-        return (*notes, f"{join_limited(inside)} still inside: `--wrappers`") if inside else notes
-
+    head, strip = _segments(prefix), stripping(prefix)
     words = f"prefix {head!r} removed from", f"no key has the prefix {head!r}"
-    return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)
+    return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words)
 
 
 def stripping(prefix: str) -> Rename:
@@ -111,13 +102,8 @@ def add_prefix(
     'module.conv1.weight'
     """
     head = _segments(prefix)
-
-    def remark(names: Sequence[str]) -> tuple[AnyStep, ...]:
-        had = sum(name.startswith(head) for name in names)
-        return (f"{had:,} of them had it already and have it twice now",) if had else ()
-
     words = f"prefix {head!r} added to", "no key is renamed"
-    return _rename_keys(checkpoint, lambda _: head.__add__, key, Globs(include, exclude), "add-prefix", words, remark)
+    return _rename_keys(checkpoint, lambda _: head.__add__, key, Globs(include, exclude), "add-prefix", words)
 
 
 def by_glob(
@@ -151,10 +137,7 @@ def by_regex(
     key: str | None = None,
     only: Globs = MATCH_ALL,
 ) -> Checkpoint:
-    """Replace the first ``count`` matches of a regular expression in each key (0: all), as ``re.sub`` does.
-
-    Raise RefusedError if no key matches or two would become one, TargetError for an invalid expression.
-    """
+    """Replace the first ``count`` matches in each key (0: all); raise TargetError for an invalid expression."""
     try:
         compiled = re.compile(pattern)
 
@@ -252,7 +235,6 @@ def _rename_keys(
     only: Globs,
     edit: str,
     words: tuple[str, str],
-    remark: Callable[[Sequence[str]], tuple[AnyStep, ...]] | None = None,
 ) -> Checkpoint:
     """Rename the keys of state dicts; ``only`` chooses the keys that may change.
 
@@ -279,7 +261,9 @@ def _rename_keys(
         new_names.update(pairs)
         _refuse_collisions(checkpoint, state_dict, [*_beside(checkpoint, state_dict), *pairs])
         count = sum(old != new for old, new in pairs)
-        notes = remark(names) if remark else ()
+        # Other wrappers, or the same once more, are still there.
+        inside = [repr(name) for name in wrapper_counts(renamed)] if edit == "strip-prefix" else []
+        notes: tuple[AnyStep, ...] = (f"{join_limited(inside)} still inside: `--wrappers`",) if inside else ()
         if count:
             texts = {ref: editor.text(ref, new) for (ref, _), new in zip(state_dict.items, renamed)}
             whole = mapping(checkpoint.graph, state_dict.ref) or ()

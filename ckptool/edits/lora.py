@@ -30,10 +30,9 @@ from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapters import description, weight_changes
-from .average import one_for_each
+from .combine import one_for_each
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
-from .recompute import Recomputation
-from .storages import refuse_bits, tensors_of
+from .recompute import Recomputation, refuse_bits, tensors_of
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -95,10 +94,7 @@ def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
 
 
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
-    """Return the command that merges an adapter into a base, empty if they do not fit.
-
-    Also say what the adapter is and what it changes. Return "" for an adapter of PEFT that does not fit.
-    """
+    """Return the command that merges an adapter into a base, empty if it does not fit, and what there is to say."""
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:

@@ -75,10 +75,7 @@ def optimizers(graph: Graph) -> list[Optimizer]:
 
 
 def _may_contain(graph: Graph, ref: Ref) -> bool:
-    """Return whether a node can contain an optimizer.
-
-    A tensor, an unfilled call with several arguments, cannot.
-    """
+    """Return whether a node can contain an optimizer; a tensor, an unfilled call with several arguments, cannot."""
     node = graph.nodes[ref]
     if type(node) is Call and node.filling is None:
         return len(list_items(graph.nodes[node.args])) == 1
@@ -161,7 +158,7 @@ def renamed_parameters(
             old_parts = list_items(graph.nodes[ref])
             parts = [_renamed(editor, part, table) for part in old_parts]
             if parts != list(old_parts):
-                _set_list(editor, ref, parts)
+                editor.changed[ref] = List(parts) if isinstance(graph.nodes[ref], List) else tuple(parts)
         items = [(_renamed(editor, name, table), value) for name, value in states]
         if items != states:
             editor.refill(optimizer.state, items)
@@ -175,15 +172,8 @@ def _renamed(editor: GraphEditor, ref: Ref, new_names: Mapping[str, str]) -> Ref
     return editor.text(ref, new_names[text]) if type(text) is str and text in new_names else ref
 
 
-def _set_list(editor: GraphEditor, ref: Ref, parts: Sequence[Ref]) -> None:
-    editor.changed[ref] = List(list(parts)) if isinstance(editor.graph.nodes[ref], List) else tuple(parts)
-
-
 def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
-    """Map each parameter's mapping of values in an optimizer state to its state dict and key.
-
-    An optimizer that fits several state dicts, or none, is left out.
-    """
+    """Map each parameter's state to its state dict and key, where an optimizer fits only one state dict."""
     graph = checkpoint.graph
     owners: dict[Ref, tuple[StateDict, str]] = {}
     for optimizer in optimizers(graph):

@@ -23,7 +23,7 @@ from ..checkpoint.objects import mapping, values_of
 from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, contiguous_strides
 from ..files.archives import read_object
 from ..files.sources import FolderSource, Span
 from ..formats.names.megatron import arguments
@@ -42,15 +42,21 @@ from ..formats.recipes.evaluation import (
     fits,
     named,
 )
-from ..formats.recipes.inverse import refuse_one_way
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, model_type
-from ..formats.recipes.recipe import Recipe, built_in, built_in_both_ways, built_in_heads, built_in_names, read_recipe
+from ..formats.recipes.recipe import (
+    TABLES,
+    Recipe,
+    built_in,
+    built_in_both_ways,
+    built_in_heads,
+    built_in_names,
+    read_recipe,
+)
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
-from .recompute import Recomputation, quantized_refusal
+from .recompute import Recomputation, quantized_refusal, refuse_bits, tensors_of
 from .slim import equal_values
-from .storages import refuse_bits, tensors_of
 
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"
@@ -92,12 +98,8 @@ def named_as(
     """
     known = families()
     if family not in known:
-        possible = [each for each in _possible(checkpoint, key, list(_described_beside(checkpoint))) if each in known]
-        library, _, model = family.rpartition(":")
-        like = possible or [each for each in known if model in each or each.partition(":")[0] == library] or known
-        what = f"{family!r} is not a family of names"
-        lead = "from the names of this model, recipes lead to" if possible else "one of"
-        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}")
+        like = _possible(checkpoint, key, list(_described_beside(checkpoint))) or known
+        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(like, most=len(like))}")
     heads = {name: head for name, head in built_in_heads().items() if family in (head.a, head.b)}
     # The writer of a folder of parts is the family that its shapes show.
     writer = checkpoint.container.writer.partition(",")[0]
@@ -131,10 +133,7 @@ def apply_recipe(
 def leading_to(
     checkpoint: Checkpoint, key: str | None, wanted: Mapping[str, Sequence[int] | None]
 ) -> tuple[str, list[str]]:
-    """Return the family whose names and shapes are exactly these once a built-in recipe was applied, or "".
-
-    Also return the names of the tensors that the recipe leaves out. A shape may be None, where it is not known.
-    """
+    """Return the family with exactly these names and shapes after a recipe, or none, and the names left out."""
     facts: list[Mapping[str, Any]] = []
     for name in built_in_names():
         for recipe, inverse in built_in_both_ways(name):
@@ -153,10 +152,7 @@ def leading_to(
 
 
 def family_between(names: Sequence[str], wanted: Sequence[str], model: str) -> str:
-    """Return the family that a built-in recipe leads to from all of these names to all wanted ones, or "".
-
-    If several do, it is the one whose name is in ``model``, the name of a class, or the first.
-    """
+    """Return the family that a built-in recipe leads to between these names, preferably one in ``model``, or none."""
     pairs = (pair for name in built_in_names() for pair in built_in_both_ways(name))
     found = [recipe.b for recipe, inverse in pairs if covers(recipe, names) and covers(inverse, wanted)]
     said = (family for family in found if family.rpartition(":")[2].replace("_", "") in model.lower())
@@ -258,10 +254,7 @@ def _config(
     facts: Sequence[Mapping[str, Any]],
     given: Sequence[Mapping[str, Any]],
 ) -> tuple[bytes, list[str]]:
-    """Return the ``config.json`` for the result, b"" where none is made, and what to report about it.
-
-    Raise RefusedError if the one beside the weights describes the layout that they had, and the new one is not known.
-    """
+    """Return the config.json for the result, or no bytes, and notes; refuse if the present one would become wrong."""
     target = recipe.b.removeprefix("hf:") if recipe.b.startswith("hf:") else ""
     source = checkpoint.source
     beside = source.beside if isinstance(source, FolderSource) else ()
@@ -308,7 +301,7 @@ def _chosen(
         for recipe in recipes:
             try:
                 result = apply(recipe, views, facts)
-                refuse_one_way(recipe, views, facts, result)
+                _refuse_one_way(recipe, views, facts, result)
             except RefusedError as error:
                 error.path = checkpoint.path
                 count, whole = named(recipe, views)
@@ -442,3 +435,47 @@ def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     # In arguments of Megatron-LM, model_type means something else.
     for each in ([own] if own else []) + described:
         yield {field: value for field, value in each.items() if field != "model_type"}
+
+
+# -- the way back
+
+
+def _refuse_gaps(recipe: Recipe, names: Sequence[str]) -> None:
+    """Raise RefusedError if numbers that count several kinds of modules, as {3B+J+1} does, leave one out."""
+    patterns = (pattern.name for rule in recipe.rules for pattern in (*rule.a, *rule.b) if pattern.name.sums)
+    heads = {each.texts[0] for each in patterns if any(abs(factor) > 1 for _, factor in each.sums[0].factors)}
+    for head in sorted(heads):
+        steps = (name[len(head) :].partition(".")[0] for name in names if name.startswith(head))
+        found = {int(step) for step in steps if step.isdecimal()}
+        gap = next(number for number in range(len(found) + 1) if number not in found)
+        if gap < len(found):
+            what = f"there would be {quoted(f'{head}{max(found)}')} without {quoted(f'{head}{gap}')}"
+            raise RefusedError(f"{what}: the recipe counts blocks of another depth, or one is missing")
+
+
+def _refuse_one_way(
+    recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]], result: Result
+) -> None:
+    """Raise RefusedError if the inverse of a built-in recipe does not lead back from a result of ``apply``.
+
+    Names may differ once, as those of another version of the same layout do: then they lead to the same result again.
+    """
+    if not recipe.path.startswith(TABLES):
+        return
+    _refuse_gaps(recipe.expanded(tensors), [*tensors, *(output.name for output in result.outputs)])
+    made = {output.name: View(output.shape, contiguous_strides(output.shape)) for output in result.outputs}
+    kept = {name: tensors[name] for name in result.rest}
+    what = "the result could not be converted back"
+    try:
+        inverse = recipe.reversed()._replace(model_types=((), ()))
+        back = apply(inverse, made | kept, facts, result.numbers)
+        names = {output.name: View(output.shape, contiguous_strides(output.shape)) for output in back.outputs}
+        if {*names, *kept} == tensors.keys() - {*result.ignored, *result.apart}:
+            return
+        again = apply(recipe, names | kept, facts, result.numbers)
+    except RefusedError as error:
+        raise RefusedError(f"{what}: {error.what}") from error
+    shapes = {output.name: output.shape for output in again.outputs}
+    odd = sorted({(name, view.shape) for name, view in made.items()} ^ {*shapes.items()})
+    if odd:
+        raise RefusedError(f"{what}: {quoted(odd[0][0])} would be another tensor")

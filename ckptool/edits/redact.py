@@ -30,7 +30,7 @@ from ..formats.opening import open_checkpoint, takes_path
 from ..pickles.nodes import Call, Graph, Persistent, Ref
 from .entries import drop_entries
 from .optimizers import optimizers
-from .sanitize.companions import content
+from .sanitize.trial import content
 
 Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -80,10 +80,7 @@ class _Users:
 
 
 class PrivateItem(NamedTuple):
-    """Something private: its kind, its path, a description, and the node or the text that holds it.
-
-    ``new`` is the text that replaces it; None drops the whole entry.
-    """
+    """Something private: its kind, path, description, and holder; ``new`` replaces it, None drops its entry."""
 
     kind: Kind
     path: str
@@ -101,7 +98,7 @@ _NOWHERE: Final = -1
 def redact(
     checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, include: Patterns = (), exclude: Patterns = ()
 ) -> Checkpoint:
-    """Redact what ``find_private`` finds for these kinds.
+    """Redact what ``private_and_left`` finds for these kinds.
 
     Absolute paths keep their last part. Users and hosts become "user" and "host", sources become empty, and entries
     with training arguments are dropped. Headers and the files of a folder are included. ``include`` and ``exclude``
@@ -164,23 +161,10 @@ def _refuse_unknown(kinds: Iterable[str]) -> None:
         raise TargetError(f"{unknown!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
 
 
-def find_private(
-    checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
-) -> list[PrivateItem]:
-    """Return everything private of these kinds, in file order; ``only`` chooses by path.
-
-    See ``private_and_left`` for what no edit changes.
-    """
-    return private_and_left(checkpoint, kinds, only=only)[0]
-
-
 def private_and_left(
     checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
 ) -> tuple[list[PrivateItem], list[str]]:
-    """Return everything private of these kinds, in file order, and where something private may stay.
-
-    A text that appears at several places is one object. It is included if any of its places is chosen.
-    """
+    """Return everything private of these kinds, in file order, and where something private may stay."""
     graph = checkpoint.graph
     items: list[PrivateItem] = []
     texts = list(_texts(graph))
@@ -512,9 +496,5 @@ def _in_archive(checkpoint: Checkpoint) -> Iterator[Text]:
             yield Text("unread", "", record.name, "")
             continue
         data = b"".join(content_chunks(record.span, record.size, record.compressed, record.name))
-        yield Text(
-            use,
-            "",
-            record.name,
-            f"{record.name}\n{data.decode('utf-8', 'replace')}" if kept else data.decode("latin-1"),
-        )
+        text = f"{record.name}\n{data.decode('utf-8', 'replace')}" if kept else data.decode("latin-1")
+        yield Text(use, "", record.name, text)

@@ -25,11 +25,10 @@ from ..formats.opening import takes_path
 from ..values.elements import StorageReader, as_in_file, elements, reblocked, storage_reader, swapped
 from ..values.torch.compute import mean_row
 from ..values.torch.loads import need_torch
+from .convert import suggested_edit
 from .model_config import EMBEDDING, HEAD, with_vocabulary
 from .optimizers import optimizers
-from .outputs import suggested_edit
-from .recompute import Recomputation, SharedStorage, has_arithmetic, quantized_refusal
-from .storages import has_bits
+from .recompute import Recomputation, SharedStorage, has_arithmetic, has_bits, quantized_refusal
 
 Fill = Literal["mean", "zero"]
 
@@ -121,10 +120,7 @@ def resize(
 
 
 def resize_step(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...] | None]) -> NextStep:
-    """Return the command that gives the tensors ``wanted`` these shapes, with more rows; no step if none does that.
-
-    A vocabulary that is larger by more than a half is another one: its rows have another meaning.
-    """
+    """Return the command that gives the tensors ``wanted`` these shapes by at most half more rows, or no step."""
     try:
         tables = _tables(Recomputation(checkpoint, None, Globs((), ())), named=False)
         old, rows = tables[0].rows, max((max(shape or (0,)) for shape in wanted.values()), default=0)
@@ -195,10 +191,7 @@ def _checked(work: Recomputation, item: SharedStorage, table: _Table, fill: Fill
 
 
 def resized(reader: StorageReader, kept: Tensor, tensor: Tensor, rows: int, number: int, mean: bool) -> Iterator[bytes]:
-    """Yield the rows of ``kept``, in the byte order of the file, then ``number`` new rows.
-
-    New rows are the mean of the ``rows`` rows of ``tensor``, or zeros.
-    """
+    """Yield the rows of ``kept``, then ``number`` new ones: the mean of the ``rows`` rows of ``tensor``, or zeros."""
     yield from as_in_file(reader, kept)
     size = tensor.numel // rows * BY_NAME[tensor.dtype].itemsize
     row = bytes(size)

@@ -27,7 +27,7 @@ from ..formats.torch.tar_reader import sniff
 from ..pickles.nodes import Ref
 from ..safety.weights_only import graph_blockers
 from .optimizers import entries_to_drop, optimizers, parameter_states
-from .storages import misdescribed
+from .recompute import misdescribed
 
 
 class Lost(NamedTuple):
@@ -119,10 +119,7 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
 
 
 def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[Container, bool]:
-    """Return the intact parts of a file, and whether they are the whole file.
-
-    A file written by torch 0.1 is either intact or unreadable.
-    """
+    """Return the intact parts of a file, and whether they are the whole file."""
     head = source.read(0, 1024)
     is_zip = head[2:4] == b"\x03\x04" and head[8:9] != b"{"  # the first two bytes may be damaged
     if not is_zip and safetensors_reader.sniff(head, source):
@@ -250,10 +247,7 @@ def _states(checkpoint: Checkpoint, gone: Set[Ref]) -> tuple[SalvagedState, ...]
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
-    """Return the tensors that depend on something lost: a DTensor's local tensor or mesh, or parts of an unknown kind.
-
-    They hold these parts in dicts and lists. Elsewhere, dicts and lists are kept with their intact items.
-    """
+    """Return the tensors that depend on something lost: DTensors, by tensor or mesh, and those of unknown kinds."""
     tensors = checkpoint.survey.tensors
     holders = {entry.ref for entry in tensors if entry.tensor.parts or entry.tensor.kind == "unknown"}
     if not (holders and lost):

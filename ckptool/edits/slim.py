@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import MalformedError, RefusedError, TargetError
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.nearest import did_you_mean
 from ..base.records import NamedTuple
-from ..base.steps import command, salvage_step
+from ..base.steps import command
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
-from ..checkpoint.checksums import checksum
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import mapping
@@ -29,8 +28,7 @@ from ..formats.outputs import OUTPUTS
 from ..pickles.nodes import Ref
 from ..values.elements import StorageReader, as_in_file, elements, reblocked, storage_reader, tensor_size
 from .averages import Purpose, fit_for
-from .recompute import Recomputation
-from .storages import Use, chosen_storages, has_bits, refuse_bits, repointed
+from .recompute import Recomputation, Use, chosen_storages, has_bits, refuse_bits, repointed
 
 #: Bytes of overhead per record. A smaller gap between two views costs less than another record.
 _RECORD: Final = 256
@@ -180,7 +178,11 @@ def merged_doubles(
         if storage.nbytes and len(homes.get(item.key, ())) == 1 and body is not None:
             signature = (storage.cls, storage.numel, storage.location, *homes[item.key])
             alike.setdefault(signature, {}).setdefault(body.crc or None, []).append(item.key)
-    same = dict(_duplicates(checkpoint, list(_candidates(alike.values()))))
+    # Storages with equal checksums may be equal; where a checksum is missing, all of them.
+    by_crc = (
+        [[key for keys in each.values() for key in keys]] if None in each else each.values() for each in alike.values()
+    )
+    same = dict(_duplicates(checkpoint, [keys for groups in by_crc for keys in groups if len(keys) > 1]))
     if not same:
         return work.done([Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
@@ -191,13 +193,6 @@ def merged_doubles(
     summary = f"{pluralize(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
     return work.done([Change("dedupe", "", len(same), 0, summary, (f"tied now: {join_limited(pairs, most=3)}",))])
-
-
-def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
-    """Yield lists of storages that may have equal bytes."""
-    for by_crc in alike:
-        groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()
-        yield from (keys for keys in groups if len(keys) > 1)
 
 
 def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
@@ -280,10 +275,7 @@ def tied(checkpoint: Checkpoint, names: tuple[str, str], *, key: str | None = No
 
 
 def untied(checkpoint: Checkpoint, name: str, *, key: str | None = None) -> Checkpoint:
-    """Give a tensor that shares its storage with others a storage of its own, with the same values.
-
-    ``key`` is the path of the state dict. Raise RefusedError if nothing else uses the storage.
-    """
+    """Give a tensor a storage of its own, with the same values; raise RefusedError if it shares with no other."""
     work = Recomputation(checkpoint)
     changes = []
     for state_dict in _having(work.checkpoint, key, name):
@@ -356,7 +348,6 @@ def _refuse_different(work: Recomputation, one: str, tensor: Tensor, other: str,
         what = f"{quoted(one)} is {kinds[0]} and {quoted(other)} {kinds[1]}"
         raise RefusedError(what, path=work.checkpoint.path)
     if not equal_values(work.checkpoint, tensor, kept):
-        _refuse_damaged(work.checkpoint, {tensor.storage, kept.storage})
         what = f"{quoted(one)} and {quoted(other)} differ in their values, and tied tensors have the same"
         raise RefusedError(what, path=work.checkpoint.path)
 
@@ -369,11 +360,3 @@ def equal_values(checkpoint: Checkpoint, one: Tensor, other: Tensor) -> bool:
         return True
     streams = [reblocked(elements(storage_reader(checkpoint, each.storage), each), _STEP) for each in (one, other)]
     return all(mine == theirs for mine, theirs in zip_longest(*streams))
-
-
-def _refuse_damaged(checkpoint: Checkpoint, keys: Collection[str]) -> None:
-    """Raise MalformedError if a record of one of these storages does not match its recorded checksum."""
-    for record in checkpoint.container.records():
-        if record.key in keys and record.crc and checksum(record) != record.crc:
-            what = f"record {record.name} does not match its checksum: it is damaged"
-            raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))

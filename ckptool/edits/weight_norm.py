@@ -26,8 +26,7 @@ from ..values.torch.compute import normalized
 from ..values.torch.loads import need_torch
 from .keys import by_table
 from .optimizers import optimizers
-from .recompute import Recomputation, has_arithmetic
-from .storages import refuse_bits
+from .recompute import Recomputation, has_arithmetic, refuse_bits
 
 Form = Literal["new", "old", "fold"]
 

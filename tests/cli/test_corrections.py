@@ -93,10 +93,7 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
         ("add-module bare.pth -o bare.pth", "write to another name, or use --in-place if the command has it"),
         ("drop lightning.ckpt optimizer_state -o z.pth", "did you mean 'optimizer_states'?"),
         ("convert lightning.ckpt -o made.onnx", "no suffix that means a format"),
-        (
-            "drop lightning.ckpt optimizer_states,epoch -o z.pth",
-            "commas do not separate patterns; name them one by one",
-        ),
+        ("drop lightning.ckpt optimizer_states,epoch -o z.pth", "patterns are given one by one, without commas"),
         ("convert bare.pth -o whole.pth", "the output exists; replace it with --force, or choose another name"),
         ("rename bare.pth --rename fc=head -o z.pth", "did you mean 'fc.*'?"),
         ("keys training.pth --key optimizer", "to list all tensors in it, add --all"),

@@ -21,7 +21,7 @@ from tensor_storages import held, needed, same_sharing, same_values
 
 import ckptool
 from ckptool import Checkpoint
-from ckptool.edits.outputs import Conversion
+from ckptool.edits.convert import Conversion
 from ckptool.edits.pipeline import Step
 from ckptool.edits.table import EDITS
 from ckptool.edits.table import STEPS as TABLE

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.base.errors import TargetError
-from ckptool.edits.redact import find_private
+from ckptool.edits.redact import private_and_left
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -107,20 +107,20 @@ def test_objects(tmp_path: Path, out: Path) -> None:
 def test_sources_of_old_modules(out: Path) -> None:
     path = FIXTURES / "whole_model_legacy.pth"
     with ckptool.open(path) as checkpoint:
-        assert any(item.kind == "sources" for item in find_private(checkpoint))
+        assert any(item.kind == "sources" for item in private_and_left(checkpoint)[0])
         ckptool.save(ckptool.redact(checkpoint, ["sources"]), out)
     with ckptool.open(out) as checkpoint:
-        assert not any(item.kind == "sources" for item in find_private(checkpoint))
+        assert not any(item.kind == "sources" for item in private_and_left(checkpoint)[0])
     assert b"class " in path.read_bytes() and b"class " not in out.read_bytes()
 
 
 @every
 def test_every_file_afterwards_has_nothing_to_redact(item: Fixture, out: Path) -> None:
     with ckptool.open(item.path) as checkpoint:
-        found = find_private(checkpoint)
+        found = private_and_left(checkpoint)[0]
     after = edited(item.path, out, ckptool.redact)
     with ckptool.open(out) as checkpoint:
-        assert find_private(checkpoint) == []
+        assert private_and_left(checkpoint)[0] == []
     if not found:
         assert oracle.difference(oracle.load(item.path), after) == ""
 

@@ -134,7 +134,7 @@ RENAMES = '[[rule]]\na = "x.{L}"\nb = "y.{L}"\n'
 @pytest.mark.parametrize(
     ("recipe", "error"),
     [
-        (f'[[rule]]\na = "x.{{L+{NINES}}}"\nb = "y.{{L}}"\n', "is not a sum of symbols"),
+        (f'[[rule]]\na = "x.{{L+{NINES}}}"\nb = "y.{{L}}"\n', "is not a sum, as"),
         (f'[[rule]]\na = "x : {NINES}"\nb = "y : {NINES}"\n', "is not expected there"),
         (f'[numbers]\nh = "={NINES}"\n{RENAMES}', "is not a formula"),
         (f'[[rule]]\na = "x.{WORDS}"\nb = "y.{WORDS}"\n', "stands for more than 256 names"),

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool.base.errors import ChangedError, CkptoolError, MalformedError, OutputError, RefusedError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.edits.outputs import Conversion
+from ckptool.edits.convert import Conversion
 from ckptool.files.engine import OpenExecutor, open_engine
 from ckptool.files.write import workers
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from ...base.errors import RefusedError, TargetError
+from ...base.errors import TargetError
 from ...base.globs import Globs, escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.records import NamedTuple
@@ -25,8 +24,8 @@ from ...checkpoint.survey import StateDict
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..averages import is_average
+from ..convert import suggested_edit
 from ..keys import Rename, parse_regex, stripping
-from ..outputs import suggested_edit
 from .pairing import (
     Agreement,
     Comparison,
@@ -36,7 +35,6 @@ from .pairing import (
     compare,
     fillable,
     heads_agree,
-    pair_in_order,
     pair_names,
     suffixes,
 )
@@ -73,10 +71,7 @@ Steps: TypeAlias = tuple[Step, ...]
 
 
 class Candidate(NamedTuple):
-    """The names after some steps, in the order of the checkpoint, and how they fit.
-
-    ``agreement`` is what the values say of the new names.
-    """
+    """The names after some steps, how they fit, and what the values say of them."""
 
     steps: Steps
     names: list[str]
@@ -99,31 +94,24 @@ class Space(NamedTuple):
     filled: frozenset[str]
     pairing: Pairing
 
+    def compared(self, have: Mapping[str, Spec]) -> Comparison:
+        return compare(have, self.wanted, self.filled)
+
     def candidate(self, steps: Steps, names: list[str]) -> Candidate:
-        fit = compare(dict(zip(names, self.specs.values())), self.wanted, self.filled)
+        fit = self.compared(dict(zip(names, self.specs.values())))
         original = dict(zip(names, self.specs))
         return Candidate(steps, names, fit, self.pairing.agreement((original[name], name) for name in fit.loads))
 
 
 def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
-    """Return the best renaming of a state dict; ``start`` if nothing is better than its own names.
-
-    ``target`` is the name that "rename-like" takes ("" for no name).
-    """
-    if start.fit.complete:
-        return start
+    """Return the best renaming of a state dict, or ``start``; ``target`` is the text for "rename-like", "" for none."""
     best = start
-    unwrapped = _after(start, Step("wrappers"))
     # Wrappers hide the segments that would be recognised, so names without them are followed as well.
-    for begin in (start, *([space.candidate(*unwrapped)] if unwrapped else [])):
-        current = begin
+    for current in (start, *_after(space, start, [(Step("wrappers"),)])):
         for _ in range(_IN_A_ROW):
-            tries = (*((step,) for step in _prefix_steps(current.names, space.wanted)), *_KNOWN)
-            found = (_after(current, *steps) for steps in tries)
-            tried = [each for new in found if new and _gains(current, each := space.candidate(*new))]
-            current = max((current, *tried), key=lambda candidate: candidate.rank)
-            if not tried or current.fit.complete:
-                break
+            if not current.fit.complete:
+                tries = (*((step,) for step in _prefix_steps(current.names, space.wanted)), *_KNOWN)
+                current = max((current, *_after(space, current, tries)), key=lambda candidate: candidate.rank)
         best = max(best, current, key=lambda candidate: candidate.rank)
     if target and not best.fit.complete:
         have, wanted = ({name: spec.shape for name, spec in side.items()} for side in (space.specs, space.wanted))
@@ -135,24 +123,14 @@ def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
     return best
 
 
-def _after(candidate: Candidate, *steps: Step) -> tuple[Steps, list[str]] | None:
-    """Return the steps and names after more steps, or None if they change nothing or two names would become equal."""
-    names, taken = candidate.names, candidate.steps
-    for step in steps:
-        before = names
-        names = list(map(renaming(step, names), names))
-        taken = (*taken, step) if names != before else taken
-    if names == candidate.names or len({*names}) < len(names) or "" in names:
-        return None
-    return taken, names
-
-
-def _gains(before: Candidate, after: Candidate) -> bool:
-    """Return whether a step helps at least half of the keys that it changes, or of those that are missing."""
-    changed = sum(a != b for a, b in zip(before.names, after.names))
-    missing = [*before.fit.missing, *before.fit.filled]
-    found = len(missing) - len(after.fit.missing) - len(after.fit.filled)
-    return found * 2 >= min(changed, len(missing)) and found > 0
+def _after(space: Space, candidate: Candidate, tries: Iterable[Steps]) -> Iterator[Candidate]:
+    """Yield the candidate after each choice of steps that changes names, and makes no two names equal."""
+    for steps in tries:
+        names = candidate.names
+        for step in steps:
+            names = list(map(renaming(step, names), names))
+        if names != candidate.names and len({*names}) == len(names) and "" not in names:
+            yield space.candidate((*candidate.steps, *steps), names)
 
 
 def _prefix_steps(names: Sequence[str], wanted: Mapping[str, Spec]) -> Iterator[Step]:
@@ -192,10 +170,7 @@ def _prefix_steps(names: Sequence[str], wanted: Mapping[str, Spec]) -> Iterator[
 
 
 def renaming(step: Step, names: Iterable[str]) -> Rename:
-    """Return the function by which a step renames one name, given all names in the state dict.
-
-    Raise TargetError for a step that does not rename.
-    """
+    """Return the function by which a step renames one of these names; raise TargetError for other steps."""
     value = str(step.value)
     if step.name in ("strip-module", "strip-prefix"):
         return stripping("module." if step.name == "strip-module" else value)
@@ -228,34 +203,23 @@ def drop_steps(names: Collection[str], unexpected: Sequence[str]) -> Steps:
     """Return the steps that drop exactly the unexpected keys; empty if a few patterns cannot do that."""
     bad = set(unexpected)
     kept = [name for name in names if name not in bad]
-    by_module = _module_patterns(kept, unexpected)
-    ends = Counter(name.rpartition(".")[2] for name in unexpected)
-    for name in kept:
-        ends.pop(name.rpartition(".")[2], None)
-    # What a profiler adds to every module has an end of its own.
-    many = [end for end, count in ends.items() if count >= _DROPS]
-    others = [name for name in unexpected if name.rpartition(".")[2] not in many]
-    by_end = [*(f"*{escaped(end)}" for end in many), *_module_patterns(kept, others)]
-    for patterns in (by_module, by_end):
+    wanted = {name[:at] for name in kept for at, char in enumerate(name) if char == "."}
+    modules: dict[str, None] = {}
+    for name in unexpected:
+        # The shortest prefix that no wanted key has; for a name alone in its module, the whole name.
+        ends = (at for at, char in enumerate(name) if char == ".")
+        head = next((name[:at] for at in ends if name[:at] not in wanted), None)
+        modules[escaped(name) if head is None else escaped(head) + ".*"] = None
+        if len(modules) > _DROPS:
+            break
+    # A profiler adds keys with ends of their own to every module.
+    by_end = dict.fromkeys("*" + escaped(name.rpartition(".")[2]) for name in unexpected)
+    for patterns in ([*modules], [*by_end]):
         if len(patterns) <= _DROPS:
             match = Globs(patterns)
             if {name for name in names if match.match(name)} == bad:
                 return tuple(Step("drop", pattern) for pattern in patterns)
     return ()
-
-
-def _module_patterns(kept: Iterable[str], unexpected: Sequence[str]) -> list[str]:
-    """Return the patterns of the modules that hold only unexpected keys, at most one more than a fix may have."""
-    wanted = {name[:at] for name in kept for at, char in enumerate(name) if char == "."}
-    patterns: dict[str, None] = {}
-    for name in unexpected:
-        # Use the shortest prefix that no wanted key has; for a name alone in its module, the whole name.
-        ends = (at for at, char in enumerate(name) if char == ".")
-        head = next((name[:at] for at in ends if name[:at] not in wanted), None)
-        patterns[escaped(name) if head is None else escaped(head) + ".*"] = None
-        if len(patterns) > _DROPS:
-            break
-    return list(patterns)
 
 
 #: The most state dicts of a file for which a fix is searched: those that share most shapes with the target.
@@ -271,10 +235,7 @@ class Attempt(NamedTuple):
     """
 
     state_dict: StateDict
-    specs: dict[str, Spec]
-    values: Values
-    pairing: Pairing
-    filled: frozenset[str]
+    space: Space
     before: Steps
     after: Steps
     start: Candidate
@@ -282,6 +243,10 @@ class Attempt(NamedTuple):
     likely: list[str]
     doubts: int
     ties: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return self.space.specs
 
     @property
     def path(self) -> str:
@@ -316,9 +281,6 @@ class Case(NamedTuple):
     key: str | None
     anywhere: bool
     strict: bool
-
-    def compared(self, have: Mapping[str, Spec]) -> Comparison:
-        return compare(have, self.target.tensors, self.best.filled)
 
     def is_good(self, fit: Comparison) -> bool:
         return fit.complete if self.strict else bool(fit.loads or not fit.missing) and not fit.sizes
@@ -363,17 +325,15 @@ class Case(NamedTuple):
 
 
 def case_of(checkpoint: Checkpoint, target: MatchTarget, key: str | None, anywhere: bool, strict: bool) -> Case:
-    dicts = candidate_dicts(checkpoint, key)
-    if len(dicts) > _MOST_DICTS:
+    def rank(sides: tuple[StateDict, Mapping[str, Spec]]) -> tuple[bool, int]:
+        return sides[0].path == target.path, shared_shapes(sides[1], target)
 
-        def rank(item: StateDict) -> tuple[bool, int]:
-            return item.path == target.path, shared_shapes(specs_of(checkpoint, item), target)
-
-        dicts = sorted(dicts, key=rank, reverse=True)[:_MOST_DICTS]
-    specs = [specs_of(checkpoint, item) for item in dicts]
-    target = comparable(target, (spec for each in specs for spec in each.values()))
-    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for each in specs for name in each}))
-    attempts = [_attempt(checkpoint, item, each, target, anywhere) for item, each in zip(dicts, specs)]
+    sides = [(item, specs_of(checkpoint, item)) for item in candidate_dicts(checkpoint, key)]
+    if len(sides) > _MOST_DICTS:
+        sides = sorted(sides, key=rank, reverse=True)[:_MOST_DICTS]
+    target = comparable(target, (spec for _, specs in sides for spec in specs.values()))
+    target = target._replace(tensors=as_torch_accepts(target.tensors, {name for _, specs in sides for name in specs}))
+    attempts = [_attempt(checkpoint, item, specs, target, anywhere) for item, specs in sides]
     best = max(attempts, key=lambda attempt: attempt.rank)
     return Case(checkpoint, target, attempts, best, key, anywhere, strict)
 
@@ -389,20 +349,18 @@ def _attempt(
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
     values = Values(checkpoint, item.path, target.values.rounding if target.values is not None else "")
-    pairing = Pairing(values, target.values)
-    space = Space(specs, target.tensors, filled, pairing)
+    space = Space(specs, target.tensors, filled, Pairing(values, target.values))
     start = space.candidate((), [*specs])
     best = best_renaming(space, start, target.source)
     likely, doubts = best.names, 0
     if not best.fit.complete:
         if len(best.fit.loads) * 2 < min(len(specs), len(target.tensors)):
             best = start  # two models share a few names and shapes by chance
-        names = dict(zip(likely, specs.values()))
-        left = [{name: spec.shape for name, spec in names.items() if name not in target.tensors}]
-        left.append({name: shape for name, shape in target.shapes.items() if name not in names})
-        with suppress(RefusedError):
-            doubts = len(pair_in_order(*left))
-    return Attempt(item, specs, values, pairing, filled, before, after, start, best, likely, doubts)
+        have = {name: spec.shape for name, spec in zip(likely, specs.values()) if name not in target.tensors}
+        given = {*likely}
+        wanted = [shape for name, shape in target.shapes.items() if name not in given]
+        doubts = len(have) if [*have.values()] == wanted else 0
+    return Attempt(item, space, before, after, start, best, likely, doubts)
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
@@ -419,18 +377,12 @@ def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
 
 def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
     """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
-    keys = _string_keys(wanted)
-    if have == wanted or keys is None:
+    try:
+        keys = parse_path(wanted)
+    except TargetError:
+        keys = [-1]  # the path is too long to be spelled, or has a key without a text
+    names = [key for key in keys if isinstance(key, str)]
+    if have == wanted or len(names) < len(keys):
         # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
         return (), ()
-    return ((Step("extract", have),) if have else ()), tuple(Step("wrap", key) for key in reversed(keys))
-
-
-def _string_keys(path: str) -> list[str] | None:
-    """Return the keys of a path, or None if not all of them are strings."""
-    try:
-        steps = parse_path(path)
-    except TargetError:
-        return None  # the path is too long to be spelled, or has a key without a text
-    keys = [step for step in steps if isinstance(step, str)]
-    return keys if len(keys) == len(steps) else None
+    return ((Step("extract", have),) if have else ()), tuple(Step("wrap", name) for name in reversed(names))

@@ -20,10 +20,9 @@ from ...base.steps import AnyStep
 from ...base.text import join_limited, pluralize, quoted, shape_text
 from ...checkpoint.checkpoint import Checkpoint
 from ...files.archives import read_bytes
-from .pairing import Comparison, Shape, Spec, agrees, family_of, is_new_weight_norm, numbers_in
+from .pairing import Comparison, Shape, Spec, agrees, family_of, numbers_in
 from .state_dict_errors import Mismatch
 from .targets import MatchTarget
-from .values import Values
 
 #: The token embedding, which many language models also use as the output layer.
 EMBEDDINGS: Final = (
@@ -48,13 +47,14 @@ _UNNAMED: Final = {"c_attn": "qkv", "in_proj": "qkv", "w_pack": "qkv"}
 _JOINED: Final = regex(r"(.+)_(weight|bias)\Z")
 #: The most tensors that one may hold, such as q, k, v and a gate, and the most kinds that a message names.
 _MOST: Final = 4
+#: The most tensors of one layer in which they are looked for.
+_NEAR: Final = 64
 
 
 class Side(NamedTuple):
-    """The tensors of one side by their names for the comparison; ``names`` maps these to the names in ``values``."""
+    """The tensors of one side by their names for the comparison; ``names`` maps these to the names in the file."""
 
     specs: Mapping[str, Spec]
-    values: Values | None
     names: Mapping[str, str]
 
     def shape(self, name: str) -> Shape:
@@ -85,10 +85,7 @@ def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
 def with_own_step(
     checkpoint: Checkpoint, target: MatchTarget, causes: Sequence[Cause], now: Comparison | None
 ) -> tuple[list[Cause], AnyStep]:
-    """Return the causes, and the command that has its own edit for them: adapters are merged, vocabularies resized.
-
-    ``now`` compares the state dict as it is, None if it has to be moved first. The step is "" for other causes.
-    """
+    """Return the causes, and the command that has its own edit for them; ``now`` is None if the place differs."""
     kinds = [cause.kind for cause in causes]
     if "adapter" in kinds and target.kind == "checkpoint":
         from ..lora import merge_verdict  # only for adapters
@@ -101,12 +98,6 @@ def with_own_step(
 
         return [*causes], resize_step(checkpoint, {item.key: target.shapes[item.key] for item in now.sizes})
     return [*causes], ""
-
-
-def weight_norm_causes(pairs: Iterable[tuple[str, str]]) -> list[Cause]:
-    """Return the reason why tensors of weight_norm get their old names; ``pairs`` are old and new names of tensors."""
-    renamed = tuple(new for name, new in pairs if is_new_weight_norm(name) and not is_new_weight_norm(new))
-    return [Cause("weight_norm", text_of("weight_norm"), renamed)] if renamed else []
 
 
 # -- adapters
@@ -134,19 +125,10 @@ def _with_lora(kind: str, own: Side, keys: Sequence[str]) -> str:
     such = f"{pluralize(len(keys), 'key')} such as {quoted(own.label(keys[0]))}"
     rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
     what = f"LoRA{rank} on {join_limited(modules)}" if modules else such
-    config = f"r={ranks[0] if len(ranks) == 1 else '...'}, lora_alpha=..., target_modules={modules or '...'}, ..."
-    return text_of(kind, what=what, keys=such, config=config)
+    return text_of(kind, what=what, keys=such)
 
 
 # -- fused projections
-
-
-class _Fusion(NamedTuple):
-    """A tensor of one side that holds several of the other side, one after the other along ``axis``."""
-
-    whole: str
-    parts: tuple[str, ...]
-    axis: int
 
 
 def _fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
@@ -156,47 +138,37 @@ def _fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
         ("fused", own, target, rest.unexpected, rest.missing),
         ("split", target, own, rest.missing, rest.unexpected),
     ):
-        fusions = list(_fusions(wholes, parts, whole_names, part_names))
+        fusions = dict(_fusions(wholes, parts, whole_names, part_names))
         if fusions:
-            joined = tuple(fusion.whole for fusion in fusions)
-            single = tuple(part for fusion in fusions for part in fusion.parts)
+            joined = tuple(fusions)
+            single = tuple(part for several in fusions.values() for part in several)
             message = _fused(kind, fusions, wholes, parts)
             causes.append(Cause(kind, message, *((single, joined) if kind == "fused" else (joined, single))))
     return causes
 
 
-def _fusions(wholes: Side, parts: Side, whole_names: Iterable[str], part_names: Iterable[str]) -> Iterator[_Fusion]:
-    """Yield which tensors hold several neighbours in one module of the other side, by their names and shapes.
-
-    The module has the same name, or else the same layer number. Where the shapes of the parts are not known, their
-    first letters must be in the name of the whole, as those of q, k and v are in ``qkv``.
-    """
-    modules: dict[tuple[str, str], list[str]] = {}
-    layers: dict[tuple[tuple[str, ...], str], list[list[str]]] = {}
+def _fusions(
+    wholes: Side, parts: Side, whole_names: Iterable[str], part_names: Iterable[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield tensors with the neighbours that they probably hold: as of q, k and v, the first letters are in qkv."""
+    groups: dict[tuple[object, str], list[str]] = {}
     for name in part_names:
         module, _, end = _place(name)
-        if (module, end) not in modules:
-            layers.setdefault((numbers_in(module), end), []).append(modules.setdefault((module, end), []))
-        modules[module, end].append(name)
-    used: set[str] = set()
+        for place in (module, numbers_in(module)):
+            groups.setdefault((place, end), []).append(name)
     for whole in whole_names:
         module, projection, end = _place(whole)
-        same = modules.get((module, end))
-        near = [same] if same else layers.get((numbers_in(module), end), [])[: _MOST**2]
-        found = [
-            _Fusion(whole, names, axis)
-            for group in near
-            for count in range(2, _MOST + 1)
-            for names in zip(*(group[at:] for at in range(count)))
-            if (axis := _axis(wholes.shape(whole), [parts.shape(name) for name in names])) is not None
-            and used.isdisjoint(names)
-        ]
-        named = [fusion for fusion in found if _names_parts(projection, fusion.parts)]
-        unknown = None in (wholes.shape(whole), *(parts.shape(name) for fusion in found for name in fusion.parts))
-        chosen = named if unknown or len(found) > 1 else found
-        if len(chosen) == 1 or (unknown and chosen):
-            used.update(chosen[-1].parts)
-            yield chosen[-1]
+        letters = _UNNAMED.get(projection.lower(), projection.lower())
+        for place in (module, numbers_in(module)):
+            group = groups.get((place, end), [])[:_NEAR]
+            first = {name: _place(name)[1].lower().removeprefix("to_")[:1] for name in group}
+            found = [name for name in group if first[name] and first[name] in letters]
+            together = bool(found) and group[group.index(found[0]) :][: len(found)] == found
+            shapes = [wholes.shape(whole), *(parts.shape(name) for name in found)]
+            sizes = [math.prod(shape) for shape in shapes if shape is not None]
+            if together and 2 <= len(found) <= _MOST and (None in shapes or sizes[0] == sum(sizes[1:])):
+                yield whole, found
+                break
 
 
 def _place(name: str) -> tuple[str, str, str]:
@@ -209,42 +181,19 @@ def _place(name: str) -> tuple[str, str, str]:
     return module, projection, last
 
 
-def _names_parts(projection: str, parts: Iterable[str]) -> bool:
-    words = (_place(name)[1].lower().removeprefix("to_") for name in parts)
-    letters = _UNNAMED.get(projection.lower(), projection.lower())
-    return all(word[:1] in letters for word in words)
-
-
-def _axis(whole: Shape, parts: Sequence[Shape]) -> int | None:
-    """Return the axis along which the parts make up the whole, 0 if a shape is not known; None if none does."""
-    known = [shape for shape in parts if shape is not None]
-    if whole is None or len(known) < len(parts):
-        return 0
-    for axis in range(min(len(whole), 2)):
-        others = {(*shape[:axis], *shape[axis + 1 :]) for shape in known if len(shape) == len(whole)}
-        same = others == {(*whole[:axis], *whole[axis + 1 :])} and all(len(shape) == len(whole) for shape in known)
-        if same and sum(shape[axis] for shape in known) == whole[axis]:
-            return axis
-    return None
-
-
-def _fused(kind: str, fusions: Sequence[_Fusion], wholes: Side, parts: Side) -> str:
-    examples: dict[str, _Fusion] = {}
-    for fusion in sorted(fusions, key=lambda fusion: -len(wholes.shape(fusion.whole) or ())):
-        examples.setdefault(".".join(_place(family_of(fusion.whole))[:2]), fusion)  # a matrix shows more than a bias
-    shown = list(examples.values())[:_MOST]
+def _fused(kind: str, fusions: Mapping[str, Sequence[str]], wholes: Side, parts: Side) -> str:
+    examples: dict[str, str] = {}
+    for whole in sorted(fusions, key=lambda whole: -len(wholes.shape(whole) or ())):
+        examples.setdefault(".".join(_place(family_of(whole))[:2]), whole)  # a matrix shows more than a bias
     words = []
-    for fusion in shown:
-        labels = [_place(parts.label(name))[1] + _size(parts.shape(name)) for name in fusion.parts]
-        whole = wholes.label(fusion.whole) + _size(wholes.shape(fusion.whole))
-        words.append(f"{whole} is {join_limited(labels)}")
+    for whole in [*examples.values()][:_MOST]:
+        labels = [_place(parts.label(name))[1] + _size(parts.shape(name)) for name in fusions[whole]]
+        words.append(f"{wholes.label(whole)}{_size(wholes.shape(whole))} is {join_limited(labels)}")
     one, several = ("the file", "the model") if kind == "fused" else ("the model", "the file")
     holds = "holds" if len(fusions) == 1 else "hold"
     text = f"{pluralize(len(fusions), 'tensor')} of {one} {holds} what {several} has in several: {'; '.join(words)}"
-    first = shown[0]
-    along = f", dim={first.axis}" if first.axis else ""
-    call = f"state[key].chunk({len(first.parts)}{along})" if kind == "fused" else f"torch.cat((...){along})"
-    return text + text_of("unknown_order", call=call)
+    number = len(next(iter(fusions.values())))
+    return text + text_of("unknown_order", call=f"state[key].chunk({number})" if kind == "fused" else "torch.cat")
 
 
 def _size(shape: Shape) -> str:
@@ -254,66 +203,56 @@ def _size(shape: Shape) -> str:
 # -- tied weights
 
 
-class Tie(NamedTuple):
-    """A name that the file lacks, and our name for its values; ``sure`` if the target shows that both are one."""
-
-    name: str
-    source: str
-    sure: bool
-
-
-def find_ties(own: Side, target: Side, tied: Mapping[str, str], missing: Iterable[str]) -> list[Tie]:
-    """Return the missing names whose values the file has; ``tied`` maps second names in the target to the first."""
+def find_ties(own: Side, target: MatchTarget, missing: Iterable[str]) -> dict[str, str]:
+    """Map the missing names whose values the file has to our names."""
     groups: dict[str, list[str]] = {}
-    for second, first in tied.items():
+    for second, first in target.tied.items():
         groups.setdefault(first, [first]).append(second)
-    found = (next(_possible_ties(name, groups.get(tied.get(name, name), ()), own, target), None) for name in missing)
-    return [tie for tie in found if tie is not None]
+    ties = {}
+    for name in missing:
+        partners = groups.get(target.tied.get(name, name), ())
+        if source := next(_sources(name, partners, own, target), ""):
+            ties[name] = source
+    return ties
 
 
-def _possible_ties(name: str, partners: Iterable[str], own: Side, target: Side) -> Iterator[Tie]:
-    """Yield the ties of a name: with its ``partners`` in the target, then those that names and shapes suggest."""
+def _sources(name: str, partners: Iterable[str], own: Side, target: MatchTarget) -> Iterator[str]:
+    """Yield the names that a name may be tied to: its ``partners``, then what names and shapes suggest."""
+    shape = target.tensors[name].shape
 
     def fits(source: str) -> bool:
         spec = own.specs.get(source)
-        return spec is not None and spec.shape is not None and not spec.part and agrees(spec.shape, target.shape(name))
+        return spec is not None and spec.shape is not None and not spec.part and agrees(spec.shape, shape)
 
-    yield from (Tie(name, other, True) for other in partners if other != name and fits(other))
+    yield from (other for other in partners if other != name and fits(other))
     for heads, sources in _TIES:
         if not _ends(name, heads):
             continue
-        theirs = [other for other in target.specs if _ends(other, sources)]
+        theirs = [other for other in target.tensors if _ends(other, sources)]
         for source in (each for each in own.specs if _ends(each, sources) and fits(each)):
             # Under other names, only values show a tie.
-            equal = _are_equal(target, name, source if source in target.specs or not theirs else theirs[0])
-            if equal or (equal is None and (source in target.specs or not theirs)):
-                yield Tie(name, source, bool(equal))
+            equal = _are_equal(target, name, source if source in target.tensors or not theirs else theirs[0])
+            if equal or (equal is None and (source in target.tensors or not theirs)):
+                yield source
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _are_equal(target: Side, name: str, other: str) -> bool | None:
+def _are_equal(target: MatchTarget, name: str, other: str) -> bool | None:
     """Return whether the target has the same values under both names; None if it does not say."""
-    if target.values is None or other not in target.specs:
-        return None
-    samples = [target.values.sample(each) for each in (name, other)]
+    samples = [target.values.sample(each) if target.values is not None else None for each in (name, other)]
     if samples[0] is None or samples[1] is None:
         return None
     equal = samples[0].equals(samples[1])
     return None if equal and not samples[0].is_telling else equal
 
 
-def tied_causes(ties: Sequence[Tie], own: Side) -> list[Cause]:
+def tied_causes(ties: Mapping[str, str], own: Side) -> list[Cause]:
     """Return the reason for the missing names, with what helps; empty without any."""
-    if not ties:
-        return []
-    names = join_limited([tie.name for tie in ties])
-    sources = join_limited(list(dict.fromkeys(own.label(tie.source) for tie in ties)))
-    probably = "" if all(tie.sure for tie in ties) else "probably "
-    message = text_of("tied", names=names, sources=sources, probably=probably)
-    return [Cause("tied", message, tuple(tie.name for tie in ties))]
+    sources = join_limited(list(dict.fromkeys(map(own.label, ties.values()))))
+    return [Cause("tied", text_of("tied", names=join_limited([*ties]), sources=sources), tuple(ties))] if ties else []
 
 
 #: Numbers of processes that models are cut for.
@@ -421,11 +360,6 @@ def size_causes(mismatches: Sequence[Mismatch], keys: int) -> list[Cause]:
     for item in mismatches:
         rule = next((rule for rule in _rules() if rule.fits(item)), None)
         groups.setdefault(rule, []).append(item) if rule else rest.append(item)
-    tokens = {_rows(item) for item in groups.get(rules["matrix"], ())}
-    others = [item for item in rest if _rows(item) in tokens]
-    if others:  # the bias of the head, and the head itself
-        groups[rules["matrix"]] += others
-        rest = [item for item in rest if item not in others]
     if rest and len(rest) * 2 > len(mismatches) and not _is_head(rest, keys):
         groups, rest = {}, list(mismatches)  # the model is another one, which other kinds would only obscure
     if rest:
@@ -447,19 +381,8 @@ def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
     return few and layer and not any(map(_IN_BLOCK.search, modules))
 
 
-def _rows(item: Mismatch) -> tuple[int, int]:
-    """Return the number of rows on both sides, if nothing else differs: the first size, or the last of one row."""
-    if len(item.saved) != len(item.wanted) or not item.saved:
-        return 0, 0
-    differing = [pair for pair in zip(item.saved, item.wanted) if pair[0] != pair[1]]
-    one_row = item.saved[:-1] == item.wanted[:-1] and set(item.saved[:-1]) <= {1}
-    return differing[0] if len(differing) == 1 and (one_row or item.saved[0] != item.wanted[0]) else (0, 0)
-
-
 def _parts(mismatches: Sequence[Mismatch]) -> float:
-    """Return by what number all tensors are cut, some by rows and some by columns: 2 if the file has halves, 0.5 if the
-    model wants halves; 0 for anything else. Tensor parallelism cuts this way; another width changes rows and columns.
-    """
+    """Return 2 if the file has halves of all tensors, 0.5 if the model wants halves, by rows and by columns; or 0."""
     ratios, axes = set[float](), set[int]()
     for key, saved, wanted in mismatches:
         differing = [axis for axis, pair in enumerate(zip(saved, wanted)) if pair[0] != pair[1]]
@@ -482,17 +405,14 @@ def _other_columns(saved: _Sizes, wanted: _Sizes) -> bool:
     return len(saved) == len(wanted) and saved[:1] + saved[2:] == wanted[:1] + wanted[2:]
 
 
-def _is_packed(saved: _Sizes, wanted: _Sizes) -> bool:
-    """Return whether a tensor has the form of 4-bit weights of bitsandbytes: two elements in each byte."""
-    column = len(saved) == 2 and saved[1] == 1
-    return column and len(wanted) > 1 and math.prod(saved) * 2 == math.prod(wanted)
-
-
 #: How one shape differs from another. ``size_causes`` itself finds the forms of whole checkpoints.
 _FORMS: Final[Mapping[str, Callable[[_Sizes, _Sizes], bool]]] = {
     "any": lambda saved, wanted: True,
     "empty": lambda saved, wanted: saved == (0,) != wanted,
-    "packed": _is_packed,
+    # 4-bit weights of bitsandbytes: two elements in each byte.
+    "packed": lambda saved, wanted: (
+        len(saved) == 2 and saved[1] == 1 < len(wanted) and math.prod(saved) * 2 == math.prod(wanted)
+    ),
     "table": lambda saved, wanted: len(saved) == len(wanted) and any(a == b > 1 for a, b in zip(saved, wanted)),
     "squeezed": lambda saved, wanted: (
         len(saved) != len(wanted) and [size for size in saved if size != 1] == [size for size in wanted if size != 1]
@@ -501,6 +421,5 @@ _FORMS: Final[Mapping[str, Callable[[_Sizes, _Sizes], bool]]] = {
     "columns": _other_columns,
     "channels": lambda saved, wanted: len(saved) >= 3 and _other_columns(saved, wanted),
     "rows": _other_rows,
-    "matrix": lambda saved, wanted: len(saved) == 2 and _other_rows(saved, wanted),
     "transposed": lambda saved, wanted: len(saved) == 2 and saved == wanted[::-1],
 }

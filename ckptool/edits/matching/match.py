@@ -8,19 +8,19 @@ offered, and where they do not tell, this is said.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ...base.addresses import is_remote
 from ...base.errors import CkptoolError
 from ...base.globs import escaped
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...base.steps import STDIN, Step, advised, command, in_shell
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import convert_step, program_of
-from ...checkpoint.sharding import sharding_summary
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
@@ -28,21 +28,11 @@ from ...formats.empty_weights import GATHER, empty_weights
 from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
-from ..outputs import suggested_edit
+from ..convert import suggested_edit
 from .candidates import Case, Steps, case_of, drop_steps, edit_command, shared_shapes
-from .causes import Cause, Side, causes_of, find_ties, tied_causes, weight_norm_causes, with_own_step
-from .pairing import Agreement, Comparison, Pairing, family_of
-from .report import (
-    Fix,
-    MatchReport,
-    OptimizerReport,
-    compare_optimizers,
-    differences,
-    group_sizes,
-    module_reports,
-    not_strict,
-)
-from .targets import MatchTarget, match_target, target_in_error
+from .causes import Cause, Side, causes_of, find_ties, tied_causes, with_own_step
+from .pairing import Agreement, Comparison, Mismatch, Pairing, family_of
+from .targets import GroupSizes, MatchTarget, group_sizes, match_target, target_in_error
 from .values import Values
 
 if TYPE_CHECKING:
@@ -50,12 +40,8 @@ if TYPE_CHECKING:
 
 #: The options that choose a state dict, for messages.
 _KEY, _OTHER_KEY = in_shell("`--key`"), in_shell("`--other-key`")
-#: What thop adds to every module.
-_PROFILED: Final = ("total_ops", "total_params")
 #: Causes by which two models differ too, if all other keys have the same names.
 _OTHER_MODELS: Final = frozenset(("configuration", "flat"))
-#: Causes that an edit of names or a copy of a tensor removes.
-_SOLVED: Final = frozenset(("tied", "weight_norm"))
 
 
 class Match(NamedTuple):
@@ -83,16 +69,18 @@ def match_checkpoint(
     target, best = case.target, case.best
     now = best.start.fit
     likely = dict(zip(best.likely, best.specs.values()))
-    rest = case.compared(likely)
-    here = Side(likely, best.values, dict(zip(best.likely, best.specs)))
-    there = Side(target.tensors, target.values, {})
+    rest = best.space.compared(likely)
+    here = Side(likely, dict(zip(best.likely, best.specs)))
+    there = Side(target.tensors, {})
     causes = causes_of(here, there, rest)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
     causes, own_step = with_own_step(checkpoint, target, causes, now if case.placed else None)
-    ties = find_ties(here, there, target.tied, rest.missing) if strict else []
-    solvable = [*tied_causes(ties, here), *weight_norm_causes(zip(best.specs, best.best.names))]
-    best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
-    case = case._replace(best=best)
+    ties = find_ties(here, target, rest.missing) if strict else {}
+    program = program_of(checkpoint)
+    solvable = tied_causes(ties, here)
+    if program is None and _is_file(checkpoint):  # transformers ties what a folder lacks, and copies no more
+        best = best._replace(ties={name: here.label(source) for name, source in ties.items()})
+        case = case._replace(best=best)
     other_model = not trained and _is_other_model(case, rest, causes)
     steps, fix = _fix(case) if not other_model and not trained else ((), None)
     as_it_is = case.placed and case.is_good(now)
@@ -105,7 +93,6 @@ def match_checkpoint(
         elif fix and fix["complete"]:
             refuted = ""
         other_model = other_model and not refuted
-    program = program_of(checkpoint)
     loads = as_it_is and not best.misplaced and program is None
     optimizers = compare_optimizers(group_sizes(checkpoint), target.groups)
     others = [item for item in optimizers if not item["fits"]]
@@ -115,9 +102,6 @@ def match_checkpoint(
     part = None if solved else part_of(checkpoint)
     if not complete and any(item is not None and not item.tensors_whole for item in (part, target.part)):
         steps, fix = (), None  # values that fit by shape, such as a bias, may be one part of a sum
-    edited = case.edited_key(steps)
-    if fix is not None:
-        fix["command"] = _command(case, steps)
     shown: list[Cause] = []
     if loads:
         next_step = _without_optimizers(case, others)
@@ -130,9 +114,11 @@ def match_checkpoint(
         next_step = ("", str(own_step)) if own_step and not complete else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
-        next_step = _from_program(case)
+        step = convert_step(checkpoint)
+        what = "it is a program, which torch.load does not give as a state dict"
+        out = (f"{what}: take its weights out first", step.line)
+        next_step = out if step.commands else (f"{what}: {step.advice}", "")
         steps, fix = (), None
-    notes = [*_notes(case), *([refuted] if refuted else [])]
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
@@ -152,9 +138,14 @@ def match_checkpoint(
         "fix": fix,
         "advice": next_step[0],
         "next": next_step[1],
-        "notes": notes,
+        "notes": [*_notes(case), *([refuted] if refuted else [])],
     }
-    return Match(report, None if fix is None and not fits else steps, edited)
+    return Match(report, None if fix is None and not fits else steps, case.edited_key(steps))
+
+
+def _is_file(checkpoint: Checkpoint) -> bool:
+    remote = is_remote(checkpoint.path) and not isinstance(checkpoint.source, FolderSource | MemberSource)
+    return remote or os.path.isfile(checkpoint.path)
 
 
 def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
@@ -173,14 +164,13 @@ def _fix(case: Case) -> tuple[Steps, Fix | None]:
     # No edit restores a whole tensor from one rank's part, and no edit of names moves rows.
     if best.misplaced or not case.editable or any(spec.part for spec in best.specs.values()):
         return (), None
-    after = case.compared(best.renamed)
+    after = best.space.compared(best.renamed)
     drops: Steps = ()
     dropped: list[str] = []
-    counters = [name for name in after.unexpected if name.rpartition(".")[2] in _PROFILED]
-    surplus = counters if after.missing or after.sizes else after.unexpected
-    if case.strict and surplus and after.loads and (drops := drop_steps(best.renamed, surplus)):
-        dropped = surplus
-        after = after._replace(unexpected=[name for name in after.unexpected if name not in {*surplus}])
+    if case.strict and after.loads and not (after.missing or after.sizes):
+        drops = drop_steps(best.renamed, after.unexpected)
+    if drops:
+        dropped, after = after.unexpected, after._replace(unexpected=[])
     steps = (*best.before, *best.best.steps, *_copies(case), *drops, *best.after)
     if not steps or (not after.loads and not after.complete):
         return (), None
@@ -195,8 +185,7 @@ def _fix_report(case: Case, steps: Steps, after: Comparison, dropped: list[str],
     left_out = case.left_out
     notes = [f"leaves out the other entries: {join_limited(left_out)}"] if left_out else []
     if dropped:
-        profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
-        number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
+        number = pluralize(len(dropped), "key")
         notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
     if case.target.values is not None and not agreement.equal:
         notes.append("no values of the target are equal, as after another training: they cannot confirm this")
@@ -207,15 +196,12 @@ def _fix_report(case: Case, steps: Steps, after: Comparison, dropped: list[str],
         "dropped": dropped,
         "left_out": left_out,
         "notes": notes,
-        "command": "",  # see ``match_checkpoint``
+        "command": _command(case, steps),
     }
 
 
 def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
-    """Return the step to the names of a built-in table that lead exactly to the target, and its result; None without.
-
-    The values of the result are compared with the target's: what they contradict is not offered, but named.
-    """
+    """Return the step to a built-in table's names that give the target, unless values contradict it: then why."""
     checkpoint, target, best = case.checkpoint, case.target, case.best
     in_parts = any(item and not item.tensors_whole for item in (part_of(checkpoint), target.part))
     if in_parts or any(spec.part for spec in best.specs.values()) or not case.editable:
@@ -239,18 +225,12 @@ def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
     if agreement.contradicted:
         return None, f"the names of {family} are not offered: {_in_wrong_place(agreement)}"
     steps = (*_loadable(checkpoint), *best.before, Step("to-names", family), *best.after)
-    return (steps, _fix_report(case, steps, case.compared(target.tensors), dropped, agreement)), ""
+    return (steps, _fix_report(case, steps, best.space.compared(target.tensors), dropped, agreement)), ""
 
 
 def _in_wrong_place(agreement: Agreement) -> str:
     names = join_limited(list(agreement.contradicted), most=3)
     return f"the target has the same values in another order, or under another name: {names}"
-
-
-def _can_copy(checkpoint: Checkpoint) -> bool:
-    """Return whether a tensor may get a second name: transformers ties what a folder lacks, and copies no more."""
-    remote = is_remote(checkpoint.path) and not isinstance(checkpoint.source, FolderSource | MemberSource)
-    return (remote or os.path.isfile(checkpoint.path)) and program_of(checkpoint) is None
 
 
 def _copies(case: Case) -> Steps:
@@ -283,9 +263,8 @@ def _command(case: Case, steps: Steps) -> str:
     if target.kind == "names":
         return ""
     # ``edit --rename-like`` takes a file with one state dict; only ``match`` can take names from other sources.
-    return _match_line(
-        case, case.checkpoint.path, key=case.key, apply=True, output=suggested_edit(case.checkpoint, "fits")
-    )
+    output = suggested_edit(case.checkpoint, "fits")
+    return _match_line(case, case.checkpoint.path, key=case.key, apply=True, output=output)
 
 
 def _match_line(case: Case, path: str, **more: Any) -> str:
@@ -299,15 +278,6 @@ def _match_line(case: Case, path: str, **more: Any) -> str:
 # -- what else helps
 
 
-def _from_program(case: Case) -> tuple[str, str]:
-    """Return advice and the command that takes the weights out of a program."""
-    step = convert_step(case.checkpoint)
-    what = "it is a program, which torch.load does not give as a state dict: "
-    if not step.commands:
-        return what + step.advice, ""
-    return f"{what}take its weights out first", step.line
-
-
 def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, other_model: bool) -> tuple[str, str]:
     """Return advice for problems that no edit solves, and a command ("" if none exists)."""
     best = case.best
@@ -317,35 +287,23 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
         number = pluralize(len(best.misplaced), "key")
         return f"{number} would load with values in the wrong place: {_in_wrong_place(best.best.agreement)}", ""
     renamed = best.renamed if fix is not None else best.specs
-    after = case.compared(renamed)
+    after = best.space.compared(renamed)
     if fix is None and other_model:
-        return _of_other_model(case), ""
+        most = f"{shared_shapes(best.specs, case.target):,} of its {pluralize(len(best.specs), 'value')}"
+        return f"it is probably another model: {most} have a shape that the target wants", ""
     if not after.sizes:
         if causes or not after.loads:  # strict=False would hide them
             return "", ""
         return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = drop_steps(renamed, bad) if case.editable else ()
-    if not drops or any(not cause.replaceable and cause.kind not in _SOLVED for cause in causes):
+    if not drops or any(not cause.replaceable and cause.kind != "tied" for cause in causes):
         return "", ""
     last = best.after if fix is not None else ()
     words = (*(() if steps else _loadable(case.checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
     number = pluralize(len(bad), "key")
-    message = (
-        f"without the {number} of another size, load_state_dict(..., strict=False) loads the others;"
-        f" {'this key stays' if len(bad) == 1 else 'these keys stay'} untrained in the model, with initial values"
-    )
-    return message, case.edit_line(words)
-
-
-def _of_other_model(case: Case) -> str:
-    specs, tensors = case.best.specs, case.target.tensors
-    same = [name for name in specs if name in tensors]
-    if len(same) * 2 >= min(len(specs), len(tensors)):
-        sizes = len(case.best.start.fit.sizes)
-        return f"{pluralize(len(same), 'name')} agree, and {sizes:,} have another size: it is another size of the model"
-    most = f"{shared_shapes(specs, case.target):,} of its {pluralize(len(specs), 'value')}"
-    return f"it is probably another model: {most} have a shape that the target wants"
+    message = f"without the {number} of another size, load_state_dict(..., strict=False) loads the others"
+    return f"{message}; the rest of the model keeps its initial values", case.edit_line(words)
 
 
 def _whole_step(case: Case, part: Part) -> str:
@@ -371,13 +329,8 @@ def _notes(case: Case) -> list[str]:
     notes = []
     checkpoint, target, best, path = case.checkpoint, case.target, case.best, case.best.path
     if case.key is None and len(case.attempts) > 1:
-        others = join_limited(
-            [
-                repr(one.path or ".") + " (fits as well)" * (one.best.fit.rank == best.best.fit.rank)
-                for one in case.attempts
-                if one.state_dict is not best.state_dict
-            ]
-        )
+        equal = {one.path: " (fits as well)" * (one.best.fit.rank == best.best.fit.rank) for one in case.attempts}
+        others = join_limited([repr(place or ".") + fits for place, fits in equal.items() if place != path])
         number = pluralize(len(checkpoint.state_dicts), "state dict")
         notes.append(f"there are {number}, and {path or '.'!r} is used; {_KEY} chooses another: {others}")
     averaged = [one.path for one in case.attempts if is_average(one.path) and not is_average(path)]
@@ -392,21 +345,13 @@ def _notes(case: Case) -> list[str]:
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
         notes.append(f"in the target {target.path or '.'!r} is used; {_OTHER_KEY} chooses another: {others}")
-    survey = checkpoint.survey
-    ours = survey.tensors_in([path])
-    shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
-    if shards is not None:
-        tensors, kinds = pluralize(shards.tensors, "tensor"), join_limited(list(shards.kinds))
-        where = f"{tensors} as {shards.owner} had them" if shards.partial else tensors
-        notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
+    shards = sum(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors_in([path]))
+    if shards:
+        notes.append(f"{pluralize(shards, 'sharded tensor')}: they load only into a model that is spread likewise")
     if target.part is not None and not target.part.tensors_whole:
         notes.append(f"the target: {target.part.message}")
     if best.doubts:
-        keys = "1 key would fit" if best.doubts == 1 else f"{best.doubts:,} keys would fit"
-        notes.append(
-            f"{keys} by order and shape under other names, which show neither the order of rows nor a transpose,"
-            " and no equal rows prove it: no edit is offered for that"
-        )
+        notes.append(f"{pluralize(best.doubts, 'key')} fit by order and shape alone: no edit is offered for that")
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
     return notes
@@ -439,3 +384,182 @@ def match(
     with opened(path) as checkpoint:
         wanted = wanted or target_in_error(checkpoint, error or "", "the message")
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not lenient).report
+
+
+# -- the JSON, schema ``ckptool.match/1``
+
+#: Maximum number of modules in the table, and of segments in their names.
+_GROUPS: Final = 12
+_DEEPEST: Final = 6
+
+
+class MismatchReport(TypedDict):
+    """A key in both, with the two descriptions that differ: 64x3 and 10x3, float16 and float32."""
+
+    key: str
+    have: str
+    wanted: str
+
+
+class Differences(TypedDict):
+    """How many keys load, and which do not; ``filled_in`` are batch norm counters that torch fills in itself."""
+
+    loads: int
+    missing: list[str]
+    unexpected: list[str]
+    size_mismatches: list[MismatchReport]
+    dtype_differences: list[MismatchReport]
+    filled_in: list[str]
+
+
+class ModuleReport(TypedDict):
+    """Counts of a module's keys by outcome."""
+
+    module: str
+    loads: int
+    missing: int
+    unexpected: int
+    size_mismatches: int
+
+
+class CauseReport(TypedDict):
+    """A reason why keys do not load, such as "vocabulary" or "transposed", and what helps."""
+
+    kind: str
+    message: str
+
+
+class FixOption(TypedDict):
+    """An option of ``ckptool edit``; a flag has the value true."""
+
+    option: str
+    value: str | bool
+
+
+class Fix(Differences):
+    """The edit that makes most keys load, and what remains; ``command`` is "" if no command can perform it."""
+
+    complete: bool
+    steps: list[FixOption]
+    dropped: list[str]
+    left_out: list[str]
+    notes: list[str]
+    command: str
+
+
+class MatchAnswer(Differences):
+    """Whether the checkpoint loads unchanged, and the differences.
+
+    ``target_kind`` is checkpoint, lock, model, error or names. ``placed`` is true if the state dict is at the same path
+    as the target's. ``keys`` and ``wanted`` count the keys in the file and in the target. ``optimizers`` lists the
+    optimizers that both have. ``causes`` name the reasons for differences that no edit solves, and what helps;
+    ``advice`` covers the others.
+    """
+
+    target: str
+    target_kind: str
+    state_dict: str
+    target_state_dict: str
+    strict: bool
+    fits: bool
+    placed: bool
+    keys: int
+    wanted: int
+    modules: list[ModuleReport]
+    optimizers: list[OptimizerReport]
+    causes: list[CauseReport]
+    fix: Fix | None
+    advice: str
+    notes: list[str]
+
+
+class MatchReport(MatchAnswer):
+    """The report of ``ckptool match``, schema ``ckptool.match/1``."""
+
+    schema: Literal["ckptool.match/1"]
+    path: str
+    next: str
+
+
+def differences(comparison: Comparison) -> Differences:
+    """Return the differences of a comparison as JSON."""
+    return {
+        "loads": len(comparison.loads),
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": _mismatches(comparison.sizes),
+        "dtype_differences": _mismatches(comparison.dtypes),
+        "filled_in": comparison.filled,
+    }
+
+
+def _mismatches(mismatches: Sequence[Mismatch]) -> list[MismatchReport]:
+    return [{"key": item.key, "have": item.have, "wanted": item.wanted} for item in mismatches]
+
+
+def module_reports(comparison: Comparison) -> list[ModuleReport]:
+    """Return counts by module, named by as many segments as give at most a dozen groups, but at least one."""
+    outcomes = {
+        "loads": comparison.loads,
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": [mismatch.key for mismatch in comparison.sizes],
+    }
+    modules = {name: name.split(".")[:-1] for names in outcomes.values() for name in names}
+    depth = 1
+    while depth < _DEEPEST and len({tuple(parts[: depth + 1]) for parts in modules.values()}) <= _GROUPS:
+        depth += 1
+    groups: dict[str, Counter[str]] = {}
+    for outcome, names in outcomes.items():
+        for name in names:
+            groups.setdefault(".".join(modules[name][:depth]), Counter())[outcome] += 1
+    return [
+        {
+            "module": name,
+            "loads": counts["loads"],
+            "missing": counts["missing"],
+            "unexpected": counts["unexpected"],
+            "size_mismatches": counts["size_mismatches"],
+        }
+        for name, counts in groups.items()
+    ]
+
+
+class OptimizerReport(TypedDict):
+    """An optimizer at ``path``: its group sizes here and in the target, and whether they are equal."""
+
+    path: str
+    have: list[int]
+    wanted: list[int]
+    fits: bool
+
+
+def compare_optimizers(have: GroupSizes, wanted: GroupSizes) -> list[OptimizerReport]:
+    """Compare the optimizers of two checkpoints at equal paths, or the only optimizer of each.
+
+    Torch compares the number of groups and their sizes (torch/optim/optimizer.py, ``Optimizer.load_state_dict``).
+    """
+    partners = {path: path for path in have if path in wanted}
+    if not partners and len(have) == len(wanted) == 1:
+        partners = dict(zip(have, wanted))
+    return [
+        {"path": path, "have": [*have[path]], "wanted": [*wanted[other]], "fits": have[path] == wanted[other]}
+        for path, other in partners.items()
+    ]
+
+
+def mismatch(report: OptimizerReport) -> str:
+    """Describe how the groups differ."""
+    have, wanted = ([f"{size:,}" for size in report[side]] for side in ("have", "wanted"))
+    return (
+        f"optimizer at {report['path'] or '.'!r}: groups of {join_limited(have)} parameters here, of"
+        f" {join_limited(wanted)} in the target, which load_state_dict refuses"
+    )
+
+
+def not_strict(comparison: Comparison) -> str:
+    """Describe what happens to missing or unexpected keys with strict=False."""
+    if not comparison.missing:
+        return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
+    number, names = pluralize(len(comparison.missing), "key"), join_limited(comparison.missing, most=3)
+    return f"{number} of the model would stay untrained, with initial values: {names}"

@@ -7,7 +7,7 @@ numbering. Values do, if both sides come from one training run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product, zip_longest
 from typing import Final, TypeAlias
 
@@ -26,9 +26,7 @@ _LOOKS: Final = 64
 
 
 class Agreement(NamedTuple):
-    """What the values say of a mapping of names: the number of tensors that are equal on both sides, leaving out
-    constants, which prove nothing, and the names in the target whose values contradict the mapping.
-    """
+    """The number of equal tensors, without constants, and the names in the target that values contradict."""
 
     equal: int
     contradicted: tuple[str, ...]
@@ -43,10 +41,7 @@ class Pairing:
         self._looks: dict[str, list[bool]] = {}
 
     def sure(self, name: str, other: str) -> bool:
-        """Return whether a few rows are equal, or the names agree and no values contradict them.
-
-        Equal constants count only if other tensors show that both sides come from one training run.
-        """
+        """Return whether values are equal (constants: of one training run), or names agree without contradiction."""
         samples = self._samples(name, other)
         if samples is not None and samples[0].equals(samples[1]) and (samples[0].is_telling or self._is_related()):
             return True
@@ -71,16 +66,15 @@ class Pairing:
             self._rearranged[pair] = moved or (differ and samples is not None and self._is_elsewhere(name, samples[0]))
         return self._rearranged[pair]
 
-    def equal(self, ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
-        """Map our names to names in the target with the same values, which must identify the tensor.
-
-        Several tensors with the same values are paired by their names, and then in any order.
-        """
-        if self._target is None:
+    def equal(self, ours: Iterable[str], theirs: Iterable[str], *, telling: bool = True) -> dict[str, str]:
+        """Map our names to names in the target with the same values, which are no constants if ``telling``."""
+        if self._target is None or not (telling or self._is_related()):
             return {}
         mine, others = {*ours}, {*theirs}
         pairs: dict[str, str] = {}
         for sample, names in self._own.by_content().items():
+            if telling and not sample.is_telling:
+                continue
             own = {name: sample.shape for name in names if name in mine}
             there = {name: sample.shape for name in self._target.by_content().get(sample, ()) if name in others}
             found = alike(own, there)
@@ -113,7 +107,8 @@ class Pairing:
     def _is_related(self) -> bool:
         """Return whether any of our tensors can be recognised in the target."""
         assert self._target is not None
-        return not self._own.by_content().keys().isdisjoint(self._target.by_content())
+        there = self._target.by_content()
+        return any(sample.is_telling and sample in there for sample in self._own.by_content())
 
 
 def _lines_moved(ours: Sequence[list[bytes]], theirs: Sequence[list[bytes]]) -> bool:
@@ -130,9 +125,9 @@ def pair_names(
 ) -> dict[str, str]:
     """Map our names to their partners in ``wanted``; names without a certain partner are left out.
 
-    Equal names are partners. Then tensors of equal values, names that agree and whose end no other name has, the other
-    parameters of the modules of such pairs, and what is left, if its shapes agree one by one. Values that contradict a
-    pair prevent it, and names that do not agree need equal values; with a ``pairing`` of None names and shapes decide.
+    Equal names are partners. Then tensors of equal values, names that agree and whose end no other name has, and equal
+    constants, if other tensors are equal. Values that contradict a pair prevent it, and names that do not agree need
+    equal values; with a ``pairing`` of None names and shapes decide.
     """
     pairs = {name: name for name in have if name in wanted}
     ours = {name: shape for name, shape in have.items() if name not in wanted}
@@ -145,23 +140,17 @@ def pair_names(
             del ours[own], theirs[other]
         return bool(sure)
 
-    steps: tuple[Callable[[], dict[str, str]], ...] = (
-        lambda: pairing.equal(ours, theirs) if pairing is not None else {},
-        lambda: alike(ours, theirs, by_name=pairing is not None),
-        lambda: _siblings(pairs, ours, theirs),
-        lambda: _in_order(ours, theirs) if pairing is not None else {},
-    )
-    for find in steps:
-        while ours and theirs and settle(find()):
-            pass
+    if pairing is not None:
+        settle(pairing.equal(ours, theirs))
+    while ours and theirs and settle(alike(ours, theirs, by_name=pairing is not None)):
+        pass
+    if pairing is not None:
+        settle(pairing.equal(ours, theirs, telling=False))
     return pairs
 
 
 def alike(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], *, by_name: bool = True) -> dict[str, str]:
-    """Pair names that agree and have equal shapes, the longest common end first, where no other name has this end.
-
-    Without ``by_name``, the end and the shape are enough.
-    """
+    """Pair names that agree, of equal shapes, the longest common end first; without ``by_name`` the end is enough."""
     known = None not in theirs.values()  # a message about missing keys does not say their shapes
     left = [{name: plain_segments(name) for name in side} for side in (ours, theirs)]
     pairs: dict[str, str] = {}
@@ -198,37 +187,8 @@ def alike(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], *, by_name: bo
     return pairs
 
 
-def _siblings(pairs: Mapping[str, str], ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> dict[str, str]:
-    """Pair names with equal last segment and shape, in modules that are paired one to one."""
-    forth: dict[str, set[str]] = {}
-    back: dict[str, set[str]] = {}
-    for own, other in pairs.items():
-        (a, _, end), (b, _, other_end) = own.rpartition("."), other.rpartition(".")
-        if end == other_end:
-            forth.setdefault(a, set()).add(b)
-            back.setdefault(b, set()).add(a)
-    found = {}
-    for name, shape in ours.items():
-        module, dot, end = name.rpartition(".")
-        there = next(iter(forth[module])) if len(forth.get(module, ())) == 1 else None
-        other = f"{there}.{end}" if there else end
-        if dot and there is not None and len(back[there]) == 1 and other in theirs and theirs[other] == shape:
-            found[name] = other
-    return found
-
-
-def _in_order(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> dict[str, str]:
-    try:
-        return pair_in_order(ours, theirs)
-    except RefusedError:
-        return {}
-
-
 def pair_in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
-    """Pair our names with theirs by position.
-
-    Raise RefusedError at the first disagreement if the numbers of keys or two shapes differ.
-    """
+    """Pair names by position; raise RefusedError at the first that lacks a partner, or has another shape."""
     step = "names can be taken by order only where the shapes agree one by one"
     for number, (own, other) in enumerate(zip_longest(have, wanted)):
         if own is None or other is None:
@@ -266,10 +226,7 @@ _SYNONYMS: Final = {
 
 
 class Spec(NamedTuple):
-    """The shape and dtype of a value in a state dict; without a shape, ``dtype`` is the type of a non-tensor value.
-
-    ``part`` describes the part of a sharded tensor that is in the file; "" for a whole tensor.
-    """
+    """The shape and dtype of a tensor, or None and the type of another value; ``part``: of a sharded tensor, or ""."""
 
     shape: Shape
     dtype: str
@@ -356,11 +313,6 @@ def as_torch_accepts(wanted: Mapping[str, Spec], have: Collection[str]) -> Mappi
     old = {name: _old_weight_norm(name) for name in wanted}
     first, second = ({name[:-2] for name in old.values() if name.endswith(end)} for end in _OLD_ENDS.values())
     return {old[name] if old[name][:-2] in first & second else name: spec for name, spec in wanted.items()}
-
-
-def is_new_weight_norm(name: str) -> bool:
-    """Return whether a tensor of weight_norm has the name that it has since torch 2.0."""
-    return bool(_WEIGHT_NORM.search(name))
 
 
 def _old_weight_norm(name: str) -> str:

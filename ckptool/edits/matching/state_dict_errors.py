@@ -140,9 +140,7 @@ class StateDictError(NamedTuple):
     cut: bool = False
 
     def with_keys_of(self, names: Iterable[str]) -> StateDictError:
-        """Return the error with the keys spelled as in the checkpoint: a line break in the message may have cost a
-        space.
-        """
+        """Return the error with the keys spelled as in the checkpoint: a line break may have cost a space."""
         spelled = {_BLANKS.sub("", name): name for name in names}
 
         def spell(key: str) -> str:
@@ -244,9 +242,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def prefix_between(names: Iterable[str], others: Collection[str]) -> str:
-    """Return the segments that ``others`` have before most of ``names``: "module." for "a" and "module.a"; otherwise
-    "".
-    """
+    """Return what ``others`` have before most of ``names``: "module." for "a" and "module.a"; otherwise ""."""
     names = list(names)
     ends: dict[str, list[str]] = {}
     lengths = {len(name) for name in names}  # a name may have very many segments

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
@@ -18,7 +18,7 @@ from ...base.records import NamedTuple
 from ...base.steps import command, tree_step
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import class_name, mapping
+from ...checkpoint.objects import class_name, list_items, mapping
 from ...checkpoint.paths import parse_steps
 from ...checkpoint.selection import follow, normal_path, only_one, selected
 from ...checkpoint.sharding import sharding
@@ -28,15 +28,18 @@ from ...formats.opening import in_several_files, open_checkpoint
 from ...formats.rank_part import Part, part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
-from ..optimizers import tied_keys
+from ..optimizers import optimizers, tied_keys
 from .pairing import Pairing, Shape, Spec, pair_in_order, pair_names
-from .report import GroupSizes, group_sizes
 from .state_dict_errors import StateDictError, counters_left_out, prefix_between, read_error
 from .values import Values, common_precision
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not read from the pickle.
 _SHAPELESS = frozenset(("unknown", "nested", "jagged"))
+
+
+#: The number of parameters in each group, by the path of the optimizer.
+GroupSizes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class MatchTarget(NamedTuple):
@@ -76,10 +79,7 @@ def match_target(
     ``preferred`` is the path of one to take if it exists. Raise TargetError if there is nothing to match with.
     """
     if (target is None) == (model is None):
-        raise TargetError(
-            "match takes a target or a model, one of them",
-            next="name a file, or a model with `--model=`",
-        )
+        raise TargetError("match takes a target or a model, one of them", next="name a file, or `--model=`")
     if model is None and isinstance(target, str | os.PathLike):
         name = os.fspath(target)
         if _is_lock(name):
@@ -171,10 +171,7 @@ def comparable(target: MatchTarget, specs: Iterable[Spec]) -> MatchTarget:
 
 
 def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
-    """Return the possible state dicts: the one at ``key``, otherwise all with high confidence, otherwise all others.
-
-    Raise TargetError if nothing is there.
-    """
+    """Return the state dict at ``key``, or all of high confidence, or all others; raise TargetError without any."""
     candidates = selected(checkpoint, key) or checkpoint.state_dicts
     if not candidates:
         modules = checkpoint.survey.modules
@@ -209,10 +206,7 @@ def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
 def target_in_checkpoint(
     checkpoint: Checkpoint, key: str | None = None, *, preferred: str | None = None
 ) -> MatchTarget:
-    """Return the state dict at ``key`` as a target; without a key the one at ``preferred``, otherwise the largest one.
-
-    Raise TargetError if nothing is there.
-    """
+    """Return the state dict at ``key``, else at ``preferred``, else the largest one; raise TargetError without any."""
     candidates = candidate_dicts(checkpoint, key)
     place = normal_path(preferred) if preferred is not None else None
     best = max(candidates, key=lambda item: (item.path == place, len(item.items)))
@@ -274,11 +268,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     if not places or (key is not None and place not in places):
         there = join_limited([repr(name or ".") for name in places]) or "none"
         raise TargetError(f"no state dict at {key or '.'!r}; there is {there}", path=path)
-    best = (
-        place
-        if key is not None and place is not None
-        else max(places, key=lambda name: (name == place, len(places[name])))
-    )
+    best = max(places, key=lambda name: (name == place, len(places[name])))
     others = tuple(name for name in places if name != best) if key is None else ()
     return MatchTarget(path, "lock", best, places[best], others)
 
@@ -324,12 +314,8 @@ def rename_like(
         step = command("match", checkpoint.path, source)
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
     if not table:
-        message = "no key can be matched by its name and shape"
-        raise RefusedError(
-            message,
-            path=checkpoint.path,
-            next="`--by-order` takes names one by one, where shapes agree",
-        )
+        way = "`--by-order` takes names one by one, where shapes agree"
+        raise RefusedError("no key can be matched by its name and shape", path=checkpoint.path, next=way)
     renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
     unsure = [name for name, other in table.items() if name != other and not pairing.sure(name, other)]
     if not unsure:
@@ -341,3 +327,12 @@ def rename_like(
         notes.append(f"the values contradict {pluralize(len(wrong), 'name')}, {them}")
     *before, last = renamed.changes
     return renamed.replace(changes=(*before, last._replace(notes=(*last.notes, *notes))))
+
+
+def group_sizes(checkpoint: Checkpoint) -> GroupSizes:
+    """Return how many parameters each group of each optimizer has."""
+    nodes = checkpoint.graph.nodes
+    return {
+        optimizer.path: tuple(len(list_items(nodes[group.params])) for group in optimizer.groups)
+        for optimizer in optimizers(checkpoint.graph)
+    }

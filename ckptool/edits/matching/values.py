@@ -84,12 +84,12 @@ class Values:
         return self if rounding == self.rounding else Values(self._source, self._place, rounding)
 
     def by_content(self) -> Mapping[Sample, list[str]]:
-        """Map each sample that identifies its tensor to the names with these values."""
+        """Map each sample to the names with these values."""
         if self._by_content is None:
             self._by_content = {}
             for name in self._by_name():
                 sample = self.sample(name)
-                if sample is not None and sample.is_telling:
+                if sample is not None:
                     self._by_content.setdefault(sample, []).append(name)
         return self._by_content
 
@@ -161,10 +161,7 @@ def _is_cheap(reader: StorageReader) -> bool:
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of rows at the beginning and in between: any permutation of heads or halves moves some of them.
-
-    A small tensor is read whole.
-    """
+    """Yield rows at the beginning and in between, some of which any permutation moves; all rows of a small tensor."""
     shape, stride = tensor.shape, tensor.stride
     if extent(shape, stride) <= _ROW:
         yield tensor

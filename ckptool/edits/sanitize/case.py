@@ -14,10 +14,7 @@ from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, R
 
 
 class Replacement(NamedTuple):
-    """The node that replaces an object, and a remark.
-
-    ``shown`` describes it in place of what the node shows; None for a step that is not reported.
-    """
+    """The node that replaces an object, a remark, and words in place of what the node shows (None: not reported)."""
 
     node: Node
     note: str = ""
@@ -88,9 +85,7 @@ class Case:
         return f"{owner}.{name}" if owner and isinstance(name, str) else ""
 
     def _partial(self, func: Node) -> None:
-        """Follow ``functools.partial(cls.__new__, cls, ...)()``: protocol 2 writes keyword arguments of
-        ``__new__`` so.
-        """
+        """Follow ``partial(cls.__new__, cls, ...)()``, protocol 2's form of keyword arguments of ``__new__``."""
         if not isinstance(func, Call) or called_name(self.editor, func.func) != "functools.partial" or not func.states:
             return
         state = _elements(self.editor, func.states[-1])
@@ -147,10 +142,7 @@ def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
 
 
 def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
-    """Return the bytes in a node, or None if it holds none.
-
-    Accepted are bytes, bytearray, ``_codecs.encode(text, 'latin1')`` and a Python 2 string.
-    """
+    """Return the bytes in a node (also of bytearray, ``_codecs.encode`` and a Python 2 string), or None."""
     node = editor.node(ref)
     if isinstance(node, bytes):
         return node
@@ -202,9 +194,7 @@ class Keys:
         self._hashable: dict[Ref, bool] = {}
 
     def hashable(self, ref: Ref) -> bool:
-        """Return whether an object, as changed so far, can be a dict key. Not recursive: tuples may nest
-        without end.
-        """
+        """Return whether an object, as changed so far, can be a dict key; tuples may nest without end."""
         known = self._hashable
         path: list[tuple[Ref, Iterator[Ref]]] = [(-1, iter((ref,)))]
         while path:

@@ -120,10 +120,7 @@ def _plain_node(case: Case, value: object) -> Node:
 
 
 def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wanted: str = "") -> RuleResult:
-    """Replace an array by a tensor; replace an array of strings or objects by lists.
-
-    ``wanted`` is the dtype that the tensor must have, or "" to keep the array's dtype.
-    """
+    """Replace an array by a tensor (of the dtype ``wanted`` unless ""), or by lists of strings or objects."""
     axes: Ref | None = None
     if case.name in BUFFERS and len(case.args) in (4, 5):
         shape, data = _shape(case, case.args[2]), case.args[0]
@@ -178,10 +175,7 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
 
 
 def device_tensor(case: Case) -> RuleResult:
-    """Replace ``_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`` by a tensor with a storage.
-
-    NumPy has no bfloat16: torch writes such a tensor as float32 whose lower halves are zero.
-    """
+    """Replace ``_rebuild_device_tensor_from_numpy(...)``; NumPy has bfloat16 as float32 with empty lower halves."""
     if backend_arguments(case.name) != FROM_VALUES or len(case.args) < 4:
         return None
     node, dtype, device = (case.current(ref) for ref in case.args[:3])
@@ -246,9 +240,7 @@ def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:
 
 
 def _dtype(case: Case, ref: Ref) -> _Dtype | None:
-    """Read ``dtype(code, align, copy)`` and the byte order in its state; None for another object or a
-    structured dtype.
-    """
+    """Read ``dtype(code, align, copy)`` and its byte order; None for another object or a structured dtype."""
     # Many arrays share one dtype, which may already have been made plain elsewhere: read the original node.
     node: Node = case.graph.nodes[ref] if ref < len(case.graph.nodes) else None
     if not isinstance(node, Call) or called_name(case.editor, node.func) != "numpy.dtype":

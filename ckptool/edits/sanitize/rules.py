@@ -81,10 +81,7 @@ def _iso(name: str, raw: bytes) -> str | None:
 
 
 def _zone_after(case: Case, ref: Ref) -> str | None:
-    """Return the time zone after a date: "+02:00", "[Europe/Berlin]" as in RFC 9557, or "" without one.
-
-    None means that the zone is unknown. It may already have been made plain at another place.
-    """
+    """Return the time zone after a date: "+02:00", "[Europe/Berlin]" (RFC 9557), "" without one; None if unknown."""
     node = case.current(ref)
     if node is None:
         return ""
@@ -161,10 +158,6 @@ def _empty_bytes(case: Case) -> RuleResult:
     if case.args:
         return None
     return Replacement(new_bytes(case.editor, case.editor.constant("")), shown="bytes, in the form that torch takes")
-
-
-def _set_pairs(node: Call) -> list[tuple[Ref, Ref]]:
-    return list(zip(node.pairs[::2], node.pairs[1::2]))
 
 
 def _range(case: Case) -> Replacement:
@@ -289,7 +282,7 @@ def any_class(case: Case) -> RuleResult:
         present = case.strings(state)
         state = [(key, value) for key, value in given if nodes[key] not in present] + state
     if node.pairs:
-        return _dict_subclass(case, _set_pairs(node), state)
+        return _dict_subclass(case, list(zip(node.pairs[::2], node.pairs[1::2])), state)
     if node.items:
         return Replacement(List(list(node.items)), f"; its attributes are left out: {len(state)}" if state else "")
     if case.args:
@@ -392,72 +385,58 @@ def is_module(case: Case) -> bool:
 
 def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
     """Replace a module by its parameters and persistent buffers under their dotted names, with ``_metadata``."""
-    builder = _StateDictBuilder(reader)
-    if not builder.add(case, ""):
+    entries: list[tuple[str, Ref]] = []
+    facts: list[tuple[str, int]] = []
+    if not _collect(case, reader, "", entries, facts, set()):
         return UNKNOWN
     editor = case.editor
-    pairs = [part for name, ref in builder.entries for part in (editor.add(name), ref)]
-    modules = [part for path, facts in builder.metadata for part in (editor.add(path), editor.add(dict_of(facts)))]
+    pairs = [part for name, ref in entries for part in (editor.add(name), ref)]
+    versions = [(path, Dict([editor.constant("version"), editor.constant(version)])) for path, version in facts]
+    modules = [part for path, version in versions for part in (editor.add(path), editor.add(version))]
     metadata = editor.new_call("collections", "OrderedDict").filled((), modules, ())
     attributes = Dict([editor.constant("_metadata"), editor.add(metadata)])
     state_dict = editor.new_call("collections", "OrderedDict").filled((), pairs, (editor.add(attributes),))
-    hooks = f", {pluralize(builder.hooks, 'hook')} of it not run" if builder.hooks else ""
-    words = f"state dict, {pluralize(len(builder.entries), 'tensor')}; other attributes of the module are left out"
-    return Replacement(state_dict, shown=words + hooks)
+    words = f"state dict, {pluralize(len(entries), 'tensor')}; other attributes of the module are left out"
+    return Replacement(state_dict, shown=words)
 
 
-class _StateDictBuilder:
-    """Collects the entries of a state dict, the metadata of each module, and the number of hooks that are not run."""
+def _collect(
+    case: Case,
+    reader: TensorReader,
+    prefix: str,
+    entries: list[tuple[str, Ref]],
+    versions: list[tuple[str, int]],
+    within: set[Ref],
+) -> bool:
+    """Add a module's entries and version, and those of its submodules; return False for another structure.
 
-    def __init__(self, reader: TensorReader) -> None:
-        self.reader = reader
-        self.entries: list[tuple[str, Ref]] = []
-        self.metadata: list[tuple[str, list[tuple[Ref, Ref]]]] = []
-        self.hooks = 0
-        #: Modules being collected. A shared module is entered under each name, but never within itself.
-        self._open: set[Ref] = set()
-
-    def add(self, case: Case, prefix: str) -> bool:
-        """Add a module's content, including its submodules; return False if it nests too deep or has
-        another structure.
-        """
-        nodes, constant = case.graph.nodes, case.editor.constant
-        parts = case.strings(module_fields(case.graph, case.node))
-        compiled = case.name == COMPILED and len(case.args) > 0 and not parts
-        if case.ref in self._open or len(self._open) > _MODULE_DEPTH:
-            return False
-        if case.name.startswith(_PACKED) or not (parts or compiled):
-            return False
-        parameters, buffers, modules = (
-            case.strings(mapping(case.graph, parts[part])) if parts else {}
-            for part in ("_parameters", "_buffers", "_modules")
-        )
-        modules = {"_orig_mod": case.args[0]} if compiled else modules
-        facts = [(constant("version"), constant(_version(case.name, {*buffers})))]
-        skipped = {nodes[ref] for ref in _members(case, parts.get("_non_persistent_buffers_set", -1))}
-        self.entries += (
-            (prefix + name, self._data(case, ref)) for name, ref in parameters.items() if nodes[ref] is not None
-        )
-        self.entries += (
-            (prefix + name, ref) for name, ref in buffers.items() if nodes[ref] is not None and name not in skipped
-        )
-        self.metadata.append((prefix.removesuffix("."), facts))
-        self.hooks += len(mapping(case.graph, parts.get("_state_dict_hooks", -1)) or ())
-        self._open.add(case.ref)
-        for name, ref in modules.items():
-            node = nodes[ref]
-            if node is not None and not (
-                isinstance(node, Call) and self.add(case.inner(ref, node), f"{prefix}{name}.")
-            ):
-                return False
-        self._open.discard(case.ref)
-        return True
-
-    def _data(self, case: Case, ref: Ref) -> Ref:
-        """Return the tensor in a Parameter, because a state dict holds it detached."""
-        node = case.graph.nodes[ref]
-        args = list_items(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
-        return args[0] if args and self.reader.tensor(args[0]) is not None else ref
+    ``within`` are the modules around it: a shared module is entered under each name, but never within itself.
+    """
+    nodes = case.graph.nodes
+    parts = case.strings(module_fields(case.graph, case.node))
+    compiled = case.name == COMPILED and len(case.args) > 0 and not parts
+    if case.ref in within or len(within) > _MODULE_DEPTH or case.name.startswith(_PACKED) or not (parts or compiled):
+        return False
+    parameters, buffers, modules = (
+        case.strings(mapping(case.graph, parts[part])) if parts else {}
+        for part in ("_parameters", "_buffers", "_modules")
+    )
+    modules = {"_orig_mod": case.args[0]} if compiled else modules
+    skipped = {nodes[ref] for ref in _members(case, parts.get("_non_persistent_buffers_set", -1))}
+    for name, ref in parameters.items():
+        # A state dict holds the tensor of a Parameter.
+        node = nodes[ref]
+        args = list_items(nodes[node.args]) if isinstance(node, Call) else ()
+        if node is not None:
+            entries.append((prefix + name, args[0] if args and reader.tensor(args[0]) is not None else ref))
+    entries += ((prefix + name, ref) for name, ref in buffers.items() if nodes[ref] is not None and name not in skipped)
+    versions.append((prefix.removesuffix("."), _version(case.name, {*buffers})))
+    inside = {name: (ref, nodes[ref]) for name, ref in modules.items() if nodes[ref] is not None}
+    return all(
+        isinstance(node, Call)
+        and _collect(case.inner(ref, node), reader, f"{prefix}{name}.", entries, versions, {*within, case.ref})
+        for name, (ref, node) in inside.items()
+    )
 
 
 def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
@@ -470,10 +449,7 @@ def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
 
 
 def _version(name: str, buffers: set[str]) -> int:
-    """Return the ``_version`` of a class, which the file lacks.
-
-    It is known for torch's own classes. For others it is 2 if they count batches, as norms do, otherwise 1.
-    """
+    """Return the ``_version`` of a class, known for torch's own; otherwise 2 if it counts batches as norms do, or 1."""
     if name.startswith("torch."):
         version = next((number for names, number in _VERSIONS if name.startswith(names)), 1)
         return version if version != 2 or "num_batches_tracked" in buffers or not buffers & _NORM else 1

@@ -16,7 +16,7 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
-from ...base.steps import AnyStep, command, suggested_output
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import (
     ARRAYS,
@@ -60,9 +60,8 @@ from ...safety.storages import storage_flaws
 from ...safety.torch_lists import NEWEST, allowed
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
-from ..entries import is_entry
+from ..recompute import check_bytes, misdescribed
 from ..sharded import local_parts_step
-from ..storages import check_bytes, misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor
 from .rules import ACTING, LARGEST, RENAMED, any_class, by_name, is_module, state_dict_of
@@ -109,7 +108,7 @@ def sanitize(
     whole = _checked(edited)
     if not isinstance(checkpoint.source, FolderSource):
         return whole
-    from .companions import with_plain_companions  # only folders have files beside their weights
+    from .trial import with_plain_companions  # only folders have files beside their weights
 
     return with_plain_companions(whole, partial(sanitize, as_state_dict=as_state_dict, drop_unknown=drop_unknown))
 
@@ -233,20 +232,13 @@ def _refusal(
         unknown = [found for ref, found in sanitizer.unknown.items() if ref in owners]
     places = [f"{place or 'the root'} ({name})" for place, name in unknown]
     message = f"{pluralize(len(places), 'object')} cannot be replaced by plain values: {join_limited(places)}"
-    message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
-    message += "; nothing would be left without it" if root_goes else ""
-    if root_goes or (sanitizer.packed and owners):
-        load = "load it where its classes are, if you trust it, and save module.state_dict()"
-        return RefusedError(message, path=path, next=load if sanitizer.packed else "")
     if spread:
         return RefusedError(message, path=path, next=local_parts_step(checkpoint))
-    if not owners:
+    if not (owners or root_goes):
         return RefusedError(message, path=path, next="`--drop-unknown` leaves them out")
-    step: AnyStep = "load it with the library that wrote it and save plain tensors"
-    if all(is_entry(checkpoint, place) for place, _ in unknown):
-        output = suggested_output(path, "rest")
-        step += ", or drop them: " + command("drop", path, *(place for place, _ in unknown), output=output)
-    return RefusedError(f"{message}; they hold values of tensors", path=path, next=step)
+    message += "; they hold values of tensors" if owners else ""
+    step = "load it where its classes are, if you trust it, and save plain tensors: module.state_dict() of a module"
+    return RefusedError(message, path=path, next=step)
 
 
 def _plain_style(graph: Graph) -> Graph:
@@ -427,7 +419,8 @@ class _Sanitizer:
         if backend == FROM_STORAGE and len(case.args) > _DENSE_ARGUMENTS:
             dense = editor.named("torch._utils", "_rebuild_tensor_v2")
             return Replacement(Call(op.REDUCE, dense, editor.add(case.args[:_DENSE_ARGUMENTS])), shown="plain tensor")
-        if backend == FROM_VALUES and case.args and self._is_tensor(case.args[0]):
+        held = self._kind(case.args[0]) if case.args else ""
+        if backend == FROM_VALUES and held not in ("", "unknown"):
             if function == _FROM_CPU:
                 return None
             made = Call(op.REDUCE, editor.named(*_FROM_CPU.rsplit(".", 1)), node.args)
@@ -445,9 +438,10 @@ class _Sanitizer:
                 return state_dict
             (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
             return UNKNOWN
-        if self._has_no_plain_form(visit.ref) and not case.name.startswith(_TABLES):
+        kind = self._kind(visit.ref)
+        if kind in ("nested", "jagged", "unknown") and not case.name.startswith(_TABLES):
             return UNKNOWN
-        if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
+        if kind not in ("", "unknown") and held not in ("", "unknown"):
             # Old files wrap tensors: Variable(data), Parameter(data).
             return Replacement(editor.node(case.args[0]), shown="the tensor in it")
         if (result := by_name(case)) is not None:
@@ -458,14 +452,10 @@ class _Sanitizer:
         # No rule knows the result of other numpy functions.
         return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
 
-    def _is_tensor(self, ref: Ref) -> bool:
+    def _kind(self, ref: Ref) -> str:
+        """Return the kind of a tensor, "" for another object."""
         tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
-        return tensor is not None and tensor.kind != "unknown"
-
-    def _has_no_plain_form(self, ref: Ref) -> bool:
-        """Return whether a tensor has rows of several sizes, or an unknown kind."""
-        tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
-        return tensor is not None and tensor.kind in ("nested", "jagged", "unknown")
+        return tensor.kind if tensor is not None else ""
 
     def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
         """Replace a tensor of a subclass that torch does not know by a plain one; its attributes are lost."""
@@ -512,10 +502,7 @@ class _Sanitizer:
                 self.note("", name, ".".join(new))
 
     def _check_keys(self, visit: _Visit, keys: Keys) -> None:
-        """Drop entries whose key became a dict or list, which cannot be hashed; make a set with such members a list.
-
-        Treat keys that have become equal in the same way, because torch would keep only one.
-        """
+        """Drop entries whose keys cannot be hashed any more or became equal; make a set with such members a list."""
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":
             args = list_items(self.editor.node(node.args))

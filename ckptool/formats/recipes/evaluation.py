@@ -101,10 +101,7 @@ def apply(
     facts: Sequence[Mapping[str, Any]],
     known: Mapping[str, int] = MappingProxyType({}),
 ) -> Result:
-    """Apply a recipe from side a to side b. ``known`` has numbers of the recipe besides those in ``facts``.
-
-    Raise RefusedError if a tensor has no rule, a rule lacks a tensor, or a number is not known.
-    """
+    """Apply a recipe from side a to side b; raise RefusedError for a tensor or a number that is missing."""
     return _Application(recipe, tensors, facts, known).result()
 
 
@@ -241,27 +238,26 @@ class _Application:
             for pattern, view, name in self._views(use):
                 axes = pattern.axes or ()
                 if len(axes) != len(view.shape):
-                    raise RefusedError(
-                        f"{quoted(name)} has the shape {list(view.shape)}, and rule {use.rule.number} has"
-                        f" {pluralize(len(axes), 'dimension')}"
-                    )
+                    what = f"{quoted(name)} has the shape {list(view.shape)}"
+                    raise RefusedError(f"{what}, and rule {use.rule.number} has {pluralize(len(axes), 'dimension')}")
                 for dimension, size in zip(axes, view.shape):
                     found = dimension.solved(size, known)
                     if found is None:
-                        raise RefusedError(f"{quoted(name)} of the shape {list(view.shape)} {self._misfit(known, use)}")
+                        numbers = [f"{each} = {known[each]:,}" for each in sorted(_symbols(use.rule)) if each in known]
+                        what = f"{quoted(name)} of the shape {list(view.shape)} does not fit rule {use.rule.number}"
+                        raise RefusedError(f"{what}{' with ' + join_limited(numbers) if numbers else ''}")
                     known |= found
         return known
-
-    def _misfit(self, known: Mapping[str, int], use: _Use) -> str:
-        numbers = [f"{symbol} = {known[symbol]:,}" for symbol in sorted(_symbols(use.rule)) if symbol in known]
-        return f"does not fit rule {use.rule.number}{' with ' + join_limited(numbers) if numbers else ''}"
 
     def result(self) -> Result:
         refuse_other_models(self.recipe, self.facts)
         uses, ignored, rest = self.uses()
         apart = [name for name in rest if not name.startswith(self.recipe.prefixes[0])]
         rest = [name for name in rest if name.startswith(self.recipe.prefixes[0])]
-        self._check_rest(rest)
+        for refusal in self.recipe.refusals:
+            odd = next((name for name in rest if refusal.name and fnmatchcase(name, refusal.name)), "")
+            if odd:
+                raise UnfitError(f"{refusal.why}: {quoted(odd)}")
         if rest and not self.recipe.rest:
             what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
             more = 'write a rule for each, or rest = "keep" for tensors that stay' if self.recipe.b == "b" else ""
@@ -286,12 +282,6 @@ class _Application:
         if self.recipe.note:
             self.notes.append(self.recipe.note)
         return Result(_in_order(outputs), ignored, rest, self.notes, apart, self.known)
-
-    def _check_rest(self, rest: Sequence[str]) -> None:
-        for refusal in self.recipe.refusals:
-            odd = next((name for name in rest if refusal.name and fnmatchcase(name, refusal.name)), "")
-            if odd:
-                raise UnfitError(f"{refusal.why}: {quoted(odd)}")
 
     def _check_outputs(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if nothing becomes a tensor that every model on side b has."""
@@ -399,14 +389,8 @@ class _Application:
         rule, layer = use.rule, next(iter(use.loops.values()), -1)
         if not rule.pairs and rule.a[0].axes is None:
             name = use.tensors[0, ()]
-            output = Output(
-                _filled(rule.b[0], {**self.known, **use.loops}, name),
-                self.tensors[name].shape,
-                (name,),
-                rule=rule.number,
-                place=use.first,
-            )
-            yield layer, use.first, output
+            new, shape = _filled(rule.b[0], {**self.known, **use.loops}, name), self.tensors[name].shape
+            yield layer, use.first, Output(new, shape, (name,), rule=rule.number, place=use.first)
             return
         known = {**self.solved(use), **use.loops}
         self._check_whole(use, known)
@@ -459,9 +443,8 @@ class _Application:
             return
         if known.get(PADDING):
             name, rows = next((name, view.shape[0]) for _, view, name in self._views(use))
-            self.notes.append(
-                f"{quoted(name)} cut from {rows:,} to {rows - known[PADDING]:,} rows, without its padding"
-            )
+            less = rows - known[PADDING]
+            self.notes.append(f"{quoted(name)} cut from {rows:,} to {less:,} rows, without its padding")
         if PADDING in known:
             return
         known[PADDING] = 0
@@ -561,10 +544,7 @@ def _symbols(rule: Rule) -> set[str]:
 
 
 def _in_order(outputs: Sequence[tuple[int, int, Output]]) -> list[Output]:
-    """Return the outputs as a model has them, given each with its layer (-1 without one) and the place of its input.
-
-    Layers lie one after the other, between the tensors before and behind them; inside, the rules give the order.
-    """
+    """Return the outputs in the order of a model, by layer (-1: before or behind the layers) and by rule."""
     first = min((place for layer, place, _ in outputs if layer >= 0), default=0)
 
     def key(item: tuple[int, int, Output]) -> tuple[int, int, int]:

@@ -120,17 +120,13 @@ def parsed(text: str) -> NamePattern:
     """Return the pattern that a text describes; raise MalformedError if it describes none."""
     parts = _HOLE.split(text.replace("{*}", "\0"))
     if "*" in text.replace("{*}", ""):
-        raise MalformedError(
-            f"{quoted(text)}: {{L}} stands for a number in a name, {{*}} for any text, * alone for nothing"
-        )
+        raise MalformedError(f"{quoted(text)}: {{L}} is a number in a name, {{*}} any text, * alone nothing")
     if any(mark in part for part in parts[::2] for mark in "{}"):
         raise MalformedError(f"{quoted(text)} has a brace without its partner")
     texts = parts[::2]
     between = pairwise(texts)
     if any(before[-1:].isdigit() or after[:1].isdigit() for before, after in between) or "" in texts[1:-1]:
-        raise MalformedError(
-            f"{quoted(text)} has digits or another number next to a number: a name must tell them apart"
-        )
+        raise MalformedError(f"{quoted(text)} has digits or a number next to a number: which is which?")
     return NamePattern(text, tuple(texts), tuple(_sum(part, text) for part in parts[1::2]))
 
 
@@ -149,9 +145,7 @@ def _sum(text: str, name: str) -> Sum:
             constant += amount
         at = match.end()
     if at < len(text) or not text or 0 in factors.values():
-        raise MalformedError(
-            f"{{{text}}} in {quoted(name)} is not a sum of symbols, as in {{L}}, {{L-2}} or {{3B+J+1}}"
-        )
+        raise MalformedError(f"{{{text}}} in {quoted(name)} is not a sum, as {{L}}, {{L-2}} and {{3B+J+1}} are")
     return Sum(tuple(factors.items()), constant)
 
 

@@ -77,9 +77,7 @@ def _value(place: str, facts: Sequence[Mapping[str, Any]], known: Mapping[str, i
 
 
 def contradicted(places: Mapping[str, Sequence[str]], known: Mapping[str, int]) -> str:
-    """Return a number that differs from the formula that defines it, or "". Formulas behind fields are for numbers that
-    the fields do not tell.
-    """
+    """Return a number that differs from the formula that alone defines it, or ""."""
     for symbol, each in places.items():
         defined = symbol in known and all(place[:1] == "=" and place[1:2] != "#" for place in each)
         if defined and any(formula(place[1:], known) not in (None, known[symbol]) for place in each):

@@ -35,6 +35,7 @@ _MAX_PAIRS: Final = 100_000
 _KEYS: Final = words(
     "a b base source ignored rest numbers rule refuse files stacked prefixes config config_a model_types note tied"
 )
+_CONFIGS: Final = ("config", "config_a")
 #: The lines of a head.
 _HEAD: Final = regex(r'^(a|b|files) = "(.+)"$', re.M)
 _EXAMPLE: Final = 'as in a = "blocks.{L}.qkv.weight : (e|e|e), i" and b = ["blocks.{L}.q.weight : e, i", ...]'
@@ -56,10 +57,7 @@ class Pattern(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A block of a tensor on side b, and the block of side a that it is made of.
-
-    ``target`` and ``source`` are the places of their patterns in the rule; ``into`` and ``of`` are the blocks.
-    """
+    """A block of a tensor on side b, the block of side a that makes it, and the places of their patterns."""
 
     target: int
     into: Leaf
@@ -163,10 +161,7 @@ class Recipe(NamedTuple):
     tied: Mapping[str, str] = {}
 
     def expanded(self, tensors: Iterable[str]) -> Recipe:
-        """Return the recipe for tensors with these names.
-
-        It has a rule of its own for each text that ``{*}`` stands for, and only one prefix, which its rules have.
-        """
+        """Return the recipe with a rule for each text that ``{*}`` stands for, and one prefix, which its rules have."""
         if self.prefixes != ("",):
             tensors = list(tensors)
             prefix = next((each for each in self.prefixes if any(name.startswith(each) for name in tensors)), "")
@@ -221,10 +216,7 @@ class Index:
 
 
 def _texts_in(pattern: NamePattern, tensors: Iterable[str]) -> Iterator[str]:
-    """Yield the text for which ``{*}`` in a pattern gives a name, for each name that it can give.
-
-    A word behind ``{*}`` is a whole one: in ``{*}up_proj`` it is not the end of gate_up_proj.
-    """
+    """Yield the text for which ``{*}`` gives each name; a word behind it is whole: {*}up_proj is not gate_up_proj."""
     before, _, after = (names.parsed(part) for part in pattern.text.partition(_ANY))
     whole = r"(?<!\w)" if after.text[:1].isalnum() and not before.text[-1:].isalnum() else ""
     expression = re.compile(f"{before.expression}(?P<text>.*){whole}{after.expression}")
@@ -248,11 +240,12 @@ def parsed_recipe(text: str | bytes, path: str = "") -> Recipe:
         raise
 
 
+@cache
 def built_in(name: str) -> Recipe:
     """Return a built-in recipe by the name of its file; raise MalformedError for an unknown name."""
     if name not in built_in_names():
         raise MalformedError(f"there is no built-in recipe {quoted(name)}; there are {join_limited(built_in_names())}")
-    return _built_in(name)
+    return read_recipe(_path(name))
 
 
 @cache
@@ -284,15 +277,10 @@ def _path(name: str) -> str:
 
 
 @cache
-def _built_in(name: str) -> Recipe:
-    return read_recipe(_path(name))
-
-
-@cache
 def built_in_both_ways(name: str) -> tuple[tuple[Recipe, Recipe], ...]:
     """Return a built-in recipe and its inverse, each with its own inverse behind it."""
-    inverse = _built_in(name).reversed()
-    return (_built_in(name), inverse), (inverse, inverse.reversed())
+    inverse = built_in(name).reversed()
+    return (built_in(name), inverse), (inverse, inverse.reversed())
 
 
 def _recipe(content: dict[str, Any], path: str) -> Recipe:
@@ -321,9 +309,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         raise MalformedError("rest is what becomes of tensors without a rule: keep or refuse")
     refusals = (*(base.refusals if base else ()), *map(_refusal, _list(content, "refuse")))
     families = [_text(content, side) or (getattr(base, side) if base else side) for side in ("a", "b")]
-    configs = (
-        {**(getattr(base, key) if base else {}), **_config(_table(content, key))} for key in ("config", "config_a")
-    )
+    configs = [{**(getattr(base, key) if base else {}), **_config(_table(content, key))} for key in _CONFIGS]
     return Recipe(
         a=families[0],
         b=families[1],
@@ -333,11 +319,11 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         ignored=ignored,
         rest=rest == "keep",
         refusals=refusals,
-        config=next(configs),
+        config=configs[0],
         files=_text(content, "files"),
         path=path,
         prefixes=_texts(content.get("prefixes", []), "prefixes") or (base.prefixes if base else ("",)),
-        config_a=next(configs),
+        config_a=configs[1],
         model_types=_model_types(content, base),
         note=_text(content, "note"),
         tied={name: _text(_table(content, "tied"), name) for name in _table(content, "tied")},
@@ -383,7 +369,12 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
     optional, one_way = item.get("optional", False), item.get("one_way", False) is True
     if optional not in (True, False, "layer"):
         raise MalformedError('optional is true, or "layer" for tensors that some layers have')
-    where = tuple(map(_condition, (_text(_table(item, "where"), side) for side in "ab")))
+    # The condition is that a tensor is there, or with "not" before its name is not.
+    conditions = [_text(_table(item, "where"), side) for side in "ab"]
+    where = tuple(
+        Condition(names.parsed(text.removeprefix("not ")), not text.startswith("not ")) if text else None
+        for text in conditions
+    )
     for texts in names.choices([*a, *b]):
         patterns = tuple(map(_pattern, texts))
         own, others = patterns[: len(a)], patterns[len(a) :]
@@ -397,11 +388,6 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
             yield with_pairs(rule._replace(a=own, one_way=True), numbers)
-
-
-def _condition(text: str) -> Condition | None:
-    """Return the condition that a tensor is there, or with "not" before its name is not; None for ""."""
-    return Condition(names.parsed(text.removeprefix("not ")), not text.startswith("not ")) if text else None
 
 
 def _stacked(text: str, stacked: str) -> Pattern:
@@ -472,9 +458,8 @@ def _pairs(a: Sequence[Pattern], b: Sequence[Pattern], ours: frozenset[str], the
             source, of = found.pop(0)
             for symbol in ours:
                 if sum(each.symbol == symbol for each in leaf.factors) != 1 or not _is_outside(leaf, symbol):
-                    raise MalformedError(
-                        f"{symbol} is in names, so it must be an axis of the other side, not inside of ( )"
-                    )
+                    what = f"{symbol} is in names, so it must be an axis of the other side, not inside of ( )"
+                    raise MalformedError(what)
             yield Pair(target, leaf, source, of)
     left = [place for found in free.values() for place, _ in found]
     if left:

@@ -24,8 +24,7 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.matching.candidates import LAYOUT, edit_command
 from ...edits.matching.causes import EMBEDDINGS, HEADS, size_causes, sizes_text
-from ...edits.matching.match import match_checkpoint
-from ...edits.matching.report import MatchReport
+from ...edits.matching.match import MatchReport, match_checkpoint
 from ...edits.matching.state_dict_errors import Mismatch, StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
