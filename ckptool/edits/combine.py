@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import suppress
-from math import frexp, isfinite, ldexp
+from math import frexp, ldexp
 from typing import Any
 
 from ..base.addresses import is_remote
@@ -34,7 +33,7 @@ from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persi
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
-from .recompute import Recomputation, has_bits, quantized_refusal, tensors_of, with_plain_ids
+from .recompute import Recomputation, has_bits, one_for_each, quantized_refusal, tensors_of, with_plain_ids
 
 
 @takes_path
@@ -416,19 +415,6 @@ def parse_weights(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise TargetError(f"{text!r} is not a list of weights", next="write 0.7,0.3") from None
-
-
-def one_for_each(number: int, noun: str, weights: Sequence[float] | None) -> list[float]:
-    """Return one finite weight for each of ``number`` items, 1 by default; raise TargetError for other weights."""
-    given = [1.0] * number if weights is None else list(weights)
-    example = "give one for each: `--weights 0.7,0.3`"
-    if not number or len(given) != number:
-        raise TargetError(f"{pluralize(len(given), 'weight')} for {pluralize(number, noun)}", next=example)
-    with suppress(OverflowError):
-        factors = [float(weight) for weight in given]
-        if all(map(isfinite, factors)):
-            return factors
-    raise TargetError("the weights must be finite numbers", next=example)
 
 
 def _scaled(factors: list[float]) -> list[float]:

@@ -32,8 +32,9 @@ from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder,
 from ..formats.rank_part import part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
+from .flat_params import refuse_flat, unflatten_by
 from .optimizers import optimizers
-from .sharded import local_parts, refuse_flat, unflatten_by
+from .sharded import local_parts
 
 #: The report of a Hugging Face folder that is made from a file.
 _WITHOUT_CONFIG: Final = (

@@ -30,9 +30,8 @@ from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapters import description, weight_changes
-from .combine import one_for_each
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
-from .recompute import Recomputation, refuse_bits, tensors_of
+from .recompute import Recomputation, one_for_each, refuse_bits, tensors_of
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")

@@ -7,15 +7,16 @@ held by something else stay unchanged, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from typing import Final, Protocol
 
 from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import MalformedError, RefusedError, adding_path
+from ..base.errors import MalformedError, RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple, new_tuple
-from ..base.text import quoted
+from ..base.text import pluralize, quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges, rescue_step
 from ..checkpoint.container import StorageData
@@ -536,3 +537,16 @@ def check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
         else:
             continue
         raise MalformedError(message, path=checkpoint.path, next=rescue_step(checkpoint))
+
+
+def one_for_each(number: int, noun: str, weights: Sequence[float] | None) -> list[float]:
+    """Return one finite weight for each of ``number`` items, 1 by default; raise TargetError for other weights."""
+    given = [1.0] * number if weights is None else list(weights)
+    example = "give one for each: `--weights 0.7,0.3`"
+    if not number or len(given) != number:
+        raise TargetError(f"{pluralize(len(given), 'weight')} for {pluralize(number, noun)}", next=example)
+    with suppress(OverflowError):
+        factors = [float(weight) for weight in given]
+        if all(map(isfinite, factors)):
+            return factors
+    raise TargetError("the weights must be finite numbers", next=example)

@@ -30,7 +30,7 @@ from ..formats.opening import open_checkpoint, takes_path
 from ..pickles.nodes import Call, Graph, Persistent, Ref
 from .entries import drop_entries
 from .optimizers import optimizers
-from .sanitize.trial import content
+from .sanitize.companions import content
 
 Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

@@ -151,7 +151,7 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a warning if torch refuses files beside the weights of a folder."""
     if not isinstance(checkpoint.source, FolderSource) or not checkpoint.source.beside:
         return
-    from ..edits.sanitize.trial import refused_companions  # only for folders
+    from ..edits.sanitize.companions import refused_companions  # only for folders
 
     names = list(map(os.path.basename, refused_companions(checkpoint)))
     if names:

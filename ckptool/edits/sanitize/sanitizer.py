@@ -108,7 +108,7 @@ def sanitize(
     whole = _checked(edited)
     if not isinstance(checkpoint.source, FolderSource):
         return whole
-    from .trial import with_plain_companions  # only folders have files beside their weights
+    from .companions import with_plain_companions  # only folders have files beside their weights
 
     return with_plain_companions(whole, partial(sanitize, as_state_dict=as_state_dict, drop_unknown=drop_unknown))
 

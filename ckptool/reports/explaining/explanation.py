@@ -12,7 +12,7 @@ from ...base.records import TypedDict
 from ...base.steps import STDIN, Line, NextStep, advised, as_step, command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import convert_step, program_of
-from ...edits.sharded import flat_state_dicts
+from ...edits.flat_params import flat_state_dicts
 from ...formats.opening import open_checkpoint
 from ...formats.rank_part import part_of
 from ...safety.storages import storage_flaws
