@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptool.formats.pieces.boxes import Box, misfit
 from command_line import say
 from dcp_folders import write_boxes, write_ranks
 from hypothesis import given
@@ -26,6 +25,7 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.files.write import copying
 from ckptool.formats.dcp import items
+from ckptool.formats.pieces import Box, misfit
 
 TARGETS = {
     "safetensors": ["convert", "--key", "."],
