@@ -138,15 +138,6 @@ def test_what_is_told_of_a_sharded_tensor() -> None:
     assert (none["parts"], none["local_shape"], none["bytes"]) == ([], None, 0)
 
 
-@every
-def test_the_whole_file_is_one_state_dict_of_its_names(path: Path) -> None:
-    with ckptool.open(path) as checkpoint:
-        assert [item.confidence for item in checkpoint.state_dicts] == ["high"]
-        state_dict = checkpoint.state_dicts[0]
-        assert len(state_dict.items) == sum(entry.state_dict == 0 for entry in checkpoint.survey.tensors)
-        assert not any("local_shards" in entry.path for entry in checkpoint.survey.tensors)
-
-
 placements = st.one_of(
     st.just(Replicate()),
     st.builds(Shard, st.integers(0, 1)),
@@ -190,15 +181,6 @@ def test_tensors_on_one_rank_are_whole() -> None:
     assert (report["sharding"]["tensors"], report["sharding"]["partial"]) == (2, 0)
     (found,) = [item for item in report["findings"] if item["code"] == "shards"]
     assert (found["level"], "each of them whole" in found["message"]) == ("note", True)
-
-
-def test_a_sum_that_is_to_be_taken_is_not_whole() -> None:
-    with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
-        entries = {entry.key: entry for entry in checkpoint.survey.tensors}
-        for name, is_whole in (("sum.weight", False), ("whole.weight", True), ("line.weight", False)):
-            found = sharding_summary(checkpoint.survey.reader, [entries[name]])
-            assert found is not None
-            assert (found.partial == 0) is is_whole
 
 
 # -- torch takes what edits make --------------------------------------------------------------------------------------

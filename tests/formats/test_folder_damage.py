@@ -294,11 +294,6 @@ def test_a_folder_with_one_good_file_is_not_good(name: str, data: bytes, tmp_pat
     assert say("inspect", tmp_path)[0] == 3
 
 
-# -- a part of a folder is recognized as one -------------------------------------------------------------------
-# A file of a DCP folder is not damaged, config.json is not the message of a server, and one shard is not a whole
-# checkpoint.
-
-
 # -- what is whole of a folder with gaps ------------------------------------------------------------------------------
 
 ALL_RANKS = FIXTURES / "ranks"
@@ -368,27 +363,3 @@ def test_a_model_with_a_gap_is_refused(name: str, tmp_path: Path) -> None:
     assert "extract" not in step_of(say("inspect", folder).out)[:1] or "model" not in step_of(
         say("inspect", folder).out
     )
-
-
-# -- one half of a folder of DeepSpeed --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "words"),
-    [
-        ("zero3_bf16", "*optim*", "of 2 model files; missing: the optimizer's files"),
-        ("zero2_bf16", "*optim*", "of 1 model file; missing: the optimizer's files"),
-        ("zero3_bf16", "*model_states*", "missing: the model's files"),
-        ("zero2_bf16", "*model_states*", "missing: the model's files"),
-    ],
-)
-def test_one_half_of_a_folder_of_deepspeed(name: str, file: str, words: str, tmp_path: Path) -> None:
-    folder = gap(name, file, tmp_path)
-    for path in (folder, folder / "global_step3"):
-        found = say("inspect", path)
-        assert found.code == 3 and words in found.err and "all there" not in found.err
-    if (name, file) == ("zero2_bf16", "*optim*"):
-        step = step_of(found.err)
-        assert say(*step).code == 0 and len(torch.load(step[-1], weights_only=True)) == 4
-    else:
-        assert "->" not in found.err

@@ -94,17 +94,6 @@ def test_what_cannot_be_loaded_is_left_out_when_that_is_allowed(tmp_path: Path) 
     assert not oracle.difference(found, {"w": value["w"]})
 
 
-def test_from_other_formats(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    out = legacy(FIXTURES / "model.safetensors", tmp_path / "out.pth")
-    assert not oracle.difference(oracle.load(out), dict(ckptool.load(out)))
-    expected = load_file(FIXTURES / "model.safetensors")
-    assert all(torch.equal(value, expected[key]) for key, value in oracle.load(out).items())
-    found = oracle.load(legacy(FIXTURES / "torch01.tar", out))
-    assert list(found) == ["module.fc.weight", "module.fc.bias"]
-
-
 def test_texts_have_no_place(tmp_path: Path) -> None:
     with ckptool.open(FIXTURES / "bare.pth") as checkpoint, pytest.raises(TargetError, match="no header for metadata"):
         ckptool.convert(checkpoint, "legacy", metadata={"a": "b"})

@@ -452,24 +452,6 @@ def test_sums_are_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
         assert (error <= wanted).all()
 
 
-@pytest.mark.parametrize(
-    ("names", "other"),
-    [
-        (["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], "model-rank-00-part-0.safetensors"),
-        (["model0-mp2.safetensors", "model1-mp2.safetensors"], "model0-mp4.safetensors"),
-    ],
-)
-def test_two_files_for_one_place_are_refused(names: list[str], other: str, tmp_path: Path) -> None:
-    vllm = "rank" in other
-    state = {"model.norm.weight" if vllm else "norm.weight": torch.ones(8)}
-    for name in (*names, other):
-        save_file(state, tmp_path / name)
-    said = say("convert", tmp_path, "-o", tmp_path / "out.safetensors")
-    assert said.code != 0
-    assert "are for one place" in said.err
-    assert other in said.err
-
-
 CASES = CORPUS.parent / "recipes"
 
 

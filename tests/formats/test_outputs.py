@@ -13,8 +13,6 @@ from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.sharding import is_sharded
 from ckptool.formats.outputs import OUTPUTS, TARGETS, OutputFormat
 
-#: A training checkpoint: a state dict with other entries beside it.
-TRAINING = FIXTURES / "checkpoint.pth.tar"
 EVERY = [OUTPUTS[name] for name in TARGETS]
 
 
@@ -42,17 +40,6 @@ def test_an_output_reads_as_its_format_and_is_a_folder_where_the_table_says_so(
     assert written.is_dir() is known.folder
     with ckptool.open(written) as checkpoint:
         assert checkpoint.format == known.reads_as
-
-
-def test_other_entries_are_lost_in_formats_of_one_state_dict_and_in_shards(known: OutputFormat) -> None:
-    with ckptool.open(TRAINING) as checkpoint:
-        for size in (0, 10**9) if known.shards else (0,):
-            allowed = {"containers", "sharing", "devices", "requires-grad"}
-            if known.holds_one(size):
-                with pytest.raises(RefusedError, match="entries outside the state dict"):
-                    ckptool.convert(checkpoint, known.name, allow_loss=allowed, max_shard_size=size, strict=True)
-            else:
-                assert ckptool.convert(checkpoint, known.name, allow_loss=allowed).target is not None
 
 
 def test_only_formats_with_shards_take_a_size(known: OutputFormat, tmp_path: Path) -> None:

@@ -130,16 +130,6 @@ def test_no_command_passes_a_part_off_as_the_whole(scheme: str, command: str, tm
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_edit_of_each_part_needs_no_option(scheme: str, tmp_path: Path) -> None:
-    path, _ = parts(scheme, tmp_path / "model")
-    assert say("add-module", path, "--out-dir", tmp_path / "out").code == 0
-    assert load(tmp_path / "out" / path.name).keys() == {f"module.{name}" for name in load(path)}
-    named = path.with_name(path.stem + ".edited" + path.suffix)
-    assert say("add-module", path, "-o", named).code == 0
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_folder_is_joined_or_refused(scheme: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     first, second = parts(scheme, folder)

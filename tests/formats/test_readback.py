@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool import saving
-from ckptool.base.errors import OutputError, ReadBackError, UnreadableError
+from ckptool.base.errors import OutputError, ReadBackError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
 from ckptool.files import sources
@@ -440,15 +440,3 @@ def test_what_torch_would_see_is_seen(choice: Any, good: list[Good], tmp_path: P
         return
     path.write_bytes(data)
     assert oracle.difference(_load(path), whole.loaded) == "", (whole.name, at, byte)
-
-
-def test_a_server_that_fails_is_no_bug(good: list[Good]) -> None:
-    class Failing(BytesSource):
-        def read(self, offset: int, size: int) -> bytes:
-            error = UnreadableError("S3 broke off the connection", path="s3://bucket/a.pth")
-            error.of_server = True
-            raise error
-
-    for whole in good:
-        with pytest.raises(UnreadableError, match="S3 broke off"):
-            check_file(whole.promise, Failing(whole.data, str(whole.path)))

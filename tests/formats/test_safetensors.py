@@ -10,7 +10,6 @@ from typing import Any
 
 import oracle
 import pytest
-import safetensors.torch
 import torch
 from conftest import CORPUS, FIXTURES, examples, needs_corpus
 from hypothesis import given, settings
@@ -318,9 +317,6 @@ def test_real_safetensors_files_go_there_and_back(tmp_path: Path) -> None:
         assert oracle.difference(load_file(path), dict(oracle.load(tmp_path / "x.pth"))) == ""
 
 
-# -- Headers that a mutation could make: what the library refuses is refused, and what both take is the same.
-
-
 # -- what the library refuses is refused -----------------------------------------------------------------------
 # -0 where a whole number must be; and in fields that it does not know numbers out of range, lone surrogates, and
 # nesting that is too deep for it.
@@ -396,24 +392,3 @@ def test_a_shape_of_many_dimensions_is_refused_before_it_is_multiplied(
     assert max(factors, default=0) <= LIMITS.dimensions
     if size < 2:
         assert ckptool.keys(write(LIMITS.dimensions))["tensors"]
-
-
-@pytest.mark.parametrize("spaces", [{}, {"separators": (",", ":")}], ids=["spaces", "compact"])
-@pytest.mark.parametrize("metadata", [None, {}, {"a": "\u00e9"}, ...], ids=["null", "empty", "a text", "none"])
-def test_an_edit_keeps_the_order_of_tensors_and_writes_the_header_of_the_library(
-    metadata: Any, spaces: dict[str, Any], tmp_path: Path
-) -> None:
-    """Other writers list tensors out of byte order, do not pad, and put the metadata last."""
-    header: dict[str, Any] = {}
-    for place, key in zip((2, 0, 1), ("b.weight", "a.\u00fc", "c")):
-        header[key] = {"data_offsets": [place * 8, place * 8 + 8], "dtype": "F32", "shape": [2]}
-    text = json.dumps(header if metadata is ... else {**header, "__metadata__": metadata}, **spaces).encode()
-    path, there, back = (tmp_path / f"{step}.safetensors" for step in ("in", "there", "back"))
-    path.write_bytes(len(text).to_bytes(8, "little") + text + struct.pack("<6f", *range(6)))
-    ckptool.save(ckptool.add_module(path), there)
-    ckptool.save(ckptool.strip_module(there), back)
-    for written, prefix in ((there, "module."), (back, "")):
-        loaded = {key: value.tolist() for key, value in safetensors.torch.load_file(written).items()}
-        assert loaded == {f"{prefix}{key}": value.tolist() for key, value in safetensors.torch.load_file(path).items()}
-        assert written.read_bytes()[-24:] == path.read_bytes()[-24:]
-        assert int.from_bytes(written.read_bytes()[:8], "little") % 8 == 0

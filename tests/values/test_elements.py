@@ -114,25 +114,3 @@ def test_what_cannot_be_is_malformed(change: dict[str, object], tmp_path: Path) 
         assert filling(storage_reader(checkpoint, tensor.storage), tensor) is None
         with pytest.raises(MalformedError):
             list(elements(storage_reader(checkpoint, tensor.storage), tensor))
-
-
-# -- linear time -----------------------------------------------------------------------------------------------
-# Many views of one deflated storage do not each inflate it from its beginning.
-
-
-def test_a_deflated_storage_is_inflated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tmp_path / "plain.pth"
-    base = torch.arange(4000.0)
-    torch.save({f"k{number}": base[number * 4 : number * 4 + 2] for number in range(500)}, plain)
-    path = deflated(plain)
-    times = 0
-    inflate = elements_module.content_chunks
-
-    def counted(*how: object) -> object:
-        nonlocal times
-        times += 1
-        return inflate(*how)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(elements_module, "content_chunks", counted)
-    assert ckptool.hash(path)["content"] == ckptool.hash(plain)["content"]
-    assert times <= 4  # some threads may begin at once

@@ -187,24 +187,6 @@ def test_a_call_in_the_metadata(folder: Path) -> None:
     assert "loading it imports or runs it" in text
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"nonsense",
-        b"\x80\x04.",
-        pickle.dumps({"state_dict_metadata": {}}),
-        pickle.dumps(None),
-        b"\x80\x04\x95" + b"\xff" * 8,
-    ],
-)
-def test_metadata_of_nonsense(data: bytes, folder: Path) -> None:
-    (folder / ".metadata").write_bytes(data)
-    with pytest.raises(MalformedError):
-        ckptool.open(folder)
-    assert ckptool.validate(folder)["status"] == "invalid"
-
-
 def test_one_that_is_not_finished(folder: Path) -> None:
     (folder / ".metadata").rename(folder / ".metadata.tmp")
     with pytest.raises(UnreadableError, match="not finished"):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import shutil
 import struct
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, CORPUS, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError, UnreadableError
-from ckptool.cli.main import run
 from ckptool.files.sources import open_source
 from ckptool.formats.foreign.frameworks import foreign_kinds, match_magic, match_structure
 
@@ -49,18 +47,6 @@ def test_folders_are_named(item: Real) -> None:
         ckptool.open(item.path)
     assert caught.value.kind == item.kind
     assert caught.value.next
-
-
-def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(FIXTURES / "real" / "orbax_manager", tmp_path / "steps")
-    shutil.copy(FIXTURES / "real" / "tiny.gguf", tmp_path)
-    (tmp_path / "notes.txt").write_text("nothing")
-    for path, words in (
-        (tmp_path, "'tiny.gguf' is a GGUF model"),
-        (tmp_path / "steps", "'10' is a checkpoint of Orbax"),
-    ):
-        assert run(["inspect", str(path)]) == 3
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.sampled(every=3)

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXTURES
 
 import ckptool
 from ckptool.base.errors import NotACheckpointError
-from ckptool.checkpoint.survey import TensorEntry
 from ckptool.cli.main import run
 
 
@@ -47,25 +45,6 @@ def told(path: Path) -> str:
         ckptool.open(path)
     assert caught.value.kind in ("deepspeed", "megatron")
     return f"{caught.value}\n{caught.value.next}"
-
-
-REAL = FIXTURES / "real"
-
-
-def test_the_files_of_deepspeed_themselves() -> None:
-    """Each can be read; those of stage 3 say where the weights are."""
-    for path in sorted(REAL.glob("zero*/*/*.pt")):
-        with ckptool.open(path) as checkpoint:
-            assert checkpoint.survey.tensors
-            if "model_states" in path.name:
-                expected = torch.load(path, weights_only=True)["module"]
-                assert list(expected) == [entry.key for entry in module_of(checkpoint)]
-        codes = [finding["code"] for finding in ckptool.inspect(path)["findings"]]
-        assert ("weights-elsewhere" in codes) == ("zero3" in str(path) and "model_states" in path.name)
-
-
-def module_of(checkpoint: ckptool.Checkpoint) -> list[TensorEntry]:
-    return [entry for entry in checkpoint.survey.tensors if entry.path.startswith("module")]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -361,7 +361,3 @@ def test_no_edit_in_place(name: str, tmp_path: Path) -> None:
 def test_the_real_one() -> None:
     rows = ckptool.keys(CORPUS / "LaurentMazare__tch-rs__foo.pt")["tensors"]
     assert [(row["key"], row["dtype"], row["shape"]) for row in rows] == [("value", "float32", [1])]
-
-
-# -- versions and protocols ------------------------------------------------------------------------------------
-# torch opens no archive without a version that it knows, and its C++ reads no pickle that begins without a protocol.

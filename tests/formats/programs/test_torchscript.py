@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from command_line import say
 from conftest import CORPUS, WHOLE, needs_corpus
@@ -282,30 +281,6 @@ def test_a_program_without_parameters(frozen_one: bool, mobile: bool, tmp_path: 
     for name in ("w.pth", "w.safetensors"):
         said = say("convert", path, "-o", tmp_path / name, "--allow-loss", "all")
         assert said.code == 4 and "no parameters and no buffers by name" in said.all
-
-
-def test_keys_with_slashes(tmp_path: Path) -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_parameter("down/1/w", torch.nn.Parameter(torch.ones(2)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    path = tmp_path / "m.pt"
-    torch.jit.trace(Odd(), torch.ones(1)).save(str(path))
-    state = torch.jit.load(path).state_dict()
-    assert "down/1/w" in state
-    report = ckptool.inspect(path)
-    assert [item["keys"] for item in report["state_dicts"]] == [len(state)]
-    for name in ("w.pth", "w.safetensors"):
-        assert say("convert", path, "-o", tmp_path / name, "--allow-loss", "entries").code == 0
-    found = safetensors.torch.load_file(tmp_path / "w.safetensors")
-    assert torch.equal(found["down/1/w"], state["down/1/w"])
-    # It is one in that format, too, and an edit works on it.
-    assert say("add-module", tmp_path / "w.safetensors", "-o", tmp_path / "x.safetensors").code == 0
-    assert list(safetensors.torch.load_file(tmp_path / "x.safetensors")) == ["module.down/1/w"]
 
 
 def test_buffers_of_old_writers_are_what_torch_takes_for_some(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
-from ckptool.base.errors import CkptoolError
 from ckptool.formats import pieces
 
 VALUES = {"a.weight": torch.randn(7, 6), "b.bias": torch.randn(5)}
@@ -255,22 +254,3 @@ def test_a_mesh_whose_ranks_do_not_ascend(ranks: list[int], warned: bool, tmp_pa
     folder = save_ranks(tmp_path / "run", 3, state)
     assert torch.equal(joined(folder)["a.weight"], VALUES["a.weight"])
     assert ("full_tensor() of torch joins them in the order of the ranks" in say("inspect", folder).out) == warned
-
-
-def test_other_tensors_are_still_converted(tmp_path: Path) -> None:
-    """Only what has copies that differ is kept back: a state dict beside it is whole."""
-
-    def state(rank: int) -> object:
-        mesh = init_device_mesh("cpu", (2,))
-        copies = {"w.weight": DTensor.from_local(torch.full((4,), float(rank)), mesh, [Replicate()], run_check=False)}
-        return {
-            "model": {"w.weight": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)},
-            "ema": copies,
-        }
-
-    folder = save_ranks(tmp_path / "run", 2, state)
-    with pytest.raises(CkptoolError, match=r"ema.*is not the same as in model_rank0.pt"):
-        joined(folder)
-    ckptool.save(ckptool.convert(folder, "safetensors", key="model"), tmp_path / "model.safetensors")
-    with pytest.raises(CkptoolError, match=r"ema.*is not the same as in model_rank0.pt"):
-        ckptool.save(ckptool.convert(folder, "safetensors", key="ema"), tmp_path / "ema.safetensors")

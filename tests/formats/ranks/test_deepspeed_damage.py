@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import loops
 from command_line import say
 from conftest import FIXTURES
 from test_deepspeed import SMALL, equal, joined, optimizer, refused
 from zero_folders import Model, Unpickled, deepspeed, random_model, write_zero
 
 import ckptool
-from ckptool.base.findings import INCOMPLETE
 
 
 def changed(path: Path, change: Callable[[Any], object]) -> None:
@@ -177,31 +175,6 @@ def test_tied_weights_lead_to_a_parameter(kept: str, tmp_path: Path) -> None:
         aliases = {"head.weight": kept, "other.weight": "head.weight"}
         changed(path, lambda state, aliases=aliases: state.update(shared_params=aliases))  # type: ignore[misc]
         assert f"'head.weight' is said to be {kept!r}, which is no parameter of its own" in refused(folder, tmp_path)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_ranks_that_are_missing_by_the_thousand_take_no_time(frozen: bool, tmp_path: Path) -> None:
-    """Two files of 65,536 ranks, and a thousand parameters."""
-
-    def many(state: dict[str, Any]) -> None:
-        state["partition_count"] = 1 << 16
-
-    folder = write_zero(tmp_path / "step", random_model([[(8,)] * 4]), 2, 3, change=many)
-    shapes = {f"layers.{number}.weight": torch.Size([1 << 20]) for number in range(1000)}
-    for rank in range(2):
-        own = {"param_shapes": [shapes], "dp_world_size": 1 << 16}
-        if frozen:
-            parts = dict.fromkeys(shapes, torch.zeros(16))
-            own = {"param_shapes": [{}], "frozen_param_shapes": shapes, "frozen_param_fragments": parts}
-        changed(model_file(folder, rank), lambda state, own=own: state.update(own))  # type: ignore[misc]
-
-    def codes() -> set[str]:
-        with ckptool.open(folder) as checkpoint:
-            return {problem.code for problem in checkpoint.container.problems}
-
-    found, took = loops(codes)
-    assert INCOMPLETE in found
-    assert took < 300
 
 
 def test_a_file_of_a_rank_that_this_save_does_not_have_is_not_read(tmp_path: Path) -> None:

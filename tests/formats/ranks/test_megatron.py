@@ -29,18 +29,6 @@ def model_of(path: Path, out: Path) -> dict[str, torch.Tensor]:
     return torch.load(out)
 
 
-@pytest.mark.parametrize("file", [file for folder in FOLDERS for file in sorted((RANKS / folder).rglob("model_*.pt"))])
-def test_the_file_of_one_rank_never_passes_for_the_model_whatever_its_name(file: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "model.pth"
-    shutil.copy(file, moved)
-    for more in ((), ("--key", "model"), ("--key", "model", "--allow-loss", "entries")):
-        said = say("convert", moved, "-o", tmp_path / "x.safetensors", *more)
-        assert said.code == 4 and not (tmp_path / "x.safetensors").exists(), said.all
-        assert "the model part of one of" in said.err and "put it back" in said.err, said.err
-    assert "the model part of one of" in say("validate", moved).all
-    assert "the model part of one of" in say("inspect", moved).all
-
-
 def problems(path: Path) -> list[str]:
     with ckptool.open(path) as checkpoint:
         return [problem.message for problem in checkpoint.container.problems if problem.level == "error"]

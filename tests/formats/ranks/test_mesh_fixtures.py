@@ -164,9 +164,6 @@ def test_partial_sums_are_refused_by_name(tmp_path: Path) -> None:
         whole(RANKS / "partial", tmp_path / "one.pth")
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
 # -- states that FSDP1 has cut, which say nothing of themselves --------------------------------------------------------
 
 
@@ -199,21 +196,6 @@ def test_states_that_ranks_have_unlike_are_not_joined(change: Any, words: str, t
     assert not ckptool.validate(folder)["valid"]
     with pytest.raises(CkptoolError, match=words):
         whole(folder, tmp_path / "one.pth")
-
-
-def test_states_of_zeros_are_joined_as_well(tmp_path: Path) -> None:
-    """They are equal in all ranks, and parts nevertheless."""
-    folder = tmp_path / "run"
-    shutil.copytree(RANKS / "verl_fsdp1", folder)
-    before = whole(folder, tmp_path / "before.pth")["optim"]["state"][0]
-    for rank in range(2):
-        edited(
-            folder,
-            f"optim_world_size_2_rank_{rank}.pt",
-            lambda state: [state["state"][0][name].zero_() for name in ("exp_avg", "exp_avg_sq")],
-        )
-    after = whole(folder, tmp_path / "after.pth")["optim"]["state"][0]
-    assert after["exp_avg"].shape == before["exp_avg"].shape and not after["exp_avg"].any()
 
 
 def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:

@@ -80,17 +80,6 @@ def folder(tmp_path: Path) -> Path:
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def test_files_in_the_format_before_zip(tmp_path: Path) -> None:
-    folder = save_ranks(tmp_path / "run", 4, lambda rank: training(4), legacy=True)
-    state = loaded(folder, tmp_path / "one.pth")
-    assert all(torch.equal(state["model"][name], value) for name, (value, _) in MODEL.items())
-    assert state["mean"].tolist() == [1, 1, 1]
-    report = ckptool.validate(folder)
-    assert report["valid"]
-    checks = {check["name"]: check["status"] for check in report["checks"]}
-    assert checks["checksums"] == "not possible"
-
-
 placements = st.one_of(
     st.just(Replicate()),
     st.builds(Shard, st.integers(0, 2)),

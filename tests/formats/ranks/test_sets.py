@@ -168,20 +168,3 @@ def test_rank_files_of_two_runs_are_told_apart_by_their_names(tmp_path: Path) ->
         (one,) = (item for item in ckptool.inspect(path)["findings"] if item["code"] == "shards")
         said = say(*shlex.split(str(one["next"]))[1:])
         assert said.code == 0 and "all there" in said.out, (one["next"], said.all)
-
-
-def test_the_file_of_a_rank_leads_to_its_set_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole has the structure of the file, whatever else is in the folder. The folder has an entry for each set."""
-    save_ranks(tmp_path, 2, lambda rank: {"model": model(2)(rank), "step": 5}, "model_rank{}.pt")
-    save_ranks(tmp_path, 2, model(2), "fsdp-{}.pth")
-    monkeypatch.chdir(tmp_path)
-    refused = say("convert", "model_rank0.pt", "-o", "one.pth")
-    step = shlex.split(refused.err.partition("-> ckptool ")[2].partition("\n")[0])
-    assert refused.code == 4 and step[:2] == ["convert", "model_rank*.pt"]
-    assert say(*step[:-1], "one.pth").code == 0 and torch.load("one.pth").keys() == {"model", "step"}
-    said = say("convert", ".", "-o", "all.pth")
-    assert said.code == 0 and torch.load("all.pth").keys() == {"model", "fsdp"}
-    assert "2 sets of rank files, an entry for each: fsdp (fsdp-*.pth) and model (model_rank*.pt)" in said.all.replace(
-        "model (model_rank*.pt) and fsdp (fsdp-*.pth)", "fsdp (fsdp-*.pth) and model (model_rank*.pt)"
-    )
-    assert "not copied: one.pth" in said.all

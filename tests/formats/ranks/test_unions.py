@@ -122,16 +122,6 @@ def test_what_does_not_fit_is_named(
     broken(universal, words, tmp_path)
 
 
-def test_experts_are_parameters_of_their_own(universal: Path, tmp_path: Path) -> None:
-    """DeepSpeed adds them to the folder; the file of the model names the patterns of their names alone."""
-    shutil.copytree(universal / "zero" / "first.weight", universal / "zero" / "mlp.experts.w1")
-    path = universal / "mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    state["universal_checkpoint_info"] = {"expert_parameter_patterns": [r"\.experts\.w[123]$"]}
-    torch.save(state, path)
-    assert "mlp.experts.w1" in whole(universal, tmp_path / "one.pth")["module"]
-
-
 def test_a_parameter_that_was_never_updated_is_that_of_the_model(universal: Path, tmp_path: Path) -> None:
     """DeepSpeed puts it there in 32 bits, without states and without the dimension of a cut."""
     own = universal / "zero" / "first.weight"
