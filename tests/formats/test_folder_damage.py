@@ -117,72 +117,32 @@ def refused(folder: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     return found.text
 
 
-def half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Put something else in the place of a file."""
+
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
 
 
-def one_less(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def dangling(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def folder_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def page(path: Path) -> None:
-    path.write_text("<!DOCTYPE html><html><title>Not found</title></html>")
-
-
-def pointer(path: Path) -> None:
-    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n")
-
-
-def link_as_text(path: Path) -> None:
-    path.write_bytes(b"../../blobs/0123456789abcdef")
-
-
-def message(path: Path) -> None:
-    path.write_bytes(b'{"error": "Repository not found"}')
-
-
+_PAGE = b"<!DOCTYPE html><html><title>Not found</title></html>"
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1000\n"
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "removed": Path.unlink,
-    "half": half,
-    "one byte less": one_less,
-    "emptied": emptied,
-    "zeros": zeros,
-    "a link to itself": loop,
-    "a link to nothing": dangling,
-    "a folder": folder_instead,
-    "a web page": page,
-    "an LFS pointer": pointer,
-    "a symbolic link that Git checked out": link_as_text,
-    "a message of a server": message,
-    **({"a pipe": pipe} if hasattr(os, "mkfifo") else {}),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one byte less": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "a link to itself": instead(lambda path: path.symlink_to(path.name)),
+    "a link to nothing": instead(lambda path: path.symlink_to("nowhere")),
+    "a folder": instead(Path.mkdir),
+    "a web page": lambda path: path.write_bytes(_PAGE),
+    "an LFS pointer": lambda path: path.write_bytes(_POINTER),
+    "a symbolic link that Git checked out": lambda path: path.write_bytes(b"../../blobs/0123456789abcdef"),
+    "a message of a server": lambda path: path.write_bytes(b'{"error": "Repository not found"}'),
+    **({"a pipe": instead(os.mkfifo)} if hasattr(os, "mkfifo") else {}),
 }
 
 
@@ -266,13 +226,7 @@ def test_a_file_too_many(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 #: What may stand in the place of a file.
-STAND_INS = (
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n",
-    b"<!DOCTYPE html><html><title>Sign in</title></html>",
-    b"../../blobs/0123456789abcdef",
-    b'{"error": "Repository not found"}',
-    b"",
-)
+STAND_INS = (_POINTER, _PAGE, b"../../blobs/0123456789abcdef", b'{"error": "Repository not found"}', b"")
 
 
 @pytest.mark.parametrize(

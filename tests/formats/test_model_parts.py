@@ -280,26 +280,13 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path: Path) -> None:
 # DeepSeek
 
 #: Names in DeepSeek's own code, and the dimension that its ranks cut (DeepSeek-V3: inference/convert.py, mapping).
-DEEPSEEK: dict[str, tuple[str, int | None]] = {
-    "embed_tokens": ("embed", 0),
-    "input_layernorm": ("attn_norm", None),
-    "post_attention_layernorm": ("ffn_norm", None),
-    "q_proj": ("wq", 0),
-    "q_a_proj": ("wq_a", None),
-    "q_a_layernorm": ("q_norm", None),
-    "q_b_proj": ("wq_b", 0),
-    "kv_a_proj_with_mqa": ("wkv_a", None),
-    "kv_a_layernorm": ("kv_norm", None),
-    "kv_b_proj": ("wkv_b", 0),
-    "o_proj": ("wo", 1),
-    "gate": ("gate", None),
-    "gate_proj": ("w1", 0),
-    "down_proj": ("w2", 1),
-    "up_proj": ("w3", 0),
-    "norm": ("norm", None),
-    "lm_head": ("head", 0),
-    "scale": ("scale", None),
+_CUT: dict[int | None, str] = {
+    0: "embed_tokens=embed q_proj=wq q_b_proj=wq_b kv_b_proj=wkv_b gate_proj=w1 up_proj=w3 lm_head=head",
+    1: "o_proj=wo down_proj=w2",
+    None: "input_layernorm=attn_norm post_attention_layernorm=ffn_norm q_a_proj=wq_a q_a_layernorm=q_norm"
+    " kv_a_proj_with_mqa=wkv_a kv_a_layernorm=kv_norm gate=gate norm=norm scale=scale",
 }
+DEEPSEEK = {name: (own, dim) for dim, text in _CUT.items() for name, own in (pair.split("=") for pair in text.split())}
 
 
 def deepseek_rank(state: State, rank: int, ranks: int, experts: int) -> State:
@@ -325,21 +312,10 @@ def deepseek_rank(state: State, rank: int, ranks: int, experts: int) -> State:
 @pytest.mark.parametrize("scales", [False, True])
 def test_ranks_of_deepseek_have_experts_of_their_own(ranks: int, lora: bool, scales: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.DeepseekV3Config(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=12,
-        moe_intermediate_size=4,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        n_routed_experts=4,
-        q_lora_rank=4 if lora else None,
-        kv_lora_rank=4,
-        qk_rope_head_dim=2,
-        qk_nope_head_dim=2,
-        v_head_dim=2,
-    )
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 4}
+    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "n_routed_experts": 4}
+    sizes |= {"kv_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 2}
+    config = transformers.DeepseekV3Config(**sizes, q_lora_rank=4 if lora else None)
     transformers.DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "hf")
     state = load_file(tmp_path / "hf" / "model.safetensors")
     state = {name: torch.randn_like(value) for name, value in state.items()}

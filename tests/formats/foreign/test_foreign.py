@@ -115,6 +115,10 @@ LAYER = _proto(1, b"conv1") + _proto(2, b"Convolution") + _proto(7, FLOATS[:40])
 OLD_LAYER = _proto(2, b"data") + _proto(3, b"conv1") + _proto(4, b"conv1") + b"\x28\x04"
 XGBOOST = bytes(136) + struct.pack("<Q", 15) + b"binary:logistic"
 MINDSPORE = _proto(1, b"conv.weight") + _proto(2, b"\x08\2\x08\3" + _proto(2, b"Float32") + _proto(3, FLOATS[:24]))
+SENTENCES = _proto(1, _proto(1, b"<unk>") + PIECE + b"\x18\2") + _proto(1, _proto(1, b"a") + PIECE) * 9
+TRANSFORMER = struct.pack("<IH", 6, 16) + b"TransformerSpec\0" + struct.pack("<II", 7, 2)
+LEARNER = b"{L" + struct.pack(">q", 7) + b"learner{L" + struct.pack(">q", 10) + b"attributes"
+WHISPER = (50000, 750, 384, 6, 4, 448, 384, 6, 4, 80, 1)
 #: (name, content, kind, a word of what is said)
 MARKS = [
     ("net.caffemodel", _proto(1, b"AlexNet") + _proto(100, LAYER) * 3, "caffe", "Caffe"),
@@ -132,28 +136,13 @@ MARKS = [
     ("old.weights", struct.pack("<4i", 0, 1, 0, 32013312) + FLOATS, "darknet", "Darknet"),
     ("final.mdl", b"\0B<TransitionModel> <Topology> ", "kaldi", "Kaldi"),
     ("feats.ark", b"utt-1 \0BFM \4" + struct.pack("<iBi", 3, 4, 4) + FLOATS, "kaldi", "ark"),
-    (
-        "spm.model",
-        _proto(1, _proto(1, b"<unk>") + PIECE + b"\x18\2") + _proto(1, _proto(1, b"a") + PIECE) * 9,
-        "sentencepiece",
-        "SentencePiece",
-    ),
+    ("spm.model", SENTENCES, "sentencepiece", "SentencePiece"),
     ("stories.bin", _llama2(True), "llama2.c", "llama2.c"),
     ("unshared.bin", _llama2(False), "llama2.c", "llama2.c"),
     ("v2.bin", struct.pack("<Ii", 0x616B3432, 2) + bytes(300), "llama2.c", "llama2.c"),
-    (
-        "model.bin",
-        struct.pack("<IH", 6, 16) + b"TransformerSpec\0" + struct.pack("<II", 7, 2),
-        "ctranslate2",
-        "CTransl",
-    ),
+    ("model.bin", TRANSFORMER, "ctranslate2", "CTransl"),
     ("model.xml", b'<?xml version="1.0"?>\n<net name="a" version="11">\n<layers>', "openvino", "OpenVINO"),
-    (
-        "model.ubj",
-        b"{L" + struct.pack(">q", 7) + b"learner{L" + struct.pack(">q", 10) + b"attributes",
-        "xgboost",
-        "UBJ",
-    ),
+    ("model.ubj", LEARNER, "xgboost", "UBJ"),
     ("model.json", b'{"learner":{"attributes":{},"feature_names":[]},"version":[3,2,0]}', "xgboost", "XGBoost"),
     ("model.model", b"binf" + XGBOOST, "xgboost", "old binary"),
     ("bare.model", struct.pack("<f", 0.5) + XGBOOST[4:], "xgboost", "old binary"),
@@ -161,12 +150,7 @@ MARKS = [
     ("model.cbm", b"CBM1" + bytes(40), "catboost", "CatBoost"),
     ("weight.bin", struct.pack("<II", 1, 2) + bytes(56) + struct.pack("<I", 0xDEADBEEF) + FLOATS, "coreml", "Core ML"),
     ("ggml-tiny.bin", b"lmgg" + struct.pack("<3i", 51865, 1500, 384) + bytes(40), "whisper.cpp", "whisper.cpp"),
-    (
-        "ggml-short.bin",
-        b"lmgg" + struct.pack("<11i", 50000, 750, 384, 6, 4, 448, 384, 6, 4, 80, 1),
-        "whisper.cpp",
-        "whisper",
-    ),
+    ("ggml-short.bin", b"lmgg" + struct.pack("<11i", *WHISPER), "whisper.cpp", "whisper"),
     ("ggml-silero-v5.bin", b"lmgg" + struct.pack("<i10s3i", 10, b"silero-16k", 5, 1, 2), "whisper.cpp", "whisper.cpp"),
     ("llama.bin", b"lmgg" + struct.pack("<3i", 32000, 4096, 256) + bytes(40), "ggml", "GGML"),
     ("lora.bin", b"algg" + bytes(40), "ggml", "LoRA"),

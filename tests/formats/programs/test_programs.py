@@ -150,31 +150,36 @@ def test_devices_of_an_export_are_named(exported: Path, tmp_path: Path) -> None:
     assert said.code == 4 and "a state dict would lack 2 constants (constant and gone): keep the program" in said.all
 
 
-BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
-    ("no list", lambda config: {"config": []}),
-    ("no file", lambda config: config["config"]["a.bias"].update(path_name="../../etc/passwd")),
-    ("no name", lambda config: config["config"]["a.bias"].update(path_name=None)),
-    ("negative", lambda config: config["config"]["a.bias"]["tensor_meta"].update(sizes=[{"as_int": -4}])),
-    ("huge", lambda config: config["config"]["a.bias"]["tensor_meta"].update(sizes=[{"as_int": 1 << 70}])),
-    ("symbolic", lambda config: config["config"]["a.bias"]["tensor_meta"].update(sizes=[{"as_expr": "s0"}])),
-    ("dtype", lambda config: config["config"]["a.bias"]["tensor_meta"].update(dtype=99)),
-    ("dtype list", lambda config: config["config"]["a.bias"]["tensor_meta"].update(dtype=[7])),
-    ("layout", lambda config: config["config"]["a.bias"]["tensor_meta"].update(layout=1)),
-    ("ranks", lambda config: config["config"]["a.bias"]["tensor_meta"].update(strides=[])),
-    ("nothing", lambda config: config["config"]["a.bias"].update(tensor_meta=None)),
-]
+def _meta(**facts: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config"]["a.bias"]["tensor_meta"].update(facts)
 
 
-@pytest.mark.parametrize(("word", "spoil"), BAD, ids=[word for word, _ in BAD])
-def test_damaged_descriptions(
-    word: str, spoil: Callable[[dict[str, Any]], Any], exported: Path, tmp_path: Path
-) -> None:
-    def change(name: str, data: bytes) -> bytes:
-        if not name.endswith("weights_config.json"):
+def _weight(**facts: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config"]["a.bias"].update(facts)
+
+
+BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no list": lambda config: {"config": []},
+    "no file": _weight(path_name="../../etc/passwd"),
+    "no name": _weight(path_name=None),
+    "nothing": _weight(tensor_meta=None),
+    "negative": _meta(sizes=[{"as_int": -4}]),
+    "huge": _meta(sizes=[{"as_int": 1 << 70}]),
+    "symbolic": _meta(sizes=[{"as_expr": "s0"}]),
+    "dtype": _meta(dtype=99),
+    "dtype list": _meta(dtype=[7]),
+    "layout": _meta(layout=1),
+    "ranks": _meta(strides=[]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damaged_descriptions(name: str, exported: Path, tmp_path: Path) -> None:
+    def change(record: str, data: bytes) -> bytes:
+        if not record.endswith("weights_config.json"):
             return data
         config = json.loads(data)
-        config = spoil(config) or config
-        return json.dumps(config).encode()
+        return json.dumps(BAD[name](config) or config).encode()
 
     with pytest.raises(MalformedError):
         ckptool.open(rewritten(exported, tmp_path / "bad.pt2", change))
