@@ -57,93 +57,67 @@ WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 
 
-def dense(shape: Any, stride: Any, offset: int) -> Code:
-    return tensor(shape, stride, offset)
-
-
-def old(shape: Any, stride: Any, offset: int) -> Code:
-    return call(name(UTILS, "_rebuild_tensor"), storage(), offset, shape, stride)
-
-
-def third(shape: Any, stride: Any, offset: int) -> Code:
-    return tensor(
-        shape, stride, offset, storage("0", 16, "UntypedStorage"), "_rebuild_tensor_v3", [name("torch", "float32")]
-    )
-
-
-def parameter(shape: Any, stride: Any, offset: int) -> Code:
-    return call(name(UTILS, "_rebuild_parameter"), tensor(shape, stride, offset), True, ordered())
-
-
-def parameter_with_state(shape: Any, stride: Any, offset: int) -> Code:
-    arguments = tensor(shape, stride, offset), True, ordered(), {"a": 1}
-    return call(name(UTILS, "_rebuild_parameter_with_state"), *arguments)
-
-
-def quantized(shape: Any, stride: Any, offset: int) -> Code:
-    scheme = (name("torch", "per_tensor_affine"), Code(b"G" + struct.pack(">d", 0.5)), 0)
-    held = storage("0", 4, "QInt32Storage")
-    return call(name(UTILS, "_rebuild_qtensor"), held, offset, shape, stride, scheme, False, ordered())
-
-
-def scales(shape: Any, stride: Any, offset: int) -> Code:
-    """Per channel: the scales are a tensor of their own."""
-    scheme = (name("torch", "per_channel_affine"), tensor(shape, stride, offset), tensor((1,)), 0)
-    held = storage("1", 4, "QInt32Storage")
-    return call(name(UTILS, "_rebuild_qtensor"), held, 0, (4,), (1,), scheme, False, ordered())
-
-
-def sparse_values(shape: Any, stride: Any, offset: int) -> Code:
-    indices = tensor((1, 2), (2, 1), of=storage("1", 2, "LongStorage"))
-    data = (indices, tensor(shape, stride, offset), (4,), True)
-    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_coo"), data)
-
-
-def sparse_indices(shape: Any, stride: Any, offset: int) -> Code:
-    indices = tensor(shape, stride, offset, storage("1", 2, "LongStorage"))
-    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_coo"), (indices, tensor((2,)), (4,), True))
-
-
-def sparse_csr(shape: Any, stride: Any, offset: int) -> Code:
-    longs = storage("1", 2, "LongStorage")
-    data = (tensor((2,), of=longs), tensor((1,), of=longs), tensor(shape, stride, offset), (1, 4))
-    return call(name(UTILS, "_rebuild_sparse_tensor"), name("torch", "sparse_csr"), data)
-
-
-def nested(shape: Any, stride: Any, offset: int) -> Code:
-    table = tensor((1, 1), (1, 1), of=storage("1", 2, "LongStorage"))
-    return call(name(UTILS, "_rebuild_nested_tensor"), tensor(shape, stride, offset), table, table, table)
-
-
-def nested_table(shape: Any, stride: Any, offset: int) -> Code:
-    table = tensor(shape, stride, offset, storage("1", 2, "LongStorage"))
-    return call(name(UTILS, "_rebuild_nested_tensor"), TENSOR, table, table, table)
-
-
-def typed(shape: Any, stride: Any, offset: int) -> Code:
-    inner = (storage(), offset, shape, stride, False, ordered())
-    arguments = name(UTILS, "_rebuild_tensor_v2"), name("torch", "Tensor"), inner, {"a": 1}
-    return call(name("torch._tensor", "_rebuild_from_type_v2"), *arguments)
-
-
-def backend(shape: Any, stride: Any, offset: int) -> Code:
-    arguments = tensor(shape, stride, offset), name("torch", "float32"), "xla:0", False
-    return call(name(UTILS, "_rebuild_device_tensor_from_cpu_tensor"), *arguments)
-
-
-def jagged(shape: Any, stride: Any, offset: int) -> Code:
-    return call(
-        name("torch.nested._internal.nested_tensor", "_rebuild_njt"), {"_values": tensor(shape, stride, offset)}
-    )
-
-
-FUNCTIONS = (
-    *(dense, old, third, parameter, parameter_with_state, quantized, scales, sparse_values, sparse_indices),
-    *(sparse_csr, nested, nested_table, typed, backend, jagged),
-)
-STORED = {"0": FLOATS, "1": struct.pack("<2q", 0, 1)}
-
 Made = Callable[[Any, Any, int], Code]
+
+
+def rebuilt(function: str, *arguments: object) -> Code:
+    return call(name(UTILS, function), *arguments)
+
+
+def longs() -> Code:
+    """The second storage, as integers."""
+    return storage("1", 2, "LongStorage")
+
+
+def sparse(layout: str, *data: object) -> Code:
+    return rebuilt("_rebuild_sparse_tensor", name("torch", layout), data)
+
+
+def quantized(of: Code, scheme: tuple[object, ...], offset: int, shape: Any, stride: Any) -> Code:
+    return rebuilt("_rebuild_qtensor", of, offset, shape, stride, scheme, False, ordered())
+
+
+HALF = Code(b"G" + struct.pack(">d", 0.5))
+AFFINE, BY_CHANNEL = name("torch", "per_tensor_affine"), name("torch", "per_channel_affine")
+NJT = name("torch.nested._internal.nested_tensor", "_rebuild_njt")
+#: Tensors of a shape, strides and an offset, by every function that rebuilds one.
+MADE: dict[str, Made] = {
+    "dense": tensor,
+    "old": lambda shape, stride, offset: rebuilt("_rebuild_tensor", storage(), offset, shape, stride),
+    "third": lambda *view: tensor(
+        *view, storage("0", 16, "UntypedStorage"), "_rebuild_tensor_v3", [name("torch", "float32")]
+    ),
+    "parameter": lambda *view: rebuilt("_rebuild_parameter", tensor(*view), True, ordered()),
+    "parameter with a state": lambda *view: rebuilt(
+        "_rebuild_parameter_with_state", tensor(*view), True, ordered(), {"a": 1}
+    ),
+    "quantized": lambda shape, stride, offset: quantized(
+        storage("0", 4, "QInt32Storage"), (AFFINE, HALF, 0), offset, shape, stride
+    ),
+    # Per channel: the scales are a tensor of their own.
+    "scales": lambda *view: quantized(
+        storage("1", 4, "QInt32Storage"), (BY_CHANNEL, tensor(*view), tensor((1,)), 0), 0, (4,), (1,)
+    ),
+    "sparse values": lambda *view: sparse("sparse_coo", tensor((1, 2), (2, 1), of=longs()), tensor(*view), (4,), True),
+    "sparse indices": lambda *view: sparse("sparse_coo", tensor(*view, longs()), tensor((2,)), (4,), True),
+    "sparse CSR": lambda *view: sparse(
+        "sparse_csr", tensor((2,), of=longs()), tensor((1,), of=longs()), tensor(*view), (1, 4)
+    ),
+    "nested": lambda *view: rebuilt(
+        "_rebuild_nested_tensor", tensor(*view), *[tensor((1, 1), (1, 1), of=longs()) for _ in range(3)]
+    ),
+    "nested table": lambda *view: rebuilt("_rebuild_nested_tensor", TENSOR, *[tensor(*view, longs())] * 3),
+    "typed": lambda shape, stride, offset: call(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        *(name(UTILS, "_rebuild_tensor_v2"), name("torch", "Tensor")),
+        *((storage(), offset, shape, stride, False, ordered()), {"a": 1}),
+    ),
+    "backend": lambda *view: rebuilt(
+        "_rebuild_device_tensor_from_cpu_tensor", tensor(*view), name("torch", "float32"), "xla:0", False
+    ),
+    "jagged": lambda *view: call(NJT, {"_values": tensor(*view)}),
+}
+STORED = {"0": FLOATS, "1": struct.pack("<2q", 0, 1)}
 
 
 def findings(report: dict[str, Any]) -> set[str]:
@@ -151,21 +125,21 @@ def findings(report: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
-def test_a_view_that_fits_is_no_flaw(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", MADE)
+def test_a_view_that_fits_is_no_flaw(made: str, tmp_path: Path) -> None:
     """Two elements of whatever has room for them: what fails below fails for its geometry."""
-    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made is scales else {})
-    shape, stride = ((1, 2), (2, 1)) if made is sparse_indices else ((2,), (1,))
-    report = report_of(tmp_path / "seed.pth", plain({"w": made(shape, stride, 0)}, held))
+    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made == "scales" else {})
+    shape, stride = ((1, 2), (2, 1)) if made == "sparse indices" else ((2,), (1,))
+    report = report_of(tmp_path / "seed.pth", plain({"w": MADE[made](shape, stride, 0)}, held))
     assert findings(report) == set()
     assert say("keys", tmp_path / "seed.pth").code == 0
 
 
-@pytest.mark.parametrize("made", FUNCTIONS, ids=lambda made: str(made.__name__))
+@pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("view", by_key(WRONG))
-def test_impossible_geometry_fails(made: Made, view: tuple[Any, Any, int], tmp_path: Path) -> None:
-    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made is scales else {})
-    report = report_of(tmp_path / "seed.pth", plain({"w": made(*view)}, held))
+def test_impossible_geometry_fails(made: str, view: tuple[Any, Any, int], tmp_path: Path) -> None:
+    held = STORED | ({"1": struct.pack("<4i", 1, 2, 3, 4)} if made == "scales" else {})
+    report = report_of(tmp_path / "seed.pth", plain({"w": MADE[made](*view)}, held))
     assert (report["status"], "geometry" in findings(report)) == ("invalid", True), notes(report)
 
 
