@@ -17,8 +17,6 @@ from ckptool.checkpoint.paths import parse_path
 
 from .finds import BOUNDS, CRASH, OTHER, Find
 
-__all__ = ["Bad", "Entry", "Said", "TooLong", "ask", "bounded", "guarded", "listed", "saved", "tensors_of"]
-
 _SECONDS = 10.0
 _MEMORY = 512 << 20
 

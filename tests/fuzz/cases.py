@@ -24,8 +24,6 @@ from .tars import mutated_tar
 from .texts import mutated_text
 from .zips import mutated_object, mutated_zip
 
-__all__ = ["KINDS", "SEEDS", "Case", "Files", "built", "known", "parsed", "planned", "put"]
-
 SEEDS = Path(__file__).parent / "seeds"
 #: Files of a folder by name; a single file has the name "".
 Files = dict[str, bytes]

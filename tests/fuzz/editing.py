@@ -26,8 +26,6 @@ from .finds import EDIT, Find
 from .reading import comparable, error_text, load, undefined
 from .sandbox import contained
 
-__all__ = ["EDITS", "Edit", "edited"]
-
 
 class Edit(NamedTuple):
     """``make`` gives the edited checkpoint, ``right`` says what is wrong about what torch makes of the output, "" for

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["CLASSES", "Find", "Verdict", "cause_of"]
-
 VALID_FAILS: Final = "valid but fails"
 RUNS: Final = "valid and runs"
 OTHER: Final = "other names, values, sharing"

@@ -12,8 +12,6 @@ from .pickles import mutated_pickle
 from .terms import const, dumps, loads, walk
 from .zips import mutated_zip
 
-__all__ = ["moved_files", "mutated_dcp", "mutated_hf"]
-
 Files = dict[str, bytes]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from .opcodes import WIDE, bytewise
 
-__all__ = ["mutated_json", "mutated_safetensors"]
-
 _DTYPES = (
     *("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "U16", "U32", "U64", "F8_E4M3"),
     *("F8_E5M2", "F8_E8M0", "C64", "F4", "F6_E2M3", "f32", "X", "", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),

@@ -24,8 +24,6 @@ from .reading import comparable, content, difference, error_text, load, undefine
 from .sandbox import contained
 from .texts import dangerous
 
-__all__ = ["judged", "prepared"]
-
 #: What torch may use: it is not what is judged.
 _SECONDS, _MEMORY = 20, 4 << 30
 

@@ -9,8 +9,6 @@ from .opcodes import bytewise
 from .pickles import mutated_pickle
 from .terms import const, dumps, loads, pickles_in, sequence
 
-__all__ = ["mutated_legacy"]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 
 

@@ -14,8 +14,6 @@ import torch
 
 from .texts import bases as texts
 
-__all__ = ["MADE", "Made"]
-
 
 class Made(NamedTuple):
     """A clean input: its kind, and its files."""

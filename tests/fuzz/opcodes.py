@@ -7,8 +7,6 @@ import random
 import struct
 from typing import NamedTuple
 
-__all__ = ["WIDE", "bytewise", "pickled"]
-
 #: Numbers at which something overflows, ends, or is taken for "unknown".
 _EXTREME = (0, 1, 2, 45, 0x7F, 0x80, 0xFF, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 WIDE = (*_EXTREME, 1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)

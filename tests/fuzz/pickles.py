@@ -9,8 +9,6 @@ from typing import Any
 from .opcodes import pickled
 from .terms import Term, const, dumps, glob, loads, mapping, sequence, walk
 
-__all__ = ["mutated_pickle"]
-
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())

@@ -25,8 +25,6 @@ from .finds import EDIT, VALID_FAILS, Find, Verdict
 from .folders import moved_files
 from .reading import load, walked
 
-__all__ = ["bases", "judged_ranks", "mutated_ranks"]
-
 Files = dict[str, bytes]
 _LARGEST = 150_000  # bytes of a folder
 _RANKS = FIXTURES / "ranks"

@@ -13,8 +13,6 @@ from ckptool.base.limits import LIMITS
 
 from .asking import Entry
 
-__all__ = ["comparable", "content", "difference", "error_text", "load", "undefined", "walked"]
-
 Steps = tuple[Any, ...]
 _OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

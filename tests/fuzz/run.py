@@ -28,8 +28,6 @@ from fuzz.finds import CLASSES, VALID_FAILS, Find, Verdict
 from fuzz.judging import judged, prepared
 from fuzz.workers import work
 
-__all__ = ["Tally", "main"]
-
 FINDINGS = Path(__file__).parent / "findings"
 _KEPT = 5  # cases that are kept of each cause
 _MOST_FAILS = 0.005  # of the verdicts "valid" may be wrong about loading

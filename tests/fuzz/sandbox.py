@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Answer", "contained"]
-
 #: Events of reading files, of pickles, and of a temporary folder (the tar of old torch is unpacked into one).
 _QUIET = {
     *("pickle.find_class", "object.__getattr__", "object.__setattr__", "object.__delattr__", "sys._getframe"),

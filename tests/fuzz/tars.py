@@ -12,8 +12,6 @@ from .opcodes import WIDE, bytewise
 from .pickles import mutated_pickle
 from .terms import pickles_in
 
-__all__ = ["mutated_tar"]
-
 
 @dataclass
 class Member:

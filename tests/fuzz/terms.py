@@ -9,8 +9,6 @@ import pickletools
 import struct
 from typing import Any
 
-__all__ = ["Term", "const", "dumps", "glob", "loads", "mapping", "pickles_in", "sequence", "walk"]
-
 
 class Term:
     """``op`` is const, tuple, list, dict, set, frozenset, global, reduce, newobj, newobj_ex, obj, pid or text (bytes of

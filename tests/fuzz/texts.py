@@ -17,8 +17,6 @@ import yaml
 
 from .opcodes import bytewise
 
-__all__ = ["BASES", "dangerous", "mutated_text"]
-
 _PICKLE = base64.b64encode(b"cposix\nsystem\n(S'true'\ntR.").decode()
 #: Texts to begin with, by name; those that begin with "plain" run nothing.
 BASES: dict[str, Any] = {

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from .cases import Case
 from .finds import BOUNDS, VALID_FAILS, Find, Verdict
 
-__all__ = ["Judged", "work"]
-
 _SECONDS = 60  # of the clock, for a worker that neither answers nor ends
 _CASES = 2000  # after so many a worker is replaced: what loads leave in memory must not count against later inputs
 _FORK = get_context("fork")

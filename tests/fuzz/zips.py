@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from .opcodes import WIDE, bytewise
 from .pickles import mutated_pickle
 
-__all__ = ["mutated_object", "mutated_zip"]
-
 
 @dataclass
 class Record:

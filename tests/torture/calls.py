@@ -14,8 +14,6 @@ from .rows import Options, Tally
 from .stage import Answer, Stage, writing
 from .straced import Point, inject, need_strace, points
 
-__all__ = ["Subject", "Subjects", "ended", "errors", "interrupted", "kill", "outputs"]
-
 #: Of a large file: from here on a second thread brings the output to the disk while it grows.
 _LARGE = 72 << 20
 #: Calls that a disk can fail. Failing stat calls and random numbers are left to themselves.

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["same", "same_values", "stripped", "tensors"]
-
 
 def same(one: Any, other: Any) -> bool:
     """Equal in types, keys, order, shapes, dtypes and values, NaN included."""

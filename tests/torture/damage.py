@@ -26,8 +26,6 @@ from .compare import same, tensors
 from .rows import FIXTURES, Options, Tally
 from .stage import answer
 
-__all__ = ["cuts", "flips"]
-
 State = dict[str, torch.Tensor]
 #: A zip of about 2.5 KB of which every bit is flipped, and larger ones of which some are.
 _SMALL = "zip_extra_records.pth"

@@ -21,8 +21,6 @@ from typing import Final
 from .rows import FIXTURES, Options, Skipped, Tally
 from .stage import ENVIRONMENT, Answer, answer
 
-__all__ = ["ended", "schedulers", "workers"]
-
 #: Seconds: to start a scheduler and its workers, and until a command must have ended.
 _START, _PATIENCE = 30.0, 90.0
 _DASK: Final = ("--engine", "dask", "--jobs", "2")

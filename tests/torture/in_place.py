@@ -19,8 +19,6 @@ from .rows import FIXTURES, Options, Tally
 from .stage import Answer, answer, limited
 from .straced import Point, points
 
-__all__ = ["edits", "file_size_limit"]
-
 
 class _Edit(NamedTuple):
     """A command that edits in place, its arguments, and its fixture, or "" for the file of ``_training``."""

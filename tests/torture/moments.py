@@ -17,9 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .rows import FIXTURES, Options, Tally
-from .stage import ENVIRONMENT, SUFFIX, Answer, Stage, State, Writing, writing
-
-__all__ = ["changing", "pipes", "signals"]
+from .stage import ENVIRONMENT, SUFFIX, Answer, Stage, Writing, state, writing
 
 Process: TypeAlias = "subprocess.Popen[str]"
 
@@ -94,17 +92,19 @@ def changing(tally: Tally, options: Options) -> None:
     """An input that shrinks, grows, is touched or written to while it is read, at random moments of the copy."""
     chance = random.Random(options.seed)
     stages = _large_stages(options)
+    clean = {stage: stage.before for stage, _ in stages}
     kinds = ("shrinks", "is emptied", "grows", "is touched", "is written to", "is cut and filled up again")
     for turn in range(options.amount(50, 6)):
         stage, seconds = stages[turn % len(stages)]
         kind, force = kinds[turn % len(kinds)], bool(turn & 1)
-        _restore(stage)
+        stage.source.write_bytes(clean[stage].data)
+        os.utime(stage.source, ns=(clean[stage].mtime, clean[stage].mtime))
         stage.reset(force)
         delay = chance.uniform(0, seconds * 0.1)
         tally.case(f"{stage.item.name}, the input {kind} {delay:.3f} s after the temporary file")
-        size = len(stage.before.data)
+        size = len(clean[stage].data)
         done = _disturbed(stage, True, delay, partial(_change, stage.source, kind, size, chance))
-        stage.before = _state_now(stage)  # what the test itself changed is not ckptool's doing
+        stage.before = state(stage.source)  # what the test itself changed is not ckptool's doing
         there = stage.check_promise(tally, leftovers=0)
         if done.code == stage.code:  # the copy was done before
             tally.check(there == "new", f"it ends with {done.code}, but the output holds {there}")
@@ -139,16 +139,12 @@ def _change(path: Path, kind: str, size: int, chance: random.Random, _process: P
         os.truncate(path, size)
 
 
-_CLEAN: dict[Path, State] = {}
-
-
 def _large_stages(options: Options) -> list[tuple[Stage, float]]:
     """The commands that write, on a large file where they take any, with the seconds that a run takes."""
     found = []
     for item in writing():
         large = _large(options.scratch, item) if item.command in ("strip-module", "add-module", "remap") else None
         stage = Stage(options.scratch / f"stage-{item.name}", item, large)
-        _CLEAN[stage.source] = stage.before
         stage.reset(False)
         begun = time.monotonic()
         stage.run()
@@ -171,19 +167,6 @@ def _large(folder: Path, item: Writing) -> Path:
             save(remap(checkpoint, {"cpu": "cuda:0"}), folder / "large-cuda.pth")
         path = folder / "large-cuda.pth"
     return path
-
-
-def _restore(stage: Stage) -> None:
-    clean = _CLEAN[stage.source]
-    if stage.before is not clean:
-        stage.source.write_bytes(clean.data)
-        os.utime(stage.source, ns=(clean.mtime, clean.mtime))
-        stage.before = clean
-
-
-def _state_now(stage: Stage) -> State:
-    status = stage.source.stat()
-    return State(stage.source.read_bytes(), status.st_mtime_ns, stage.before.mode)
 
 
 def _disturbed(stage: Stage, growing: bool, delay: float, disturb: Callable[[Process], None]) -> Answer:

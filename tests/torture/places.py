@@ -12,8 +12,6 @@ from pathlib import Path
 from .rows import FIXTURES, Options, Skipped, Tally
 from .stage import ENVIRONMENT, OLD, SUFFIX, Stage, limited, writing
 
-__all__ = ["file_size_limit", "full_stdout", "small_disk"]
-
 #: Commands that read.
 _READING = ("inspect", "keys", "validate", "diff")
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["CORPUS", "FIXTURES", "ROOT", "Broken", "Options", "Row", "Skipped", "Tally"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXTURES = ROOT / "fixtures" / "files"
 #: Real checkpoints by other people; rows that use them go without where they are not.

@@ -19,8 +19,6 @@ from ckptool.cli.main import run
 
 from .rows import FIXTURES, ROOT, Tally
 
-__all__ = ["ENVIRONMENT", "OLD", "SUFFIX", "Answer", "Stage", "State", "Writing", "answer", "limited", "writing"]
-
 SUFFIX = ".ckptool-tmp"
 #: What stands at the output's place before a run with --force, and its mode: not one that any default gives.
 OLD, OLD_MODE = b"the old bytes of the output, which must stay or go as a whole\n" * 40, 0o640

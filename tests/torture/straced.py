@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 from .rows import ROOT, Skipped
 from .stage import ENVIRONMENT, Answer
 
-__all__ = ["Hit", "Point", "inject", "need_strace", "points"]
-
 #: Everything that touches files, and the end. "?" lets a machine do without the ones it does not have.
 _CALLS = (
     "open openat openat2 creat read pread64 readv preadv lseek stat fstat lstat newfstatat statx access faccessat"
