@@ -100,13 +100,16 @@ def _endless(metadata: Any) -> None:
     metadata.planner_data["epoch"] = ("history", 2**60)
 
 
+def _moved(metadata: Any) -> None:
+    entry(metadata, UP, (0, 0))[1].offset += 7
+
+
 def _longer(metadata: Any) -> None:
     entry(metadata, UP, (0, 0))[1].length += 10
 
 
-def _piece(**facts: Any) -> Callable[[Any], None]:
-    """Change facts of the first piece of a tensor: where it is."""
-    return lambda metadata: entry(metadata, UP, (0, 0))[1].__dict__.update(facts)
+def _transformed(metadata: Any) -> None:
+    entry(metadata, UP, (0, 0))[1].transform_descriptors = ["stream.deflate/1"]
 
 
 def _sized(*sizes: int) -> Callable[[Any], None]:
@@ -118,7 +121,7 @@ _PLACES = {"epoch": ("model", "norm.weight"), "note": ("nothing", "x")}
 #: What is wrong with ``.metadata``, the messages, and whether conversions are refused.
 DAMAGE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], bool]] = {
     "exchanged": (_exchanged, (f"'{UP}': .metadata lists float32[7, 3], and the item holds float32[3]",), False),
-    "moved": (_piece(offset=7), (f"'{UP}': no archive of torch.save is where .metadata says",), True),
+    "moved": (_moved, (f"'{UP}': no archive of torch.save is where .metadata says",), True),
     "a hole": (_without_a_piece, (f"{UP}: no piece of .metadata has [0:7, 3:6]",), True),
     # torch puts the tensor at the root, under its whole key: the model lacks it.
     "the path of another": (
@@ -131,7 +134,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], bool]] = {
     "not stored": (_not_stored, ("does not say where the piece [0:7, 3:6] is", "does not say where 'epoch' is"), True),
     "longer": (_longer, ("overlap at byte",), False),
     "transformed": (
-        _piece(transform_descriptors=["stream.deflate/1"]),
+        _transformed,
         (f"{UP} [0:7, 0:3] in __0_0.distcp went through stream.deflate/1",),
         True,
     ),
