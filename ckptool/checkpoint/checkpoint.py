@@ -205,7 +205,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             return words + ">"  # the checkpoint uses constructs that ckptool does not follow
 
     def _repr_html_(self) -> str:
-        html: str = lazy.module("cli.notebook").summary_html(self)
+        html: str = lazy.module("reports.html").summary_html(self)
         return html
 
     # A higher room reads the contents when they are first needed. The view gets its own Checkpoint: a reference cycle

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +14,7 @@ import ckptool
 from ..base.addresses import is_remote
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
-from ..base.text import BREVITY, cut, join_limited, pluralize, shape_text
+from ..base.text import cut, join_limited, pluralize, shape_text, shown
 from ..reports.comparing.values import SORTS, role
 from .help import GroupedCommand
 from .options import (
@@ -103,7 +101,7 @@ def diff(
                 )
     except UnreadableError as error:
         return unreadable("diff", a, error, style, quiet)
-    emit_report(report, partial(_lines, report, sort), style, quiet)
+    emit_report(report, lambda: [*_verdict(report), *_measured(report, sort)], style, quiet)
     return 0 if report["same"] else 1
 
 
@@ -153,17 +151,15 @@ def report(
         emit(clean(f"{a if b is None else f'{a} and {b}'} -> {written.path}"))
 
 
-def _lines(report: DiffReport, sort: str) -> list[str]:
-    """Return the verdict, then one section per kind of difference,"""
-    return [*_verdict(report), *_measured(report, sort)]
-
-
 def _verdict(report: DiffReport) -> list[str]:
     """Return the verdict and the sections that need no distances between values."""
     from ..reports.comparing.diff import all_equal
 
     verdict = report["verdict"]
-    text = f"{verdict}: {_same(report) if report['same'] else report['stat']}"
+    text, sums = f"{verdict}: {report['stat']}", report["tensors"]
+    if report["same"]:
+        close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
+        text = f"{verdict}: {pluralize(sums['in_both'], 'tensor')}{close}"
     if all_equal(report):
         verdict, _, rest = report["stat"].partition(", ")
         text = f"{verdict}; {rest}"
@@ -175,10 +171,9 @@ def _verdict(report: DiffReport) -> list[str]:
         lines.append(clean(f"compared: {Globs(report['include'], report['exclude']).words}"))
     if report["hint"]:
         lines.append(f"the names agree with {report['hint']}")
-    for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
-        role = "bad" if side == "A" else "good"
-        rows = [f"  {painted(_name(item), role)}  {clean(_content(item))}" for item in items[: _rows_shown()]]
-        lines += _listed(f"only in {side}", rows, len(items))
+    for side, colour, items in (("A", "bad", report["only_in_a"]), ("B", "good", report["only_in_b"])):
+        rows = [f"  {painted(_name(item), colour)}  {clean(_content(item))}" for item in items]
+        lines += _listed(f"only in {side}", rows)
     lines += _listed("container", [f"  {clean(item['what'])}: {_change(item)}" for item in report["container"]])
     lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]])
     lines += _listed("changed", list(_changes(report["changed"])))
@@ -189,8 +184,8 @@ def _verdict(report: DiffReport) -> list[str]:
 def _measured(report: DiffReport, sort: str) -> list[str]:
     """Return the sections that begin with the distances between values."""
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
-    values = sorted(report["values"], key=_role) if order else report["values"]
-    if order and len({*map(_role, values)}) > 1:
+    values = sorted(report["values"], key=lambda item: role(item["path"])) if order else report["values"]
+    if order and len({role(item["path"]) for item in values}) > 1:
         order += ", weights before training state"
     lines = _values(f"values{order}", values, near)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near)
@@ -207,26 +202,15 @@ def _measured(report: DiffReport, sort: str) -> list[str]:
     return lines + _listed("order of keys", rows)
 
 
-def _role(item: ValueDifference) -> int:
-    return role(item["path"])
-
-
 def _name(item: Mapping[str, Any]) -> str:
     return clean(label(item["path"]))
-
-
-def _same(report: DiffReport) -> str:
-    """Return how many tensors are equal, and how many of them only within the tolerance."""
-    sums = report["tensors"]
-    close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
-    return f"{pluralize(sums['in_both'], 'tensor')}{close}"
 
 
 def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one line per changed property; many tensors with the same change share a line."""
     alike: dict[str, list[str]] = {}
     for item in items:
-        alike.setdefault(f"{clean(_what(item))}: {_change(item)}", []).append(_name(item))
+        alike.setdefault(f"{clean(item['what'].removeprefix('.'))}: {_change(item)}", []).append(_name(item))
     for words, names in alike.items():
         if len(names) < _ALIKE:
             yield from (f"  {name}  {words}" for name in names)
@@ -234,23 +218,13 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  {words} in {pluralize(len(names), 'tensor')}: {join_limited(names, most=3)}"
 
 
-def _listed(title: str, rows: Sequence[str], count: int = 0) -> list[str]:
-    """Return a section: its title and its first rows, which must be clean.
-
-    ``count`` is the full number of rows, if ``rows`` is already shortened. No rows give [].
-    """
-    if not rows:
-        return []
-    return ["", f"{title}:", *rows[: _rows_shown()], *_more(max(count, len(rows)))]
-
-
-def _rows_shown() -> int:
-    """Return how many rows a section has: all of them with --verbose."""
-    return _SHOWN if BREVITY.get().lists else sys.maxsize
+def _listed(title: str, rows: Sequence[str]) -> list[str]:
+    """Return a section: its title and its first rows, which must be clean; [] without rows."""
+    return ["", f"{title}:", *rows[: shown(_SHOWN)], *_more(len(rows))] if rows else []
 
 
 def _more(count: int) -> list[str]:
-    left = count - _rows_shown()
+    left = count - shown(_SHOWN)
     return [f"  ... and {left:,} more: -v or --format json for all"] if left > 0 else []
 
 
@@ -267,10 +241,6 @@ def _content(item: Mapping[str, Any]) -> str:
     if item["tensors"]:
         return f"{item['type']}, {pluralize(item['tensors'], 'tensor')}"
     return _entry(item)
-
-
-def _what(item: Mapping[str, Any]) -> str:
-    return str(item["what"]).removeprefix(".")
 
 
 def _change(item: Mapping[str, Any]) -> str:
@@ -305,7 +275,7 @@ def _values(title: str, items: Sequence[ValueDifference], near: bool) -> list[st
     measured = near or any(not item["reason"] for item in items)
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
     headers += _FIGURES if measured else []
-    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[: _rows_shown()]]
+    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[: shown(_SHOWN)]]
     # A narrow terminal loses columns in this order: first index, mean, dtype, shape, cosine, count.
     spare = (3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
     drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
@@ -326,18 +296,12 @@ def _row(item: ValueDifference) -> list[str]:
 
 
 def _figures(item: Figures) -> list[str]:
-    return [*map(_digits, (item["max_abs"], item["mean_abs"], item["rel_l2"])), _cosine(item["cosine"])]
-
-
-def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _cosine(value: float | None) -> str:
-    """Return a cosine with six digits; close to 1 as "1 - x", unless x is only a rounding error. None gives ""."""
-    if value is None:
-        return ""
-    return f"1 - {1 - value:.2g}" if 1e-12 < 1 - value < 5e-5 else f"{value:.6g}"
+    """Return the figures as texts, "" for None; a cosine close to 1 as "1 - x", unless x is only a rounding error."""
+    numbers = ["" if value is None else f"{value:.3g}" for value in (item["max_abs"], item["mean_abs"], item["rel_l2"])]
+    cosine = item["cosine"]
+    if cosine is None:
+        return [*numbers, ""]
+    return [*numbers, f"1 - {1 - cosine:.2g}" if 1e-12 < 1 - cosine < 5e-5 else f"{cosine:.6g}"]
 
 
 def _distances(report: DiffReport) -> list[str]:

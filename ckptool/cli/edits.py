@@ -91,7 +91,6 @@ class Ordered(GroupedCommand):
 
 
 def _fits(parameter: Parameter, text: str) -> bool:
-    """Return whether a text can be the value of a parameter."""
     try:
         parameter.parsed(text)
     except TargetError:
@@ -199,7 +198,6 @@ def _variable(parameter: Parameter) -> str:
 
 
 def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_ALL, **given: Any) -> int:
-    """Run the command of an edit."""
     inputs: tuple[str, ...] = given["paths"] if "paths" in given else (given["path"],)
     values: dict[Parameter, Any] = {}
     for each in kind.parameters:
@@ -282,7 +280,6 @@ _MODIFY: Final = list(
 
 
 def _steps(command: Command) -> Command:
-    """Add the options of ``edit``."""
     for name in reversed(_MODIFY):
         command = _added(MODIFIERS[name]._replace(default=""), name, MODIFIERS[name].help)(command)
     command = include_option(exclude_option(command))
@@ -425,7 +422,6 @@ take_bare(redact, EDITS["redact"].parameters[0])
 
 
 def _list(path: str, *, only: Globs, style: str) -> Answer:
-    """List the private items in an input."""
     from ..edits.redact import private_and_left
 
     with open_checkpoint(path) as checkpoint:

@@ -80,9 +80,7 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
 
 
 def _piped() -> bool:
-    """Return whether standard input is a pipe or a file, not a terminal, /dev/null or closed; nor a file that another
-    program, such as ``while read``, began to read.
-    """
+    """Return whether standard input is a pipe, or a file of which nothing was read yet, as by ``while read``."""
     try:
         mode, number = os.fstat(sys.stdin.fileno()).st_mode, sys.stdin.fileno()
         begun = stat.S_ISREG(mode) and os.lseek(number, 0, os.SEEK_CUR) > 0

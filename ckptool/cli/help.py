@@ -33,7 +33,6 @@ def headings(name: str) -> Headings:
 
 
 def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    """Print the help, and end."""
     if given and not ctx.resilient_parsing:
         from .render import emit  # start-up imports this module, and rendering takes longer
 
@@ -134,7 +133,6 @@ class GroupedCommand(Helpful):
 
 
 def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    """Print the help with every option, and end."""
     if given and isinstance(ctx.command, GroupedCommand):
         from .render import emit  # start-up imports this module, and rendering takes longer
 
@@ -203,6 +201,5 @@ def _option(group: click.Group, typed: str, own: click.Command) -> str:
 
 
 def _options(command: click.Command) -> list[str]:
-    """Return every name of every option of a command."""
     options = (param for param in command.params if isinstance(param, click.Option))
     return ["-h", "--help", *(name for param in options for name in (*param.opts, *param.secondary_opts))]

@@ -48,13 +48,7 @@ if TYPE_CHECKING:
 @format_option(("json", ROWS), "json")
 @quiet_option
 def lock(
-    inputs: Inputs,
-    output: str | None,
-    content: bool,
-    force: bool,
-    working: Workers,
-    style: str,
-    quiet: bool,
+    inputs: Inputs, output: str | None, content: bool, force: bool, working: Workers, style: str, quiet: bool
 ) -> int:
     """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
@@ -139,13 +133,7 @@ def _say_written(what: str, written: Written, quiet: bool) -> None:
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
 def hash_command(
-    inputs: Inputs,
-    key: str | None,
-    only: Globs,
-    no_values: bool,
-    each: bool,
-    working: Workers,
-    style: str,
+    inputs: Inputs, key: str | None, only: Globs, no_values: bool, each: bool, working: Workers, style: str
 ) -> int:
     """Print a fingerprint of the content: names, shapes, dtypes and values, whatever the container.
 

@@ -23,7 +23,6 @@ from .render import StdoutError, emit, flush, say, say_error, tell
 
 
 def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
-    """Return the entries of commands that the table of edits describes."""
     return {name: ("edits", name.replace("-", "_"), "") for name in names}
 
 
@@ -60,9 +59,7 @@ GROUPS: Final = {
         "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
         "undo": ("versions", "undo", "Undo the last edit in place, or list all of them."),
     },
-    "Shell": {
-        "completion": ("completion", "completion", "Print the script that completes commands and keys."),
-    },
+    "Shell": {"completion": ("completion", "completion", "Print the script that completes commands and keys.")},
 }
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
 #: The commands of every day. The help of the program has a line for each of them, and only names the others.
@@ -142,7 +139,6 @@ _REMOTE: Final = (
 
 
 def _version(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    """Print the version, and end."""
     if given and not ctx.resilient_parsing:
         emit(f"ckptool {__version__}")
         ctx.exit()
@@ -152,7 +148,6 @@ _VERSION: Final = eager("-V", "--version", callback=_version, help="Show the ver
 
 
 def _verbose(_ctx: click.Context, _param: click.Parameter, given: bool) -> bool:
-    """Shorten no message of this run."""
     if given:
         BREVITY.set(Brevity())
     return given

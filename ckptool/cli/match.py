@@ -119,7 +119,7 @@ def match(
         return edit_all(request, (path,), how)
     try:
         with ckptool.open(path) as checkpoint:
-            report = asked.match(checkpoint, asked.target(checkpoint)).report
+            report = asked.match(checkpoint)[0].report
             say_problems(checkpoint)
     except UnreadableError as failed:
         return unreadable("match", path, failed, how.style, how.quiet)
@@ -137,11 +137,11 @@ class Question(NamedTuple):
     anywhere: bool
     strict: bool
 
-    def target(self, checkpoint: Checkpoint) -> MatchTarget:
-        return self.known or target_in_error(checkpoint, self.text, self.error)
-
-    def match(self, checkpoint: Checkpoint, target: MatchTarget) -> Match:
-        return match_checkpoint(checkpoint, target, key=self.key, anywhere=self.anywhere, strict=self.strict)
+    def match(self, checkpoint: Checkpoint) -> tuple[Match, MatchTarget]:
+        """Match a checkpoint, and return the target, too."""
+        target = self.known or target_in_error(checkpoint, self.text, self.error)
+        match = match_checkpoint(checkpoint, target, key=self.key, anywhere=self.anywhere, strict=self.strict)
+        return match, target
 
 
 def _fitted(checkpoint: Checkpoint, asked: Question) -> WithFields:
@@ -149,8 +149,7 @@ def _fitted(checkpoint: Checkpoint, asked: Question) -> WithFields:
     from ..edits.pipeline import apply_fix  # imports every edit, so only --apply pays for it
 
     say_problems(checkpoint)
-    target = asked.target(checkpoint)
-    result = asked.match(checkpoint, target)
+    result, target = asked.match(checkpoint)
     if result.steps is None:
         what = f"no edit makes it fit {result.report['target']}; nothing is written"
         advice, line = result.report["advice"], result.report["next"]
@@ -164,7 +163,6 @@ def _code(report: AppliedReport) -> int:
 
 
 def _applied(report: AppliedReport) -> list[str]:
-    """Return the applied edits and the result as lines."""
     lines = []
     for change in (change for change in report["changes"] if change["edit"] != "convert"):
         where = f"{change['path']}: " if change["path"] else ""
@@ -208,7 +206,6 @@ def _section(lines: list[str]) -> list[str]:
 
 
 def _verdict(report: MatchReport) -> tuple[str, str]:
-    """Return the verdict and the text after it."""
     share = _share(report["loads"], report)
     if report["fits"]:
         return "fits", f": {share}"

@@ -217,12 +217,12 @@ def choosing(command: Command) -> Command:
     return cast(Command, include_option(exclude_option(with_globs)))
 
 
-def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everything: bool, name: str) -> list[str]:
-    """Return the lines that say that ``only`` selects no tensor, with the command ``name`` that helps."""
+def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everything: bool) -> list[str]:
+    """Return the lines that say that ``only`` selects no tensor, with the command that lists what is there."""
     from ..reports.keys import unmatched  # only this remark needs it
 
-    step = unmatched(checkpoint, only, key, everything, name)
-    return [f"ckptool: {checkpoint.path}: {step.advice}", *([f"  -> {step.line}"] if step.line else [])]
+    step = unmatched(checkpoint, only, key, everything)
+    return [f"ckptool: {checkpoint.path}: {step.advice}", f"  -> {step.line}"]
 
 
 def choosing_keys(command: Command) -> Command:

@@ -76,8 +76,7 @@ class FileCommand(NamedTuple):
     """How a command answers for one file. Processes are sent it, so each function is a module's own, or a ``partial``.
 
     ``style`` is the output format. ``failed``, by default the function of this name, makes the answer for an error: of
-    ``work``, of a path that leads to no file, or of a process that died. If ``aborts``, an error of ``work`` ends the
-    command instead.
+    ``work``, of a path that leads to no file, or of a process that died.
     """
 
     name: str
@@ -85,7 +84,6 @@ class FileCommand(NamedTuple):
     work: Callable[[str], Answer]
     failed: Callable[[str, CkptoolError], Answer] | None = None
     columns: Columns | None = None
-    aborts: bool = False
 
     def after(self, path: str, error: CkptoolError) -> Answer:
         """Return the answer for an error."""
@@ -95,12 +93,12 @@ class FileCommand(NamedTuple):
 class ErrorLog:
     """Errors and remarks for stderr, written at once if ``most`` is 0, otherwise by ``close``.
 
-    Beyond ``most`` errors it only counts them, and refers to the ``formats`` that have all of them.
+    Beyond ``most`` errors it only counts them.
     """
 
-    def __init__(self, most: int = 0, formats: str = "jsonl or rows") -> None:
+    def __init__(self, most: int = 0) -> None:
         self.count = 0
-        self._most, self._formats = most, formats
+        self._most = most
         self._kept: list[CkptoolError | str] = []
 
     def add(self, item: CkptoolError | str) -> None:
@@ -120,7 +118,7 @@ class ErrorLog:
                 say_error(item)
         self._kept.clear()
         if self._most and self.count > self._most:
-            say(f"{self.count - self._most:,} more could not be read: --format {self._formats} says why")
+            say(f"{self.count - self._most:,} more could not be read: reports in JSON say why")
             self._most = sys.maxsize
 
 
@@ -269,7 +267,8 @@ def run(
     code = finish(totals)
     totals.errors.close()
     if in_rows or inputs.files_from is not None:
-        _tell_totals(totals)
+        counts = ", ".join(f"{count:,} {word}" for word, count in totals.verdicts.most_common() if count)
+        tell(f"{pluralize(totals.verdicts.total(), 'file')}{': ' * bool(counts)}{counts}")
     if how.error is not None:
         say_error(how.error)
         code = worst((code, how.error.exit_code))
@@ -282,16 +281,8 @@ def _answer(command: FileCommand, in_rows: bool, path: str) -> Answer:
     try:
         answer = command.work(path)
     except CkptoolError as error:
-        if command.aborts:
-            raise
         answer = command.after(path, error)
     return answer._replace(verdict=answer.verdict._replace(size=size)) if in_rows else answer
-
-
-def _tell_totals(totals: Totals) -> None:
-    """Print the number of files for each verdict to stderr, for commands that may read very many files."""
-    counts = ", ".join(f"{count:,} {word}" for word, count in totals.verdicts.most_common() if count)
-    tell(f"{pluralize(totals.verdicts.total(), 'file')}{': ' * bool(counts)}{counts}")
 
 
 # -- the work, by this process or by others

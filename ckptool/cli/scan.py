@@ -39,9 +39,7 @@ _REASONS: Final = 3
 
 @click.command(cls=GroupedCommand)
 @click.option(
-    "--torch",
-    metavar="VERSION",
-    help="The torch version whose weights_only list applies.  [default: installed]",
+    "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: installed]"
 )
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
@@ -63,7 +61,6 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
         WHOLE if style == "json" else style,
         partial(_scanned, torch=version, style=style, shown=shown),
         partial(_not_scanned, style),
-        aborts=True,
     )
     files: Iterator[FileItem] = (
         Precomputed(_answer([skipped(item)], style, shown)) if isinstance(item, SkippedFile) else item

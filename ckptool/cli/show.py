@@ -58,21 +58,12 @@ _SPARE: Final = ("prefix", "devices", "layout", "keys", "bytes")
 @click.command(cls=GroupedCommand)
 @input_options
 @click.option(
-    "--map-location",
-    metavar="SPEC",
-    help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
+    "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
 @click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show full details of every file, even for folders and globs.")
-def inspect(
-    inputs: Inputs,
-    map_location: str | None,
-    load: bool,
-    working: Workers,
-    style: str,
-    verbose: bool,
-) -> int:
+def inspect(inputs: Inputs, map_location: str | None, load: bool, working: Workers, style: str, verbose: bool) -> int:
     """Show what a checkpoint contains and what to do about it.
 
     Takes files, folders (searched for checkpoints by content) and globs; several files from a folder become a table
@@ -94,8 +85,7 @@ def inspect(
 
         spare = [OVERVIEW_COLUMNS.index(name) for name in _SPARE]
         each = FileCommand("inspect", OVERVIEW, work, _not_inspected, Columns(OVERVIEW_COLUMNS, (1, 4), spare))
-        errors = ErrorLog(_EACH, "jsonl")
-        return run(each, inputs, files, working, bar="reading", errors=errors, finish=_end_overview)
+        return run(each, inputs, files, working, bar="reading", errors=ErrorLog(_EACH), finish=_end_overview)
     each = FileCommand("inspect", style, work)
     return run(each, inputs, files, working, bar=label, spaced=True)
 
@@ -168,14 +158,7 @@ def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
 @key_option
 @format_option(ALL_FORMATS)
 def keys(
-    inputs: Inputs,
-    names: bool,
-    everything: bool,
-    only: Globs,
-    sort: str,
-    key: str | None,
-    working: Workers,
-    style: str,
+    inputs: Inputs, names: bool, everything: bool, only: Globs, sort: str, key: str | None, working: Workers, style: str
 ) -> int:
     """List the keys of the state dicts: name, dtype, shape, device, bytes.
 
@@ -202,25 +185,14 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "byt
 
 
 def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> Answer:
-    answer, parts, rest = _read(path, how, names, several, style)
-    if parts is not None:
-        # Draw the tables after the checkpoint is closed, so that the text reuses its memory.
-        answer = answer._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
-    return answer
-
-
-def _read(
-    path: str, how: dict[str, Any], names: bool, several: bool, style: str
-) -> tuple[Answer, list[Section] | None, int]:
-    """Return the answer for a file, the tables still to be drawn, and the number of tensors that they leave out."""
-    text, parts, rest = "", None, 0
+    text = ""
     rows: list[tuple[str, ...]] = []
     with open_checkpoint(path) as checkpoint:
         survey = checkpoint.survey
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
         if how["globs"] and not entries:
-            remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"], "keys")
+            remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"])
     if style in JSON:
         from ..reports.keys import keys_report  # tables do not need it
 
@@ -230,9 +202,11 @@ def _read(
     elif style == "table":
         parts = sections(survey, entries, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
+        del survey, entries, checkpoint  # the text reuses their memory
+        text = "\n".join([clean(path)] * several + [drawn(parts, rest)])
     else:
         rows = [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
-    return Answer(FileVerdict(path, "listed", 0), text, tuple(rows), tuple(remarks)), parts, rest
+    return Answer(FileVerdict(path, "listed", 0), text, tuple(rows), tuple(remarks))
 
 
 def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
@@ -315,17 +289,14 @@ def _dtype(tensor: Tensor) -> str:
     return tensor.dtype if plain else f"{tensor.dtype} ({tensor.kind})"
 
 
-def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    size = headers.index("bytes")
-    # A narrow terminal loses the columns about rank parts first.
-    spare = [headers.index(name) for name in (*_PARTS, "device", "dtype") if name in headers]
-    return table(headers, (), columns=columns, right=range(size, len(headers)), spare=spare)
-
-
 def drawn(sections: Sequence[Section], rest: int) -> str:
     """Return the tables one below the other. ``rest`` is the number of tensors that they do not list."""
-    tables = [_table(part.headers, part.columns) for part in sections]
-    parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
+    parts = []
+    for headers, columns, total in sections:
+        # A narrow terminal loses the columns about rank parts first.
+        spare = [headers.index(name) for name in (*_PARTS, "device", "dtype") if name in headers]
+        right = range(headers.index("bytes"), len(headers))
+        parts.append(f"{table(headers, (), columns=columns, right=right, spare=spare)}\n\n{total}")
     if rest and not parts:
         return f"no tensor matches; the file has {rest:,}"
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

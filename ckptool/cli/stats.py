@@ -70,7 +70,7 @@ def _measured(path: str, *, own_bar: bool, style: str, several: bool, how: Mappi
             )
         remarks = problem_lines(checkpoint)
         if only and not report["tensors"]:
-            remarks += unmatched_lines(checkpoint, only, key, everything, "stats")
+            remarks += unmatched_lines(checkpoint, only, key, everything)
     missing = report["summary"]["missing"]
     if missing:
         words = f"the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}"
@@ -137,7 +137,6 @@ def _dtype(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any], counts: list[str]) -> list[str]:
-    """Return the cells between the dtype and the chart."""
     numbers = (_short(row[name]) for name in ("min", "max", "mean", "std", "norm"))
     return [shape_text(row["shape"]), *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
 
@@ -179,11 +178,7 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
         + f", {pluralize(summary['elements'], 'element')}, {summary['zeros']:,} zero"
         + (f"; {rest:,} more in the file" + ("" if everything else ": --all") if rest else "")
     ]
-    for name, what in (
-        ("with_nan", "NaN in"),
-        ("with_inf", "Inf in"),
-        ("all_zero", "all zero:"),
-    ):
+    for name, what in (("with_nan", "NaN in"), ("with_inf", "Inf in"), ("all_zero", "all zero:")):
         if summary[name]:
             lines.append(clean(f"{what} {_names(summary[name], names)}"))
     if summary["without_numbers"]:

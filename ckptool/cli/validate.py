@@ -1,22 +1,28 @@
-"""The validate command: check checkpoint files, for CI."""
+"""The validate command: check checkpoint files, for CI.
+
+A policy file is TOML, with sections for files by glob. --policy names one, or ckptool finds it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Final
 
 import click
 
-from ..base.addresses import is_folder
+from ..base import toml
+from ..base.addresses import is_folder, is_remote
 from ..base.engines import Precomputed
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.errors import CkptoolError, MalformedError, TargetError, UnreadableError, refuse_remote
+from ..base.globs import Glob
 from ..base.records import NamedTuple
-from ..base.steps import Line
-from ..base.text import join_limited, pluralize
-from ..files.archives import file_of
+from ..base.steps import Line, as_step
+from ..base.text import join_limited, pluralize, quoted
+from ..files.archives import beside, file_of, read_bytes
+from ..files.sources import open_source
 from ..formats.checkpoint_search import (
     Candidate,
     SkippedFile,
@@ -25,7 +31,7 @@ from ..formats.checkpoint_search import (
     find_files,
     is_folder_of_checkpoints,
 )
-from ..reports.expectations import Policy
+from ..reports.expectations import Policy, all_of, policy_of
 from ..reports.file_rows import PASSED_OVER, UNREADABLE, FileVerdict
 from ..reports.scan import passed_over_words, scan_file
 from ..reports.validate import (
@@ -50,7 +56,6 @@ from .options import (
     repeatable,
     strict_option,
 )
-from .policies import PolicySet, policy_set
 from .render import clean, emit
 from .runner import KEPT, ROWS, WHOLE, Answer, ErrorLog, FileCommand, FileItem, Totals, report_text, run
 from .terminal import on_terminal, progress_bar, watched, work_size
@@ -68,12 +73,7 @@ _CODES: Final = {"skipped": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|PREFIX", help="Expect no prefix, or this one on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device")
-@repeatable(
-    "--dtype",
-    metavar="DTYPE",
-    help="Expect this floating-point dtype",
-    shell_complete=completed("words"),
-)
+@repeatable("--dtype", metavar="DTYPE", help="Expect this floating-point dtype", shell_complete=completed("words"))
 @repeatable("--require", metavar="GLOB", help="Expect a matching key")
 @repeatable("--forbid", metavar="GLOB", help="Expect no matching key")
 @include_option
@@ -82,23 +82,12 @@ _CODES: Final = {"skipped": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 @click.option("--weights-only", is_flag=True, help="Expect torch.load(weights_only=True) to take it.")
 @click.option("--safe", is_flag=True, help="Expect the verdict weights-only of scan.")
 @click.option(
-    "--torch",
-    metavar="VERSION",
-    help="The torch version whose weights_only list applies.  [default: installed]",
+    "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: installed]"
 )
 @click.option("--finite", is_flag=True, help="Expect no NaN and no Inf; needs torch.")
 @click.option("--load", is_flag=True, help="Also load it with torch, weights_only=True.")
-@click.option(
-    "--map-location",
-    metavar="SPEC",
-    help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
-)
-@click.option(
-    "--lock",
-    type=InputPath(),
-    metavar="FILE",
-    help="Expect what 'ckptool lock' recorded.",
-)
+@click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
+@click.option("--lock", type=InputPath(), metavar="FILE", help="Expect what 'ckptool lock' recorded.")
 @strict_option
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @input_options
@@ -147,7 +136,7 @@ def validate(
     own_bar = bool(label) and working.alone and (len(first) < 2 or each_written)
     work = partial(_validated, how=how, policies=policies, quick=quick, own_bar=own_bar)
     return run(
-        FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how), aborts=True),
+        FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how)),
         inputs,
         files,
         working,
@@ -277,3 +266,160 @@ def _end(inputs: Inputs, how: _How, totals: Totals) -> int:
     elif over and style == "table" and not how.quiet:
         emit(f"{over}: {named}")
     return totals.code()
+
+
+# -- policy files
+
+#: The policy files that ckptool finds by itself; in pyproject.toml the policy is the table [tool.ckptool].
+_NAME: Final = "ckptool.toml"
+_PROJECT: Final = "pyproject.toml"
+#: The largest accepted policy file, in bytes. A policy is written by hand and much smaller.
+_MAX_BYTES: Final = 1 << 20
+#: Keys allowed only in a policy that --policy names: they may loosen the checks, or load files for real.
+_NAMED_ONLY: Final = ("torch", "load", "map_location")
+
+
+class PolicySet(NamedTuple):
+    """The expectations for all files, and the additional ones for files that match a glob.
+
+    ``path`` is the file in which ckptool found the policy, or "" if --policy named it or it came from options.
+    Globs match paths relative to ``folder``, and an address or what follows any of its slashes.
+    """
+
+    path: str
+    folder: str
+    policy: Policy
+    sections: tuple[tuple[Glob, Policy], ...] = ()
+
+    @property
+    def every(self) -> tuple[Policy, ...]:
+        """All policies of the set: the general one and the one of each section."""
+        return tuple(item for policy in (self.policy, *(item for _, item in self.sections)) for item in policy.each)
+
+    def of(self, path: str) -> Policy:
+        """Return the combined expectations for the file at ``path``."""
+        if is_remote(path):
+            parts = path.split("/")
+            names = [path, *("/".join(parts[at:]) for at in range(2, len(parts)))]
+        else:
+            names = [os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")]
+        return all_of(self.policy, *(policy for glob, policy in self.sections if any(map(glob.matches, names))))
+
+
+def policy_set(path: str | None, options: Mapping[str, Any], search: bool) -> PolicySet:
+    """Return the policy of the file ``path``, with the options overriding its values.
+
+    Without a path, return the policy of the options; if ``search``, add the policy file found for the working folder.
+    """
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
+    if path is not None:
+        values = _toml(path)
+        base, sections = _split(values, path)
+        policy_of(base, path)
+        policy = policy_of({key.replace("-", "_"): value for key, value in base.items()} | given)
+        return PolicySet("", os.path.dirname(_absolute(path)), policy, sections)
+    policy, found = policy_of(given), _found() if search else None
+    if found is None:
+        return PolicySet("", os.getcwd(), policy)
+    return found._replace(policy=all_of(policy, found.policy)._replace(source=found.path))
+
+
+def _split(values: Mapping[str, Any], path: str) -> tuple[dict[str, Any], tuple[tuple[Glob, Policy], ...]]:
+    """Return the keys for all files, and the policies of the sections. Make locks relative to the policy file."""
+
+    def placed(table: Mapping[str, Any]) -> dict[str, Any]:
+        lock = table.get("lock")
+        return {**table, "lock": beside(path, lock)} if isinstance(lock, str) else dict(table)
+
+    files = values.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(table, dict) for table in files.values()):
+        raise TargetError("'files' is not a table of tables", path=path, next='write [files."detector/*.pth"]')
+    sections = tuple((Glob(pattern), policy_of(placed(table), path)) for pattern, table in files.items())
+    return placed({key: value for key, value in values.items() if key != "files"}), sections
+
+
+def _found() -> PolicySet | None:
+    """Return the policy nearest to the working folder, searched up to the root of its repository, or None."""
+    for folder in _folders():
+        for name in (_NAME, _PROJECT):
+            path = os.path.join(folder, name)
+            if not os.path.isfile(path):
+                continue
+            shown = os.path.relpath(path)
+            try:
+                values = _toml(path) if name == _NAME else _project_table(path)
+                if values is None:
+                    continue
+                base, sections = _split(values, path)
+                for table in (base, *values.get("files", {}).values()):
+                    _check_adds(table)
+                policies = PolicySet(shown, folder, policy_of(base), sections)
+                for lock in filter(None, (item.lock for item in policies.every)):
+                    _check_file(lock)
+                return policies
+            except TargetError as error:
+                error.path = shown
+                error.step = error.step if error.next else as_step("mend it, or leave it aside with --no-policy")
+                raise
+    return None
+
+
+def _folders() -> list[str]:
+    """Return the working folder and its parents up to the one with .git; without .git, only the working folder."""
+    folder = os.getcwd()
+    folders = [folder]
+    while not os.path.exists(os.path.join(folder, ".git")):
+        folder, before = os.path.dirname(folder), folder
+        if folder == before:
+            return folders[:1]
+        folders.append(folder)
+    return folders
+
+
+def _check_adds(table: Mapping[str, Any]) -> None:
+    """Raise TargetError if a policy that ckptool found by itself contains a key that could loosen the checks."""
+    for key, value in table.items():
+        if key.replace("-", "_") in _NAMED_ONLY or value is False:
+            what = f"a policy that is found can only add requirements, and has {key!r}"
+            raise TargetError(what, next="name it with --policy, or leave it aside with --no-policy")
+
+
+def _check_file(lock: str) -> None:
+    """Raise TargetError if the lock of a policy that ckptool found is not a regular file.
+
+    Only a policy that --policy names may read its lock from an open descriptor.
+    """
+    try:
+        refuse_remote(lock)
+        open_source(file_of(lock)).close()
+    except UnreadableError as error:
+        raise TargetError(f"the lock {quoted(lock)} cannot be read: {error.what}", next=error.step) from error
+
+
+def _project_table(path: str) -> dict[str, Any] | None:
+    """Return the table [tool.ckptool] of a pyproject.toml, or None if it has no such table."""
+    if b"ckptool" not in _content(path):
+        return None
+    table = _toml(path).get("tool", {})
+    table = table.get("ckptool") if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _toml(path: str) -> dict[str, Any]:
+    try:
+        return toml.parsed(_content(path), path, "the policy")
+    except MalformedError as error:
+        raise TargetError(error.what, path=path) from error
+
+
+def _content(path: str) -> bytes:
+    try:
+        return read_bytes(path, _MAX_BYTES)
+    except UnreadableError as error:
+        step = error.step or "a policy is a TOML file of expectations, such as: weights-only = true"
+        raise TargetError(f"the policy cannot be read: {error.what}", path=path, next=step) from error
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path without resolving links, so that a link is matched by its own name."""
+    return os.path.normpath(os.path.join(os.getcwd(), path))

@@ -96,15 +96,11 @@ def _partial(report: ValidateReport) -> str:
     return "" if report["coverage"] == "complete" else f"PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 
-def _verdict(report: ValidateReport) -> str:
-    return ", ".join(filter(None, (_head(report), _partial(report))))
-
-
 def short_lines(report: ValidateReport) -> list[str]:
     """Return a line with the verdict, and one per check that did not pass."""
     if report["status"] == "unreadable":
         return [_head(report)]
-    lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
+    lines = [", ".join(filter(None, (_head(report), _partial(report)))), *(f"  {line}" for line in _strict(report))]
     bad = (check for check in report["checks"] if is_notable(check))
     rows = [
         (check["status"], shortened(clean(f"{check['status']}: {check['name']}: {check['message']}"))) for check in bad

@@ -1,34 +1,43 @@
-"""The checks of ``validate``: whether a file is whole, unambiguous and loadable.
+"""The checks of ``validate``: whether a file, and what is beside it in its folder, is whole, unambiguous and loadable.
 
 A check passes, warns, fails, or is not possible.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import chain, pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from ..base.errors import MalformedError
-from ..base.findings import CARRIED, CONFIGURATION, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
-from ..base.records import NamedTuple
+from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.findings import CARRIED, CONFIGURATION, OTHER_FILES, PROGRAM, RANK_SETS, UNCHECKED, Finding
+from ..base.limits import LIMITS
+from ..base.records import NamedTuple, TypedDict
+from ..base.suffixes import WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, checksums
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Tensor, rebuild_calls
-from ..formats import carried_pickles
+from ..files.folders import Folder, open_folder
+from ..files.sources import FolderSource, Source
+from ..formats import carried_pickles, folder_format
+from ..formats.checkpoint_search import GIT_FOLDER, LINKED_FOLDER
 from ..formats.claims import member_checksums
+from ..formats.opening import checkpoint_of
+from ..formats.search.inert import code_kind, inert_kind
+from ..formats.search.pickle_search import find_pickles
 from ..pickles.nodes import Ref
 from ..safety.torch_lists import VERSIONS, list_of
-from ..safety.verdict import ExaminedPickle, examine, is_name
+from ..safety.verdict import ExaminedPickle, examine, examine_all, is_name
 from ..safety.weights_only import ALLOWED, CALLED, LoadPrediction
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
-from .facts import WEIGHTS_ONLY, Facts, dangerous_call, facts
+from .findings import WEIGHTS_ONLY, Facts, dangerous_call, facts
 
 if TYPE_CHECKING:
     from ..files.sources import ExpectedChecksum
@@ -83,9 +92,7 @@ def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
 def check_checkpoint(
     checkpoint: Checkpoint, *, torch: str, quick: bool = False, steps: bool = True, progress: Progress | None = None
 ) -> Checked:
-    """Check an open checkpoint. ``quick`` skips the checksums, for which every byte is read; ``steps`` as in
-    ``facts``.
-    """
+    """Check an open checkpoint. ``quick`` skips the checksums, which read every byte; ``steps`` as in ``facts``."""
     container, survey = checkpoint.container, checkpoint.survey
     if not quick:
         container.compare_copies()
@@ -107,9 +114,15 @@ def check_checkpoint(
     sets = [item.message for item in container.problems if item.code in (RANK_SETS, OTHER_FILES)]
     count = len(survey.tensors)
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
+    complete = judge("complete", "container", notes["complete"], "; ".join((f"all there: {stored}", *sets)))
+    save = container.rank_save  # without a record of how many ranks saved, nobody knows what is missing
+    if save is not None and not save.recorded and complete.status == PASS:
+        complete = complete._replace(
+            status=NOT_POSSIBLE, message=save.unsure
+        )  # nothing records how many ranks saved it
     checks = [
         _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
-        _complete(checkpoint, notes["complete"], "; ".join((f"all there: {stored}", *sets))),
+        complete,
         _checksums(checkpoint, notes["checksums"], quick, progress),
         judge("sizes", "integrity", notes["sizes"], sizes),
         judge("geometry", "integrity", notes["geometry"], geometry),
@@ -165,14 +178,6 @@ def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Ch
         note = Finding(WEIGHTS_ONLY, "warning", message, next=step)
         return check._replace(status=WARNING, message=message, notes=(note,))
     return check
-
-
-def _complete(checkpoint: Checkpoint, notes: Sequence[Finding], good: str) -> Check:
-    """Check whether anything is missing; not possible if nothing records how many ranks saved the checkpoint."""
-    check, save = judge("complete", "container", notes, good), checkpoint.container.rank_save
-    if save is None or save.recorded or check.status != PASS:
-        return check
-    return check._replace(status=NOT_POSSIBLE, message=save.unsure)
 
 
 def _unless_unchecked(check: Check) -> Check:
@@ -280,8 +285,7 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
 def broken_check(error: MalformedError) -> Check:
     """Return the failed structure check of a file whose container cannot be read."""
     message = MalformedError.__str__(error).removeprefix(f"{error.path}: ")
-    note = Finding("malformed", "error", message, error.where, error.offset)
-    return Check("structure", "container", FAIL, message, (note,))
+    return judge("structure", "container", [Finding("malformed", "error", message, error.where, error.offset)], "")
 
 
 # Indices of sparse tensors. Torch 2.14 and later check in ``torch.load(weights_only=True)`` that they are within the
@@ -402,3 +406,187 @@ def _compressed_fit(
         if any(a >= b for begin, end in pairwise(ends) for a, b in pairwise(places[begin:end])):
             return False
     return True
+
+
+# -- the other files in a checkpoint's folder: a program that is given the folder may load any of them
+
+#: Kinds of files, named as in ``identify.explain``, from which nothing is loaded.
+_NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
+#: Kinds of files that stand where the name promises weights, which were not downloaded.
+_POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
+#: First bytes that are searched for code.
+_HEAD: Final = 512
+#: Codes of notes about a file that is not torch's: a global that is not on the list, code, a pickle in a tensor.
+_CODE: Final = ("global", CONFIGURATION, CARRIED)
+_DANGEROUS: Final = ("dangerous-call", "global-name")
+
+
+class Companion(NamedTuple):
+    """A file beside the checkpoint: its ``name`` relative to the folder, with "/", and a description.
+
+    ``reason`` says why its content was not examined ("" if it was). ``notes`` are its problems.
+    """
+
+    name: str
+    description: str
+    reason: str = ""
+    notes: tuple[Finding, ...] = ()
+    pickles: tuple[ExaminedPickle, ...] = ()
+
+
+class CompanionReport(TypedDict):
+    """A file beside the checkpoint, in the report of ``validate``.
+
+    ``what`` is its kind; ``why`` says why its content was not examined ("" if it was).
+    """
+
+    name: str
+    looked_at: bool
+    what: str
+    why: str
+
+
+class Companions(NamedTuple):
+    """All files beside a checkpoint, with the checks and pickles found in them."""
+
+    files: list[CompanionReport]
+    checks: list[Check]
+    pickles: list[ExaminedPickle]
+
+
+def check_companions(source: FolderSource, torch: str) -> Companions:
+    """Check every file in a folder and its subfolders that is not part of the checkpoint there.
+
+    If the checkpoint is in a subfolder of the folder that the user named, the files around it are checked too. The
+    files of other checkpoints there, such as earlier steps, are not.
+    """
+    top = open_folder(source.folder)
+    around = (os.path.relpath(path, top.path).replace(os.sep, "/") for path, whole in _around(source) if not whole)
+    every = list(islice(chain(companion_names(top, source.parts), around), LIMITS.listed + 1))
+    files = [check_companion(top, name, torch) for name in every[: LIMITS.listed]]
+    named = open_folder(source.name)  # contains the folder of the checkpoint, or is it
+    files += _unfollowed_folders(named if named.is_folder("") else top)
+    if len(every) > LIMITS.listed:
+        why = f"more than {LIMITS.listed:,} files"
+        files.append(Companion(f"{every[-1]} and what follows it", "more files", reason=why))
+    pickles = [pickle for item in files for pickle in item.pickles]
+    checks = []
+    notes = [note for item in files for note in item.notes]
+    count = sum(not item.reason for item in files)
+    if count or notes:
+        good = f"{pluralize(count, 'other file')} looked at: nothing that is run or odd"
+        checks.append(judge("beside", "safety", notes, good))
+    skipped = [item for item in files if item.reason]
+    if skipped:
+        unread = tuple(
+            Finding("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped
+        )
+        names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
+        checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
+    reports: list[CompanionReport] = [
+        {"name": item.name, "looked_at": not item.reason, "what": item.description, "why": item.reason}
+        for item in files
+    ]
+    return Companions(reports, checks, pickles)
+
+
+def companion_names(top: Folder, parts: Collection[str]) -> Iterator[str]:
+    """Yield the names of the files in a folder, except those in ``parts`` and ``.git``. Links are not followed."""
+    for inner, folders, files in top.walk():
+        folders[:] = sorted(name for name in folders if name != ".git")
+        for name in sorted(files):
+            own = os.path.relpath(inner.join(name), top.path).replace(os.sep, "/")
+            if own not in parts:
+                yield own
+
+
+def other_checkpoints(source: Source) -> list[str]:
+    """Return the folders of other checkpoints in the folder that the user named, such as earlier steps."""
+    return [path for path, whole in _around(source) if whole] if isinstance(source, FolderSource) else []
+
+
+def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
+    """Yield (path, False) for each file in the folder that the user named, and (path, True) for each checkpoint folder.
+
+    The folder of the checkpoint itself is left out, so nothing is yielded if the user named it.
+    """
+    named, top = open_folder(source.name), os.path.realpath(source.folder)
+    if not named.is_folder("") or os.path.realpath(named.path) == top:
+        return
+    for inner, folders, files in named.walk():
+        paths = {name: inner.join(name) for name in folders}
+        folders[:] = sorted(name for name in folders if name != ".git" and os.path.realpath(paths[name]) != top)
+        whole = [name for name in folders if folder_format(paths[name])]
+        yield from ((paths[name], True) for name in whole)
+        yield from ((inner.join(name), False) for name in sorted(files))
+        folders[:] = [name for name in folders if name not in whole]
+
+
+def _unfollowed_folders(top: Folder) -> list[Companion]:
+    folders = ((inner, name) for inner, names, _ in top.walk() for name in sorted(names))
+    kinds = (
+        (inner.join(name), GIT_FOLDER if name == ".git" else LINKED_FOLDER)
+        for inner, name in folders
+        if name == ".git" or inner.is_link(name)
+    )
+    names = ((os.path.relpath(path, top.path).replace(os.sep, "/"), why) for path, why in kinds)
+    return [Companion(name, "a folder", reason=why) for name, why in islice(names, LIMITS.listed)]
+
+
+def check_companion(folder: Folder, name: str, torch: str) -> Companion:
+    """Check one file of a folder as ``validate`` does, without its checksums."""
+    try:
+        source = folder.open(name)
+    except UnreadableError as error:
+        return Companion(name, "a file that cannot be opened", reason=error.what)
+    try:
+        code = code_kind(name, source.read(0, _HEAD))
+        if code:
+            return Companion(name, code, reason=code, pickles=(ExaminedPickle(name, program=code),))
+        return _checked(folder, source, name, torch)
+    except CkptoolError as error:  # the file changed or shrank while it was read
+        return Companion(name, "a file that cannot be read", reason=error.what)
+    finally:
+        source.close()
+
+
+def _checked(folder: Folder, source: Source, name: str, torch: str) -> Companion:
+    try:
+        with checkpoint_of(folder.open(name)) as opened:
+            checkpoint = opened.lenient()
+            checked = check_checkpoint(checkpoint, torch=torch, quick=True, steps=False)
+            program = program_of(checkpoint)
+            unclear = next(iter(checkpoint.survey.unsupported.values()), "")
+    except UnreadableError as error:
+        return _not_a_checkpoint(source, name, torch, error)
+    notes = []
+    for note in (note for check in checked.checks for note in check.notes):
+        if note.code in _DANGEROUS or note.ambiguous:
+            notes.append(_located(name, note))
+        elif note.level == "error" or note.code in _CODE:
+            notes.append(_located(name, note)._replace(level="warning"))
+    pickles = tuple(pickle.in_file(name) for pickle in checked.pickles)
+    if program is not None:
+        notes.append(Finding(PROGRAM, "warning", f"{name}: {program.kind}, which holds code", name))
+        pickles += (ExaminedPickle(name, program=f"{program.kind}, read by {program.loader}"),)
+    reason = f"{unclear}, which ckptool does not follow" if unclear else ""
+    return Companion(name, checkpoint.format, reason, tuple(notes), pickles)
+
+
+def _not_a_checkpoint(source: Source, name: str, torch: str, error: UnreadableError) -> Companion:
+    kind = getattr(error, "kind", "")
+    pickles = examine_all(find_pickles(source), torch)
+    checks = check_pickles(pickles, torch)
+    notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, *_CODE)]
+    pickles = [pickle.in_file(name) for pickle in pickles]
+    whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)
+    data = kind in _NOT_LOADED or bool(inert_kind(source.read(0, _HEAD)))
+    if not (data or (whole and kind == "pickle")):
+        return Companion(name, kind or "damaged", error.what, tuple(notes), tuple(pickles))
+    if kind in _POINTERS and name.lower().endswith((*WEIGHTS, ".pkl")):
+        notes.append(Finding(kind, "warning", f"{name}: {error.what}", name))
+    return Companion(name, kind, "", tuple(notes), tuple(pickles))
+
+
+def _located(name: str, note: Finding) -> Finding:
+    return note._replace(message=f"{name}: {note.message}", where=name)

@@ -75,16 +75,11 @@ class Policy(NamedTuple):
         return (self, *self.also)
 
 
-_STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
-_LISTS: Final = ("device", "dtype", "require", "forbid", "include", "exclude")
-_FLAGS: Final = ("weights_only", "safe", "finite", "load", "strict")
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 
 def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
-    """Return the policy with these values, named with dashes or underscores; raise TargetError if a value
-    is invalid.
-    """
+    """Return the policy with these values, named with dashes or underscores; raise TargetError for an invalid one."""
     fields: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
@@ -123,17 +118,17 @@ def all_of(policy: Policy, *others: Policy) -> Policy:
 
 
 def _value(name: str, key: str, value: Any, path: str) -> Any:
-    if name in _FLAGS and isinstance(value, bool):
-        return value
-    if name in _STRINGS and isinstance(value, str):
-        return value
-    if name in _LISTS:
+    default = Policy._field_defaults[name]
+    if name == "max_bytes":
+        if isinstance(value, int | str) and not isinstance(value, bool):
+            return parse_bytes(str(value))
+    elif isinstance(default, tuple):
         texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
         if texts and all(isinstance(text, str) for text in texts):
             return texts
-    if name == "max_bytes" and isinstance(value, int | str) and not isinstance(value, bool):
-        return parse_bytes(str(value))
-    expected = "true or false" if name in _FLAGS else "a string" if name in _STRINGS else "a list of strings"
+    elif type(value) is type(default):
+        return value
+    expected = {bool: "true or false", str: "a string", int: "a size"}.get(type(default), "a list of strings")
     raise TargetError(f"{key} = {value!r} is not {expected}", path=path)
 
 
@@ -166,18 +161,18 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
         yield _forbidden(checkpoint, policy.forbid, keys, of)
     if policy.max_bytes:
         size = checkpoint.source.size
-        good = f"at most {human_bytes(policy.max_bytes)}"
-        yield _check("max-bytes", good, size > policy.max_bytes, f"the file has {human_bytes(size)} ({size:,} bytes)")
+        bad = f"the file has {human_bytes(size)} ({size:,} bytes)" if size > policy.max_bytes else ""
+        yield _check("max-bytes", f"at most {human_bytes(policy.max_bytes)}", bad)
     if policy.weights_only:
         reasons = [blocker.name or blocker.rule for blocker in verdict.blockers]
         as_file = "as one file: " if checkpoint.traits.loads == "converted" else ""
         good = f"{as_file}torch.load(weights_only=True) of torch {verdict.torch} takes it"
-        yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {join_limited(reasons)}")
+        yield _check("expect-weights-only", good, "" if verdict.loads else f"it is refused: {join_limited(reasons)}")
 
 
-def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding] = (), step: AnyStep = "") -> Check:
-    """Return a check that passes or fails; ``step`` is the edit after which it passes, or advice."""
-    if not failed:
+def _check(name: str, good: str, bad: str, notes: Sequence[Finding] = (), step: AnyStep = "") -> Check:
+    """Return a check that fails if ``bad`` is not ""; ``step`` is the edit after which it passes, or advice."""
+    if not bad:
         return Check(name, "expectations", PASS, good)
     message = f"expected: {good}; {bad}"
     first, *rest = notes or [Finding(name, "error", message)]
@@ -193,7 +188,7 @@ def _layout(checkpoint: Checkpoint, wanted: str) -> Check:
     elif (layout, wanted) == ("wrapped", "bare") and keys:
         several = "each state dict makes a file of its own: extract them"
         step = several if len(keys) > 1 else edit_step("extract", checkpoint.path, keys[0].path, word="weights")
-    return _check("layout", f"the layout is {wanted}", layout != wanted, f"it is {layout}", step=step)
+    return _check("layout", f"the layout is {wanted}", f"it is {layout}" if layout != wanted else "", step=step)
 
 
 def _pickled(checkpoint: Checkpoint) -> str:
@@ -208,14 +203,13 @@ def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
     notes = _unmatched("include", checkpoint, policy.include, ChosenKeys(MATCH_ALL))
     if not notes and not any(_names(checkpoint, ChosenKeys(dotted(policy.only, checkpoint)))):
         notes = [Finding("include", "error", "every key is excluded")]
-    bad = "; ".join(note.message for note in notes[:5])
-    return _check("include", f"there are {policy.only.words}", bool(notes), bad, notes)
+    return _check("include", f"there are {policy.only.words}", "; ".join(note.message for note in notes[:5]), notes)
 
 
 def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) -> Check:
     state_dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"]
     if not state_dicts:
-        return _check("prefix", f"prefix {wanted!r} on every key{of}", True, "there is no state dict in it")
+        return _check("prefix", f"prefix {wanted!r} on every key{of}", "there is no state dict in it")
     nodes = checkpoint.graph.nodes
     notes = []
     for item in state_dicts:
@@ -233,7 +227,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
             notes.append(Finding("prefix", "error", message, item.path))
     good = ("no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key") + of
     step = _prefix_step(checkpoint, wanted, [{str(nodes[key]) for key, _ in item.items} for item in state_dicts])
-    return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes, step)
+    return _check("prefix", good, "; ".join(note.message for note in notes[:3]), notes, step)
 
 
 def _prefix_step(checkpoint: Checkpoint, wanted: str, names: Sequence[set[str]]) -> AnyStep:
@@ -270,7 +264,7 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
         also, extension = "cpu" in counts, _pickled(checkpoint)
         word = device.replace(":", "")
         step = edit_step("remap", checkpoint.path, word=word, extension=extension, to=device, include_cpu=also)
-    return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes, step)
+    return _check("device", f"every storage on {' or '.join(wanted)}", bad, notes, step)
 
 
 def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
@@ -288,28 +282,25 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     step: AnyStep = ""
     if wrong and BY_NAME[wanted[0]].floating and (only_floating or all(entry in floating for entry in wrong)):
         step = edit_step("cast", checkpoint.path, word=wanted[0], to_dtype=wanted[0])
-    return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bool(notes), bad, notes, step)
+    return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bad, notes, step)
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     notes = _unmatched("require", checkpoint, globs, chosen)
-    bad = "; ".join(note.message for note in notes[:5])
-    return _check(
-        "require", f"keys that match {join_limited([repr(glob) for glob in globs])}{of}", bool(notes), bad, notes
-    )
+    good = f"keys that match {join_limited([repr(glob) for glob in globs])}{of}"
+    return _check("require", good, "; ".join(note.message for note in notes[:5]), notes)
 
 
 def _unmatched(code: str, checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys) -> list[Finding]:
     keys = list(_names(checkpoint, chosen))
     patterns = [(glob, dotted(Globs([glob]), checkpoint)) for glob in globs]
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
-    return [Finding(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
-
-
-def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
+    if not missing:
+        return []
     from ..base.nearest import did_you_mean
 
-    return did_you_mean(glob, [names[1] for names in keys], [names[2] for names in keys])
+    near = {glob: did_you_mean(glob, [names[1] for names in keys], [names[2] for names in keys]) for glob in missing}
+    return [Finding(code, "error", f"no key matches {glob!r}{meant}") for glob, meant in near.items()]
 
 
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
@@ -317,7 +308,7 @@ def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys,
     paths = list(dict.fromkeys(names[0] for names in _names(checkpoint, chosen) if pattern.match(*names[-2:])))
     notes = [Finding("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {join_limited([repr(glob) for glob in globs])}{of}"
-    return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
+    return _check("forbid", good, f"there are {join_limited(paths)}" if paths else "", notes)
 
 
 def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, str, str]]:

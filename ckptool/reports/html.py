@@ -1,12 +1,17 @@
-"""Pieces of HTML: visible, inert texts from files, numbers, charts, tables."""
+"""HTML: the summary of ``inspect`` for notebooks, and pieces for pages: visible, inert texts from files, numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import islice
 from typing import Final
 
-from ..base.text import cut, visible
+from ..base.errors import CkptoolError
+from ..base.text import cut, human_bytes, pluralize, shape_text, visible
+from ..checkpoint.checkpoint import Checkpoint
+from .inspection import inspection
+from .summary import ENTRY_COLUMNS, entry_rows, facts, headline
 
 #: Maximum characters of a value, and of a name.
 _VALUE: Final = 300
@@ -31,9 +36,42 @@ def number(value: object) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else text(f"{float(str(value)):.4g}")
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], more: int = 0) -> str:
-    """Return a table without a style, whose cells are markup; the number of ``more`` rows is shown below."""
-    head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in headings)}</tr>" if headings else ""
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    rest = f"<tr><td>... {more:,} more</td></tr>" if more > 0 else ""
+# -- the summary for notebooks
+
+#: Rows shown of a table; the rest are counted.
+_ROWS: Final = 200
+_ENTRIES: Final = 30
+#: Characters shown of an error message.
+_ERROR: Final = 3000
+_KEY_COLUMNS: Final = ("key", "dtype", "shape", "device", "bytes")
+
+
+def summary_html(checkpoint: Checkpoint) -> str:
+    """Return the summary of a checkpoint: facts, entries, findings, and a folded table of its tensors."""
+    try:
+        report = inspection(checkpoint)
+    except CkptoolError as error:
+        return f"<pre>{text(f'{checkpoint!r}: {error}', _ERROR)}</pre>"
+    parts = [f"<b>{text(headline(report))}</b>", _table((), facts(report), _ROWS, len(facts(report)))]
+    if listed := entry_rows(report):
+        parts.append(_table(ENTRY_COLUMNS, listed, _ENTRIES, len(listed)))
+    for finding in report["findings"]:
+        step = f"<br>&rarr; <code>{text(finding['next'])}</code>" if finding["next"] else ""
+        parts.append(f"<div>{text(finding['level'])}: {text(finding['message'])}{step}</div>")
+    entries = checkpoint.lenient().survey.tensors
+    rows = (
+        (entry.path or ".", tensor.dtype, shape_text(tensor.shape), tensor.location, human_bytes(tensor.own_bytes))
+        for entry in entries[:_ROWS]
+        for tensor in (entry.tensor,)
+    )
+    keys = _table(_KEY_COLUMNS, rows, _ROWS, report["tensors"])
+    parts.append(f"<details><summary>{pluralize(report['tensors'], 'tensor')}</summary>{keys}</details>")
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], most: int, total: int) -> str:
+    """Return a table of texts with at most ``most`` rows, and a count of the others out of ``total``."""
+    head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in columns)}</tr>" if columns else ""
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in islice(rows, most))
+    rest = f"<tr><td>... {total - most:,} more</td></tr>" if total > most else ""
     return f"<table>{head}{body}{rest}</table>"

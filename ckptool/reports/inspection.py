@@ -16,7 +16,7 @@ from ..checkpoint.container import is_complete
 from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.quantized import Quantization, quantization
-from ..checkpoint.sharding import MeshReport, ShardingSummary
+from ..checkpoint.sharding import MeshReport
 from ..checkpoint.survey import Account, StateDict, Survey, TensorEntry, account
 from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
@@ -25,8 +25,7 @@ from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.rules import UNKNOWN
 from ..safety.verdict import Verdict
 from ..safety.weights_only import LoadPrediction
-from .facts import facts
-from .findings import findings
+from .findings import facts, findings
 from .loads import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
@@ -106,9 +105,7 @@ class EntryReport(TypedDict):
 
 
 class DeviceReport(TypedDict):
-    """A location tag. ``other_bytes`` are in storages without a tensor; ``lands_on`` is the device after
-    map_location.
-    """
+    """A location tag: ``other_bytes`` are in no tensor, ``lands_on`` is the device after map_location."""
 
     location: str
     tensors: int
@@ -221,7 +218,11 @@ def inspection(
     every = ([str(nodes[key]) for key, _ in item.items] for item in checkpoint.state_dicts)
     namings = [Naming(names, wrapper_prefix(names), wrapper_counts(names)) for names in every]
     quantized = quantization(checkpoint)
-    state_dicts = _state_dicts(checkpoint, namings, quantized)
+    entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
+    for entry in survey.tensors:
+        if entry.state_dict >= 0:
+            entries[entry.state_dict].append(entry)
+    state_dicts = [_state_dict(*found, quantized) for found in zip(checkpoint.state_dicts, entries, namings)]
     optional: _Optional = {}
     if quantized:
         optional["quantized"] = _quantized(survey, quantized)
@@ -230,7 +231,14 @@ def inspection(
     if program is not None:
         optional["program"] = program.described
     if shards is not None:
-        optional["sharding"] = _sharding(shards)
+        optional["sharding"] = {
+            "tensors": shards.tensors,
+            "partial": shards.partial,
+            "kinds": list(shards.kinds),
+            "ranks": list(shards.ranks),
+            "meshes": [mesh.report for mesh in shards.meshes],
+            "words": shards.words,
+        }
     if (save := checkpoint.container.rank_save) is not None:
         optional["world_size"], optional["complete"] = save.ranks, is_complete(checkpoint.container.problems)
         if save.step is not None:
@@ -278,17 +286,6 @@ def inspection(
     }
 
 
-def _sharding(shards: ShardingSummary) -> ShardingReport:
-    return {
-        "tensors": shards.tensors,
-        "partial": shards.partial,
-        "kinds": list(shards.kinds),
-        "ranks": list(shards.ranks),
-        "meshes": [mesh.report for mesh in shards.meshes],
-        "words": shards.words,
-    }
-
-
 def _devices(survey: Survey, sums: Account, map_location: MapLocation) -> list[DeviceReport]:
     devices = []
     for share in sums.devices:
@@ -296,16 +293,11 @@ def _devices(survey: Survey, sums: Account, map_location: MapLocation) -> list[D
         if share.others:
             device["other_bytes"] = share.others
         if map_location is not None:
-            device["lands_on"] = _landing(survey, share.name, map_location)
+            # Tensors saved on meta have no storage, so nothing moves them.
+            fixed = share.name == "meta" and all(each.location != "meta" for each in survey.reader.storages.values())
+            device["lands_on"] = share.name if fixed else restored_location(share.name, map_location)
         devices.append(device)
     return devices
-
-
-def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
-    """Return where a tag lands. Tensors saved on meta have no storage, so nothing moves them."""
-    if tag == "meta" and all(storage.location != "meta" for storage in survey.reader.storages.values()):
-        return tag
-    return restored_location(tag, location)
 
 
 def _view(entry: TensorEntry) -> Hashable:
@@ -328,14 +320,6 @@ def _quantized(survey: Survey, found: Quantization) -> QuantizedReport:
     others = (entry for entry in entries if len(entry.tensor.shape) > 1 and entry.tensor not in found.tensors)
     formats = dict(Counter(weight.format for weight in inside).most_common())
     return {"formats": formats, "plain": len({_view(entry) for entry in others}), "tensors": len(found.tensors)}
-
-
-def _state_dicts(checkpoint: Checkpoint, namings: Sequence[Naming], quantized: Quantization) -> list[StateDictReport]:
-    entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
-    for entry in checkpoint.survey.tensors:
-        if entry.state_dict >= 0:
-            entries[entry.state_dict].append(entry)
-    return [_state_dict(*found, quantized) for found in zip(checkpoint.state_dicts, entries, namings)]
 
 
 def _state_dict(

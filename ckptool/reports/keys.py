@@ -1,6 +1,4 @@
-"""The report of ``keys``: the tensors in state dicts, or in the whole file. Its keys are a stable contract
-(``schema``).
-"""
+"""The report of ``keys``: tensors in state dicts, or in the whole file. Its keys are a stable contract (``schema``)."""
 
 from __future__ import annotations
 
@@ -133,29 +131,19 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
     }
 
 
-def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool, name: str) -> NextStep:
-    """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
-    entries = candidates(checkpoint, key, everything)
-    near = near_patterns(checkpoint, globs, entries)
-    if not near or globs.exclude:
-        return "no key matches; what is there: " + command("keys", checkpoint.path, all=everything, key=key)
-    everything |= not select_entries(checkpoint, key, everything, Globs(near))
-    meant = command(name, checkpoint.path, include=near, all=everything, key=key)
-    return f"no key matches; did you mean {' or '.join(map(repr, near))}?" + meant
+def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool) -> NextStep:
+    """Return the message for patterns that select no tensor, and the command that lists what is there."""
+    near = near_pattern(globs, candidates(checkpoint, key, everything))
+    return f"no key matches{near or '; what is there'}: " + command("keys", checkpoint.path, all=everything, key=key)
 
 
-def near_patterns(checkpoint: Checkpoint, globs: Globs, entries: Sequence[TensorEntry]) -> list[str]:
-    """Return patterns that match some of the tensors, or an entry of the file, for those that match nothing."""
-    from ..base.nearest import nearest, nearest_pattern
+def near_pattern(globs: Globs, entries: Sequence[TensorEntry]) -> str:
+    """Return ``; did you mean ...?`` with a pattern similar to an included one that matches a tensor, or ""."""
+    from ..base.nearest import did_you_mean
 
     keys, paths = [entry.key for entry in entries], [entry.path for entry in entries]
-    tops = {entry.key: entry.path for entry in checkpoint.survey.entries if entry.path not in paths}
-    patterns: dict[str, None] = {}
-    for part in (part for glob in globs.include for part in split_globs(glob)):
-        near = nearest_pattern(part, keys, paths)
-        inside = [f"{tops[name]}.*" for name in nearest(part, tops, 1)] if not near else []
-        patterns |= dict.fromkeys(pattern for pattern in [near, *inside] if pattern)
-    return [*patterns]
+    parts = (part for glob in globs.include for part in split_globs(glob))
+    return next(filter(None, (did_you_mean(part, keys, paths) for part in parts)), "")
 
 
 def keys(

@@ -20,8 +20,7 @@ from ..safety.torch_lists import DEFAULT
 from ..safety.verdict import Verdict, examine, verdict_of
 
 if TYPE_CHECKING:
-    from .checks import Checked
-    from .companions import Companions
+    from .checks import Checked, Companions
 
 
 class VerdictReport(TypedDict):
@@ -59,7 +58,7 @@ def checkpoint_verdict(
         f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unsupported.values())
     ]
     if isinstance(checkpoint.source, FolderSource):
-        from .companions import check_companions  # imported only for folders
+        from .checks import check_companions  # imported only for folders
 
         beside = companions or check_companions(checkpoint.source, torch)
         every_pickle = [*pickles, *beside.pickles]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Final, Literal
 
 from ..base.errors import CkptoolError, NotACheckpointError, UnreadableError, of_file
@@ -80,7 +81,9 @@ def scan(*paths: CheckpointOrPath, torch: str = DEFAULT) -> ScanReport:
     >>> report["verdict"], [item["verdict"] for item in report["files"]]
     ('unknown', ['weights-only', 'unknown'])
     """
-    return scan_report(scan_files([file_of(path) for path in paths], torch), torch)
+    items = find_all([file_of(path) for path in paths])
+    scans = (scan_path(item, torch) if isinstance(item, str) else [_not_scanned(item)] for item in items)
+    return scan_report(chain.from_iterable(scans), torch)
 
 
 def scan_report(files: Iterable[FileScan], torch: str = DEFAULT) -> ScanReport:
@@ -104,12 +107,6 @@ def passed_over_words(counts: dict[str, int]) -> str:
         return ""
     kinds = ", ".join(pluralize(count, kind) for kind, count in counts.items())
     return f"skipped: {sum(counts.values()):,} ({kinds})"
-
-
-def scan_files(paths: Iterable[str], torch: str = DEFAULT) -> Iterator[FileScan]:
-    """Yield the scan of every file that the paths lead to; in folders, of all files."""
-    for item in find_all(paths):
-        yield from scan_path(item, torch) if isinstance(item, str) else [_not_scanned(item)]
 
 
 def _not_scanned(item: SkippedFile | UnreadableError) -> FileScan:
@@ -179,7 +176,7 @@ def scan_path(path: str, torch: str = DEFAULT) -> list[FileScan]:
     """
     if not in_several_files(path) or not exists(path):
         return [scan_file(path, torch)]
-    from .companions import other_checkpoints  # imported only for checkpoints in several files
+    from .checks import other_checkpoints  # imported only for checkpoints in several files
 
     scans: list[FileScan] = []
     folders = [path]

@@ -131,7 +131,9 @@ def statistics_of(
         if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
         same = None if path == entry.path else path
-        rows.append({**tensor_report(survey, entry), "numel": _numel(checkpoint, entry), **statistics, "same_as": same})
+        shard = sharding(survey.reader, entry.ref, entry.tensor)
+        numel = entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
+        rows.append({**tensor_report(survey, entry), "numel": numel, **statistics, "same_as": same})
     return {
         "schema": "ckptool.stats/1",
         "path": checkpoint.path,
@@ -140,11 +142,6 @@ def statistics_of(
         "summary": _summary(rows, missing),
         "tensors": _sorted(rows, sort, everything),
     }
-
-
-def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
-    shard = sharding(checkpoint.survey.reader, entry.ref, entry.tensor)
-    return entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
 
 
 def _identity(reading: Reading | str) -> object:

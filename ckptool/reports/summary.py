@@ -11,7 +11,7 @@ from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pl
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, QuantizedReport, StateDictReport
-    from .loads import LoadReport, VerdictReport
+    from .loads import VerdictReport
 
 #: The columns of the overview of many files.
 OVERVIEW_COLUMNS = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
@@ -153,7 +153,9 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         # torch.load does not load a DCP folder, so the verdict is about the file that convert makes from it.
         lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
     if "load" in report:
-        lines.append(("loaded", _loaded(report["load"])))
+        places = [f"{pluralize(count, 'tensor')} on {device}" for device, count in report["load"]["devices"].items()]
+        yes = f"yes: {', '.join(places) or 'no tensors'}"
+        lines.append(("loaded", yes if report["load"]["ok"] else f"no: {report['load']['error']}"))
     return lines
 
 
@@ -188,13 +190,6 @@ def _verdict(report: InspectReport) -> str:
         return f"weights_only=True{_versions(report)} loads {_loads(report)}"
     why = f": {verdict['blockers'][0]['rule']}" if "program" in report else ""  # otherwise the findings say why
     return f"weights_only=True{_versions(report)} refuses it{why}"
-
-
-def _loaded(load: LoadReport) -> str:
-    if load["ok"]:
-        places = (f"{pluralize(count, 'tensor')} on {device}" for device, count in load["devices"].items())
-        return f"yes: {', '.join(places) or 'no tensors'}"
-    return f"no: {load['error']}"
 
 
 def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:

@@ -33,7 +33,7 @@ from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.downloads import check_unchanged, expect_reads
 from ..files.folders import folder_at
-from ..files.sources import FolderSource, Source
+from ..files.sources import FolderSource
 from ..formats import folder_format
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.search.pickle_search import find_pickles
@@ -43,13 +43,21 @@ from ..safety.torch_lists import DEFAULT, VERSIONS
 from ..safety.verdict import ExaminedPickle, examine_all, verdict_of
 from ..values.elements import elements, in_storage_order, read_for, storage_reader
 from ..values.torch.loads import need_torch
-from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, broken_check, check_checkpoint, check_pickles
-from .companions import (
+from .checks import (
+    FAIL,
+    NOT_POSSIBLE,
+    PASS,
+    WARNING,
+    Check,
     CompanionReport,
     Companions,
+    broken_check,
+    check_checkpoint,
     check_companion,
     check_companions,
+    check_pickles,
     companion_names,
+    judge,
     other_checkpoints,
 )
 from .edit_steps import as_one_file, companions_step, edit_step, together
@@ -167,10 +175,8 @@ def validation_report(
     """
     name = os.fspath(path)
     check_policy(policy)
-    torch = policy.torch or DEFAULT
     size: int | None = None
     file_format: str | None = None
-    source: Source | None = None
     try:
         if in_several_files(name):
             opened = open_checkpoint(name)
@@ -180,34 +186,42 @@ def validation_report(
             opened = checkpoint_of(source)
         with opened as checkpoint:
             size, file_format = checkpoint.source.size, checkpoint.format
-            report = _checked(name, checkpoint, policy, torch, quick, progress)
+            return report_on(checkpoint, policy, name, quick=quick, progress=progress)
     except MalformedError as error:
         # A broken checkpoint is still an answer.
-        report = _without_container(name, broken_check(error), error, policy, torch, INVALID)
+        report = _without_container(name, broken_check(error), error, policy, INVALID)
     except CkptoolError as error:  # this includes ChangedError: another process writes to the file
         if isinstance(error, NotACheckpointError):
             file_format = error.kind
-        _name_file(error, name)
-        report = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
+        if error.path.startswith(folder := os.path.join(name, "")) and error.path != folder:
+            error.what, error.path = f"{error.path.removeprefix(folder)}: {error.what}", name
+        report = _without_container(name, _unreadable(error), error, policy, UNREADABLE)
         report["damaged"] = file_format in ("empty", "zeros")
     report["bytes"], report["format"] = size, file_format
     return report
 
 
-def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress | None = None) -> ValidateReport:
-    """Return the report of ``validate`` on an open checkpoint, without any expectations."""
-    path = checkpoint.path
+def report_on(
+    checkpoint: Checkpoint,
+    policy: Policy = Policy(),
+    path: str = "",
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> ValidateReport:
+    """Return the report of ``validate`` on an open checkpoint, which ``path`` names, by default its own path."""
+    path = path or checkpoint.path
     try:
-        report = _checked(path, checkpoint, Policy(), DEFAULT, quick, progress)
+        report = _checked(path, checkpoint, policy, quick, progress)
     except MalformedError as error:
-        report = _without_container(path, broken_check(error), error, Policy(), DEFAULT, INVALID)
+        report = _without_container(path, broken_check(error), error, policy, INVALID)
     report["bytes"], report["format"] = checkpoint.source.size, checkpoint.format
     return report
 
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path that leads to no file: an empty folder, or a glob without a match."""
-    report = _report(path, [_unreadable(error)], None, Policy(), DEFAULT, UNREADABLE)
+    report = _report(path, [_unreadable(error)], None, Policy(), UNREADABLE)
     report["damaged"] = False
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
@@ -216,8 +230,7 @@ def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
 def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a missing file that a folder's lock names."""
     note = Finding("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
-    checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
-    return _report(path, checks, None, policy, DEFAULT, INVALID)
+    return _report(path, [judge("lock", "expectations", [note], "")], None, policy, INVALID)
 
 
 def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
@@ -225,7 +238,6 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
 
     With ``policy.strict`` or ``policy.safe`` a file that could not be examined is invalid.
     """
-    torch = policy.torch or DEFAULT
     words = scan["error"] or scan["passed_over"] or next(iter(scan["reasons"]), "nothing in it can run")
     known = scan["verdict"] == WEIGHTS_ONLY or bool(scan["passed_over"])
     checks = [Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)]
@@ -233,7 +245,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
     if safe and not known:
         checks.append(_safe({"verdict": scan["verdict"] or UNKNOWN, "reasons": [words]}))
     status = INVALID if (policy.strict or safe) and not known else PASSED_OVER
-    report = _report(scan["path"], checks, None, policy, torch, status)
+    report = _report(scan["path"], checks, None, policy, status)
     report["bytes"], report["format"] = scan["bytes"], scan["kind"] or None
     if scan["verdict"] is not None:
         report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
@@ -241,21 +253,14 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
     return report
 
 
-def _name_file(error: CkptoolError, path: str) -> None:
-    """Let an error about a file in the folder ``path`` begin with the name of that file."""
-    folder = os.path.join(path, "")
-    if error.path.startswith(folder) and error.path != folder:
-        error.what, error.path = f"{error.path.removeprefix(folder)}: {error.what}", path
-
-
 def _unreadable(error: CkptoolError) -> Check:
-    return Check("readable", "container", FAIL, error.what, (Finding("unreadable", "error", error.what),))
+    return judge("readable", "container", [Finding("unreadable", "error", error.what)], "")
 
 
 def _checked(
-    path: str, checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None
+    path: str, checkpoint: Checkpoint, policy: Policy, quick: bool, progress: Progress | None
 ) -> ValidateReport:
-    checkpoint = checkpoint.lenient()
+    checkpoint, torch = checkpoint.lenient(), policy.torch or DEFAULT
     checked = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
     checks = [*checked.checks, *expectations(checkpoint, policy, checked.verdict)]
     content = False
@@ -290,7 +295,7 @@ def _checked(
     if any(item.safe for item in policy.each):
         others = [scan for folder in other_checkpoints(checkpoint.source) for scan in scan_path(folder, torch)]
         checks.append(_safe(verdict_report(verdict), others))
-    report = _report(path, checks, pickles, policy, torch, "", inherent)
+    report = _report(path, checks, pickles, policy, "", inherent)
     step = as_step(_next_step(checkpoint, policy, checks))
     report["files"], report["advice"], report["next"] = files, step.advice, step.line
     report["safety"] = verdict_report(verdict)
@@ -408,21 +413,18 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     name, group = "load", "expectations"
     path, loads = checkpoint.path, checkpoint.traits.loads
     if loads == "converted":
-        message = "torch.load reads files, and this is a folder of parts"
-        return Check(
-            name,
-            group,
-            FAIL,
-            message,
-            (Finding("load", "error", message, next=edit_step("convert", path, extension=".pth")),),
+        message, step = (
+            "torch.load reads files, and this is a folder of parts",
+            edit_step("convert", path, extension=".pth"),
         )
+        return Check(name, group, FAIL, message, (Finding("load", "error", message, next=step),))
     try:
         need_torch("really loading it", path)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
     report = load_report(path, parse_map_location(map_location or None))
     if report["error"] is not None:
-        return Check(name, group, FAIL, report["error"], (Finding("load", "error", report["error"]),))
+        return judge(name, group, [Finding("load", "error", report["error"])], "")
     where = join_limited([f"{pluralize(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
     message = f"torch.load loads {'it' if loads == 'file' else 'each file'}: {where or 'no tensors'}"
     return Check(name, group, PASS, message)
@@ -440,13 +442,12 @@ def _pickles_at(path: str, torch: str) -> list[ExaminedPickle]:
         return []
 
 
-def _without_container(
-    path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
-) -> ValidateReport:
+def _without_container(path: str, check: Check, error: CkptoolError, policy: Policy, status: str) -> ValidateReport:
     """Return the report on a file that is not a whole checkpoint; its pickles are still checked.
 
     The pickles of a remote file that is too large to be downloaded are not searched either.
     """
+    torch = policy.torch or DEFAULT
     pickles = [] if isinstance(error, RefusedError) else _pickles_at(path, torch)
     checks = [check, *(check_pickles(pickles, torch) if pickles else [])]
     locked, finite = (any(wanted) for wanted in zip(*((item.lock, item.finite) for item in policy.each)))
@@ -461,7 +462,7 @@ def _without_container(
         checks = [item for item in checks if item.name != "pickles"]
     if any(note.code == "dangerous-call" for item in checks for note in item.notes):
         status = INVALID  # whatever the file is, that is an answer
-    report = _report(path, checks, pickles, policy, torch, status, whole=False)
+    report = _report(path, checks, pickles, policy, status, whole=False)
     if pickles:
         report["safety"] = verdict_report(verdict)
     what = str(error).removeprefix(f"{error.path}: ")
@@ -475,7 +476,6 @@ def _report(
     checks: list[Check],
     pickles: Sequence[ExaminedPickle] | None,
     policy: Policy,
-    torch: str,
     status: str,
     inherent: Sequence[str] = (),
     *,
@@ -509,7 +509,7 @@ def _report(
         "not_checked": skipped if whole and pickles is not None else ["everything that needs a whole container"],
         "failures": failures,
         "warnings": warnings,
-        "torch": torch,
+        "torch": policy.torch or DEFAULT,
         "safety": None,
         "checks": [_check_report(check) for check in checks],
         "pickles": [pickle.where for pickle in pickles or ()],
@@ -525,10 +525,6 @@ def _report(
 def _check_report(check: Check) -> CheckReport:
     notes = [{key: getattr(note, key) for key in NoteReport.__annotations__} for note in check.notes[: LIMITS.listed]]
     return cast("CheckReport", {**check._asdict(), "notes": notes, "notes_in_all": len(check.notes)})
-
-
-def _with_text(policy: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in policy.items()}
 
 
 def validate(
@@ -547,5 +543,7 @@ def validate(
     >>> report["valid"], [check["name"] for check in report["checks"] if check["status"] == "fail"]
     (False, ['device'])
     """
-    expected = policy if isinstance(policy, Policy) else policy_of(_with_text(policy or {}))
-    return validation_report(file_of(path), expected, quick=quick, progress=progress)
+    if not isinstance(policy, Policy):
+        values = (policy or {}).items()
+        policy = policy_of({name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in values})
+    return validation_report(file_of(path), policy, quick=quick, progress=progress)

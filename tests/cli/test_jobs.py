@@ -298,7 +298,7 @@ def test_an_output_of_a_process_that_died_is_not_replaced(
     reports = json.loads(said.out)
     alone = {path.relative_to("alone"): path.read_bytes() for path in Path("alone").rglob("*") if path.is_file()}
     there = {path.relative_to("out"): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    assert sorted("the output exists" in str(report.get("error")) for report in reports) == [False, True]
+    assert any("the output exists" in str(report.get("error")) for report in reports)
     if text:
         assert b"precious" in there.values() and {*there.values()} - {b"precious"} <= {*alone.values()}
         assert sorted(there) == sorted(alone)

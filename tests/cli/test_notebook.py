@@ -86,7 +86,7 @@ def test_an_edited_checkpoint_shows_what_it_is_now() -> None:
 
 def test_html_is_imported_when_it_is_drawn() -> None:
     found = probe(f"import ckptool; checkpoint = ckptool.open({str(FIXTURES / 'bare.pth')!r}); repr(checkpoint)")
-    assert found.modules & {"html", "click", "ckptool.cli.notebook"} == set()
+    assert found.modules & {"html", "click", "ckptool.reports.html"} == set()
 
 
 def test_completion_shows_public_names() -> None:

@@ -230,7 +230,7 @@ def upward_by_name(module: Module) -> set[str]:
 
 def test_imports_by_name_run_downwards_too(modules: list[Module]) -> None:
     # Higher rooms make what a Checkpoint shows in Python and in a notebook, and write it, when it is asked for.
-    face = {"reports.entries", "reports.inspection", "cli.notebook", "saving"}
+    face = {"reports.entries", "reports.inspection", "reports.html", "saving"}
     found = {module.path: names for module in modules if (names := upward_by_name(module))}
     # The room of remote files is imported once an address is opened.
     remote = {f"ckptool/files/{name}.py": {"remote.source"} for name in ("archives", "downloads")}

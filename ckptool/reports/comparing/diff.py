@@ -1,11 +1,9 @@
-"""The report of ``ckptool diff``: the differences between two checkpoints. Its keys are a stable contract
-(``schema``).
-"""
+"""The report of ``diff``: the differences between two checkpoints. Its keys are a stable contract (``schema``)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal
 
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
@@ -20,8 +18,7 @@ from ...files.downloads import check_unchanged
 from ...formats.opening import CheckpointOrPath, opened
 from ...values.objects import ScalarValue
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
-from .places import Side, side_of
-from .tensors import attribute_names, has_values
+from .places import Side, attribute_names, has_values, side_of
 from .values import Distances, RankedDifference, ValueComparison, ValueDifference, ranked, total_distance
 
 if TYPE_CHECKING:
@@ -173,12 +170,11 @@ def diff_report(
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = compare_graphs(left, right, words, dotted(only, a, b))
     comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
-    if "values" not in words:
-        for pair in graphs.tensors:
-            comparison.add(pair)
-        comparison.compare()
+    for pair in graphs.tensors if "values" not in words else ():
+        comparison.add(pair)
+    comparison.compare()
     changed: list[PropertyDifference] = []
-    altered: set[int] = set()
+    differing: set[int] = set()
     attributes_differ = 0
     for place, (path, number) in enumerate(graphs.places):
         pair = graphs.tensors[number]
@@ -190,8 +186,18 @@ def diff_report(
         attributes_differ += bool(set_on)
         changed += properties + set_on
         if properties:
-            altered.add(place)
+            differing.add(place)
+    comparison.measure_distances()
     check_unchanged([*a.sources, *b.sources])
+    values: list[RankedDifference] = []
+    unequal, far = comparison.differing(), set()
+    for place, (path, number) in enumerate(graphs.places):
+        found = list(comparison.differences(number, path)) if number in unequal else []
+        values += found
+        if not all(item.within for item in found):
+            far.add(place)
+    apart, close = ([item for item in values if item.within == within] for within in (False, True))
+    total, counters = total_distance([*apart, *close])
     report: DiffReport = {
         "schema": "ckptool.diff/1",
         "a": a.path,
@@ -208,21 +214,21 @@ def diff_report(
             "in_a": _tensors_in(graphs, 0),
             "in_b": _tensors_in(graphs, 1),
             "in_both": len(graphs.places),
-            "differ": len(altered),
-            "values_differ": 0,
+            "differ": len(differing | far),
+            "values_differ": len(far),
             "attributes_differ": attributes_differ,
-            "within_tolerance": 0,
+            "within_tolerance": len({item.report["path"] for item in close}),
         },
         "container": [] if "container" in words else list(_container(a, b)),
         "program": [] if left.base or right.base or only else list(_program(a, b)),
         "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
         "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
         "changed": changed,
-        "values": [],
-        "within_tolerance": [],
-        "total": None,
-        "counters": 0,
-        "not_measured": "",
+        "values": ranked(apart, sort),
+        "within_tolerance": ranked(close, sort),
+        "total": total,
+        "counters": counters,
+        "not_measured": comparison.reason,
         "sharing": [] if "sharing" in words else list(_sharing(graphs)),
         "entries": [
             {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
@@ -232,50 +238,12 @@ def diff_report(
         "stat": "",
         "verdict": "",
     }
-    if "values" in words:
-        return _judged(report)
-    comparison.measure_distances()
-    check_unchanged([*a.sources, *b.sources])
-    return _judged(_with_values(report, graphs, comparison, altered, sort))
-
-
-def _with_values(
-    report: DiffReport, graphs: GraphComparison, comparison: ValueComparison, altered: Collection[int], sort: str
-) -> DiffReport:
-    """Return the report with the differing values; ``altered`` has the places at which properties differ."""
-    values: list[RankedDifference] = []
-    close: list[RankedDifference] = []
-    differing, values_differ, unequal = set(altered), 0, comparison.differing()
-    for place, (path, number) in enumerate(graphs.places):
-        differences = list(comparison.differences(number, path)) if number in unequal else []
-        far = [item for item in differences if not item.within]
-        values += far
-        close += [item for item in differences if item.within]
-        if far:
-            differing.add(place)
-            values_differ += 1
-    total, counters = total_distance([*values, *close])
-    within = len({item.report["path"] for item in close})
-    sums = {"differ": len(differing), "values_differ": values_differ, "within_tolerance": within}
-    return {
-        **report,
-        "tensors": cast("TensorCounts", {**report["tensors"], **sums}),
-        "values": ranked(values, sort),
-        "within_tolerance": ranked(close, sort),
-        "total": total,
-        "counters": counters,
-        "not_measured": comparison.reason,
-    }
-
-
-def _judged(report: DiffReport) -> DiffReport:
     differences = (report["container"], report["program"], report["only_in_a"], report["only_in_b"], report["changed"])
-    more = (report["values"], report["sharing"], report["entries"], report["order"])
-    report["same"] = not any((*differences, *more))
+    report["same"] = not any((*differences, report["values"], report["sharing"], report["entries"], report["order"]))
     report["stat"] = _stat_line(report)
     if not report["same"]:
         report["verdict"] = "they differ"
-    elif report["tensors"]["within_tolerance"]:
+    elif close:
         report["verdict"] = "the same within the tolerance"
     else:
         report["verdict"] = f"the same except for {', '.join(report['ignored'])}" if report["ignored"] else "the same"

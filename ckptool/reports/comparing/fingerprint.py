@@ -42,9 +42,8 @@ from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import CheckpointOrPath, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, read_for, storage_reader, stored_span, tensor_size
-from ..keys import near_patterns
-from .places import Place, Side, side_of
-from .tensors import has_values, tensor_attributes
+from ..keys import near_pattern
+from .places import Place, Side, has_values, side_of, tensor_attributes
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -105,8 +104,7 @@ def hash_report(
         paths = [side.path_in_file(place.path) for place in places]
         places = [place for place, path in zip(places, paths) if chosen.match(keys.get(path, path), path)]
         if not places:
-            near = near_patterns(checkpoint, only, checkpoint.survey.tensors)
-            message = f"no key matches{f'; did you mean {near[0]!r}?' if near else ''}"
+            message = f"no key matches{near_pattern(only, checkpoint.survey.tensors)}"
             raise TargetError(message, path=checkpoint.path, next=command("keys", checkpoint.path))
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"

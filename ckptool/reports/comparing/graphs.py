@@ -25,8 +25,7 @@ from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
 from ...values.objects import ScalarValue
-from .places import ChosenParts, Side, join_path
-from .tensors import tensor_attributes
+from .places import ChosenParts, Side, join_path, tensor_attributes
 
 
 class Unpaired(NamedTuple):
@@ -99,9 +98,7 @@ _NOTHING: Final = ScalarValue("nothing", None)
 
 
 def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset(), only: Globs = MATCH_ALL) -> GraphComparison:
-    """Compare the parts of two graphs that ``only`` chooses. In ``ignore``, prefix, device and container
-    matter here.
-    """
+    """Compare the parts of two graphs that ``only`` chooses; ``ignore`` may have prefix, device and container."""
     walk = _GraphWalk(a, b, ignore, only)
     walk.run()
     return walk.result

@@ -39,8 +39,8 @@ from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
 FOLDER_SCHEMA: Final = "ckptool.lock-folder/1"
-_STRINGS: Final = ("layout", "container")
-_OBJECTS: Final = ("state_dicts", "tensors", "entries")
+#: The members of a lock by their types.
+_MEMBERS: Final = {("layout", "container"): str, ("state_dicts", "tensors", "entries"): dict}
 #: Maximum bytes of a lock file. One with 200,000 tensors and their hashes has 40 MB.
 _MAX_BYTES: Final = 1 << 30
 
@@ -79,9 +79,7 @@ class FolderLock(TypedDict):
 
 
 class Locked(NamedTuple):
-    """The content of a lock file: one lock under "" for any checkpoint, or with ``folder`` a lock for each
-    file name.
-    """
+    """The content of a lock file: a lock under "" for any checkpoint, or with ``folder`` one for each file name."""
 
     files: dict[str, Lock]
     folder: bool
@@ -122,20 +120,19 @@ def lock_of(
     only: Globs = MATCH_ALL,
     *,
     content: bool = False,
-    storages: bool | None = None,
+    storages: bool = False,
     progress: Progress | None = None,
 ) -> Lock:
     """Return the lock of the chosen part of a checkpoint; with ``content`` every tensor is read and hashed.
 
-    ``storages`` says whether storages without a tensor are locked like tensors; by default only with ``content``. Raise
-    RefusedError for a program without weights; with ``content``, MalformedError if bytes are missing.
+    With ``storages``, storages without a tensor are locked like tensors. Raise RefusedError for a program without
+    weights; with ``content``, MalformedError if bytes are missing.
     """
     survey, graph = checkpoint.survey, checkpoint.graph
     if not survey.tensors and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     side, chosen = Side(checkpoint), ChosenKeys(dotted(only, checkpoint))
-    storages = content if storages is None else storages
     places = side.tensors() if storages else ()
     bare = [place for place in places if place.tensor.kind == "storage" and place.path in chosen]
     digests = None
@@ -200,9 +197,7 @@ def _part(lock: Lock, chosen: ChosenKeys) -> Lock:
 
 
 def _entry_name(entry: TopEntry) -> str:
-    """Return the key if it is a plain string, otherwise the step; a string that looks like a step is also written as
-    one.
-    """
+    """Return the key if it is a string that does not look like a step, otherwise the step."""
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 
@@ -242,9 +237,7 @@ def read_lock(path: str) -> Locked:
 
 @lru_cache(maxsize=4)
 def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
-    """Read the lock in a file with this ``state``. It is cached, because many checkpoints are checked
-    against one lock.
-    """
+    """Read the lock in a file with this ``state``; cached, because many checkpoints are checked against one lock."""
     step = f"make one with '{command('lock', 'CHECKPOINT', output='LOCK').line}'"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
@@ -257,40 +250,29 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     if not isinstance(files, dict):
         raise TargetError("it is not a lock: 'files' is not an object", path=path, next=step)
     for name, item in files.items():
-        flaw = _flaw(item)
-        if flaw:
+        if not _is_lock(item):
             where = f"{name}: " if folder else ""
-            raise TargetError(f"it is not a lock: {where}{flaw}", path=path, next=step)
+            raise TargetError(f"it is not a lock: {where}no object as {SCHEMA} describes it", path=path, next=step)
     return Locked(cast("dict[str, Lock]", files), folder)
 
 
-def _flaw(lock: Any) -> str:
-    """Return why a JSON value is not a lock, or ""."""
-    if not isinstance(lock, dict):
-        return "it is not a JSON object"
-    if lock.get("schema") != SCHEMA:
-        return f"its schema is {lock.get('schema')!r}, not {SCHEMA!r}"
-    for names, cls, noun in ((_STRINGS, str, "a string"), (_OBJECTS, dict, "an object")):
-        for name in names:
-            if not isinstance(lock.get(name), cls):
-                return f"{name!r} is not {noun}"
-    for path, values in lock["state_dicts"].items():
-        if not path:
-            return "a state dict has no path: '.' is the whole file"
-        if not isinstance(values, dict):
-            return f"the state dict {path!r} is not an object"
-    for values in (*lock["state_dicts"].values(), lock["tensors"]):
-        for name, value in values.items():
-            if not isinstance(value, dict) or not _is_value(value):
-                return f"the value of {name!r} is neither a tensor nor a type"
-    if not all(isinstance(value, str) for value in lock["entries"].values()):
-        return "the types of 'entries' are not strings"
-    return ""
+def _is_lock(lock: Any) -> bool:
+    """Return whether a JSON value is a lock."""
+    if not isinstance(lock, dict) or lock.get("schema") != SCHEMA:
+        return False
+    if not all(isinstance(lock.get(name), cls) for names, cls in _MEMBERS.items() for name in names):
+        return False
+    groups = (*lock["state_dicts"].values(), lock["tensors"])
+    return (
+        all(isinstance(values, dict) and all(map(_is_value, values.values())) for values in groups)
+        and "" not in lock["state_dicts"]  # "." is the whole file
+        and all(isinstance(value, str) for value in lock["entries"].values())
+    )
 
 
-def _is_value(value: Mapping[str, Any]) -> bool:
-    if "dtype" not in value:
-        return isinstance(value.get("type"), str)
+def _is_value(value: Any) -> bool:
+    if not isinstance(value, dict) or "dtype" not in value:
+        return isinstance(value, dict) and isinstance(value.get("type"), str)
     shape = value.get("shape")
     texts = [value["dtype"], value.get("device"), value.get("kind", ""), value.get("hash", "")]
     return isinstance(shape, list) and all(type(size) is int for size in shape) and all(type(t) is str for t in texts)
@@ -340,37 +322,33 @@ def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
 
 
 def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
-    if lock["layout"] != actual["layout"]:
-        yield Finding("lock-layout", "error", f"the layout is {actual['layout']}, the lock says {lock['layout']}")
-    if lock["container"] != actual["container"]:
-        yield Finding(
-            "lock-container", "error", f"the root is {actual['container']}, the lock says {lock['container']}"
-        )
+    for code, noun, now, then in (
+        ("lock-layout", "layout", actual["layout"], lock["layout"]),
+        ("lock-container", "root", actual["container"], lock["container"]),
+    ):
+        if now != then:
+            yield Finding(code, "error", f"the {noun} is {now}, the lock says {then}")
     locked, present = _groups(lock), _groups(actual)
-    for path in (*locked, *(path for path in present if path not in locked)):
+    for path in {**locked, **present}:
         if path not in present or path not in locked:
             word, code = ("missing", "lock-missing") if path in locked else ("new", "lock-added")
             yield Finding(code, "error", f"the state dict {path!r} is {word}", path)
             continue
         old, new = locked[path], present[path]
-        for name in old:
-            if name not in new:
-                yield Finding("lock-missing", "error", f"{_label(path, name)} is missing", name)
+        for name in (name for name in old if name not in new):
+            yield Finding("lock-missing", "error", f"{_label(path, name)} is missing", name)
         for name, value in new.items():
             if name not in old:
                 yield Finding("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
         for name, value in old.items():
             if name in new:
                 yield from _value_notes(_label(path, name), name, value, new[name])
-    for key, name in lock["entries"].items():
-        now = actual["entries"].get(key)
-        if now is None:
-            yield Finding("lock-entry", "error", f"the entry {key!r} is missing", key)
-        elif now != name:
-            yield Finding("lock-entry", "error", f"the entry {key!r} is {now}, the lock says {name}", key)
-    for key, name in actual["entries"].items():
-        if key not in lock["entries"]:
-            yield Finding("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
+    entries = actual["entries"]
+    for key in {**lock["entries"], **entries}:
+        now, then = entries.get(key), lock["entries"].get(key)
+        if now != then:
+            new = f"new: {now}" if then is None else f"{now}, the lock says {then}"
+            yield Finding("lock-entry", "error", f"the entry {key!r} is {'missing' if now is None else new}", key)
 
 
 def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Finding]:
@@ -435,7 +413,7 @@ def whole_lock(checkpoint: Checkpoint, content: bool, progress: Progress | None 
         what = f"{missing.message}; a lock of the rest would pass for the whole"
         step = "get the files again that are missing or damaged, then lock it"
         raise RefusedError(what, path=checkpoint.path, next=step)
-    return lock_of(checkpoint, content=content, progress=progress)
+    return lock_of(checkpoint, content=content, storages=content, progress=progress)
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:
@@ -488,13 +466,10 @@ def write_locks(files: dict[str, Lock], output: FilePath, *, force: bool = False
 
 
 def _write_folder_lock(locked: FolderLock, name: str, folder: str, force: bool) -> Written:
-    if os.path.exists(name) and any(_same(os.path.join(folder, file), name) for file in locked["files"]):
+    inputs = [os.path.join(folder, file) for file in locked["files"]] if os.path.exists(name) else []
+    if any(os.path.exists(path) and os.path.samefile(path, name) for path in inputs):
         raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
     return write_file(_plan(locked), name, (), force=force)
-
-
-def _same(path: str, name: str) -> bool:
-    return os.path.exists(path) and os.path.samefile(path, name)
 
 
 def _plan(lock: Lock | FolderLock) -> Plan:

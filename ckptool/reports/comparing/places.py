@@ -18,12 +18,19 @@ from ...base.records import NamedTuple
 from ...base.steps import tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import class_name, holds_constants, list_items, mapping
-from ...checkpoint.paths import Child, children, key_text, parse_steps, sequence, spell_key
+from ...checkpoint.objects import (
+    attributes,
+    class_name,
+    holds_constants,
+    list_items,
+    mapping,
+)
+from ...checkpoint.paths import Child, as_children, children, key_text, parse_steps, sequence, spell_key
 from ...checkpoint.selection import selected
+from ...checkpoint.sharding import sharding_state
 from ...checkpoint.survey import StateDict
-from ...checkpoint.tensors import Tensor
-from ...pickles.nodes import Call, List, Persistent, Ref
+from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, rebuild_calls
+from ...pickles.nodes import Call, Instance, List, Node, Persistent, Ref
 from ...values.objects import ScalarValue, scalar_value
 
 _CONSTANTS = frozenset((type(None), bool, int, float, str, bytes))
@@ -307,9 +314,7 @@ class ChosenParts:
                 self.dropped.add(join_path(path, step))
 
     def _state(self, key: str, place: str, outer: bool | None) -> bool | None:
-        """Return whether a place is chosen, inside a container with the state ``outer``; None if patterns
-        exclude it.
-        """
+        """Return whether a place in a container with the state ``outer`` is chosen; None if patterns exclude it."""
         paths = [side.path_in_file(place) for side in self._bases]
         if self._unmatched:
             self._names.update({(key, path): None for path in paths})
@@ -348,3 +353,102 @@ def _modules_of(keys: Iterable[str]) -> set[str]:
             modules.add(name)
             name = name.rpartition(".")[0]
     return modules
+
+
+# -- what tensors have apart from shape and storage
+
+#: Arguments of torch's rebuild functions by position, except storage, offset, shape, stride and requires_grad.
+_ARGUMENTS: Final[dict[str, dict[int, str]]] = {
+    "_rebuild_tensor": {},
+    "_rebuild_tensor_v2": {5: "hooks", 6: "flags"},
+    "_rebuild_tensor_v3": {5: "hooks", 7: "flags"},
+    "_rebuild_qtensor": {4: "quantizer", 6: "hooks"},
+    "_rebuild_nested_tensor": {0: "buffer", 1: "sizes", 2: "strides", 3: "offsets"},
+    "_rebuild_meta_tensor_no_storage": {},
+    "_rebuild_wrapper_subclass": {},
+}
+_MEMBERS: Final = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
+_COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
+
+#: Classes of tensors whose attributes do not affect their values.
+_PLAIN: Final = ("", "Tensor", "Parameter", "Buffer")
+
+
+def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
+    """Return what a tensor has apart from shape and storage, by name: flags, quantizer, members, hooks, attributes."""
+    nodes = side.graph.nodes
+    usual, carried = nodes[ref], dict[str, Ref]()
+    if type(usual) is Call and not usual.states and side.reader.is_usual(usual):
+        args = nodes[usual.args]
+        if type(args) is tuple and len(args) == 6:
+            return {} if _is_nothing(nodes, args[5]) else {".hooks": args[5]}
+    for call in rebuild_calls(side.graph, ref):
+        node = nodes[call.ref]
+        if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:
+            carried.update(_state_of(side, node))
+        if call.short_name.startswith("_rebuild_from_type"):
+            if call.state >= 0:
+                tensor = side.tensor(ref)
+                carried.update(sharding_state(side.reader, ref, tensor) if tensor is not None else {})
+                carried.update({} if carried else {".state": call.state})
+        elif not call.args or not call.is_parameter:
+            return carried | _arguments(side, ref, call.short_name, call.args)
+        else:
+            labels = {2: "hooks", 3: "state"} if call.short_name.startswith("_") else {}
+            carried.update(_labelled(nodes, call.args, labels))
+    return carried
+
+
+def attribute_names(side: Side, ref: Ref) -> set[str]:
+    """Return which names in ``tensor_attributes`` are Python attributes that a program set on a plain tensor."""
+    tensor, nodes, names = side.tensor(ref), side.graph.nodes, set[str]()
+    for call in rebuild_calls(side.graph, ref) if tensor is not None and tensor.cls in _PLAIN else ():
+        node = nodes[call.ref]
+        if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:
+            names.update(_state_of(side, node))
+        if call.short_name.startswith("_rebuild_from_type") or call.short_name == "_rebuild_parameter_with_state":
+            names.add(".state")
+    return names
+
+
+def _state_of(side: Side, node: Call) -> dict[str, Ref]:
+    fields = as_children(side.graph, attributes(side.graph, node))
+    if fields:
+        return {field.step: field.ref for field in fields}
+    return {f"(state {number})": state for number, state in enumerate(node.states)}
+
+
+def _arguments(side: Side, ref: Ref, name: str, args: tuple[Ref, ...]) -> dict[str, Ref]:
+    nodes = side.graph.nodes
+    if name == "_rebuild_sparse_tensor" and len(args) >= 2:
+        tensor, members = side.tensor(ref), nodes[args[1]]
+        names = _MEMBERS.get(tensor.kind if tensor else "", _COMPRESSED)
+        return _labelled(nodes, members if type(members) is tuple else (), dict(enumerate(names)))
+    labels = _ARGUMENTS.get(name)
+    if labels is None:
+        return {f"({number})": item for number, item in enumerate(args)}
+    labelled = _labelled(nodes, args, labels)
+    # The flags conj and neg are compared by name; an absent flag is off.
+    flags = labelled.pop(".flags", -1)
+    return labelled | ({} if flags < 0 else side.children(flags))
+
+
+def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int, str]) -> dict[str, Ref]:
+    return {
+        f".{label}": args[number]
+        for number, label in labels.items()
+        if label and number < len(args) and not _is_nothing(nodes, args[number])
+    }
+
+
+def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
+    """Return whether a node is None or an empty OrderedDict of hooks."""
+    node = nodes[ref]
+    if isinstance(node, Instance):
+        return isinstance(node, Call) and node.filling is None and nodes[node.args] == ()
+    return node is None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the file has elements of the tensor itself."""
+    return bool(tensor.storage) and tensor.location != "meta" and 0 not in tensor.shape

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, Final, cast
 
@@ -13,14 +15,22 @@ from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
-from ...files.threads import run_in_threads
+from ...files.threads import READ_SIZE, read_blocks, run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import BitDifference, read_for, storage_reader, tensor_size
-from ...values.interpretation import Reading, interpret, lazy_bits
+from ...values.elements import (
+    BitDifference,
+    elements,
+    read_for,
+    reblocked,
+    storage_reader,
+    stored_span,
+    tensor_size,
+)
+from ...values.interpretation import Reading, interpret, lazy_bits, resolved_bytes
 from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread
 from .graphs import TensorPair
-from .tensors import BitComparison, has_values
+from .places import has_values
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
@@ -199,6 +209,8 @@ class ValueComparison:
     wanted: list[int] = field(default_factory=list)
     #: The distance of each measured pair, or why it is unknown.
     measured: dict[int, Compared | str] = field(default_factory=dict)
+    #: The block that a thread reads into.
+    buffers: threading.local = field(default_factory=threading.local)
 
     def add(self, pair: TensorPair) -> None:
         jobs: list[tuple[str, int]] = []
@@ -253,12 +265,66 @@ class ValueComparison:
             self.compare_bits(uncounted, True, None)
 
     def compare_bits(self, numbers: Sequence[int], count: bool, progress: Progress | None) -> None:
-        """Compare these pairs bit for bit."""
-        pairs = [(self.pairs[number].a, self.pairs[number].b) for number in numbers]
-        readings = {at: self.readings[number] for at, number in enumerate(numbers) if number in self.readings}
-        differences = BitComparison(self.a, self.b, pairs, readings, count, progress).run()
-        for number, bits in zip(numbers, differences):
-            self.bits[number] = bits
+        """Compare these pairs bit for bit: NaNs with equal bits are equal. Raise MalformedError if bytes are missing.
+
+        Without ``count`` each comparison ends at the first difference, and -1 elements differ. ``progress`` is called
+        with numbers of bytes on one side.
+        """
+        both = [(side, tensor) for number in numbers for side, tensor in zip((self.a, self.b), self.pairs[number])]
+        expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
+        lock = threading.Lock()
+
+        def advance(size: int) -> None:
+            if progress:
+                with lock:
+                    progress(size)
+
+        def do(number: int) -> None:
+            left, at, found = self.pairs[number].a, 0, BitDifference()
+            dtype = BY_NAME.get(left.dtype)
+            width = dtype.itemsize if dtype else 1
+            for ours, theirs in self.blocks(number):
+                size = max(len(ours), len(theirs))
+                if ours != theirs:
+                    first, differing = _different_elements(
+                        ours.ljust(size, b"\0"), theirs.ljust(size, b"\0"), width, count
+                    )
+                    first = first + at // width if found.first < 0 else found.first
+                    found = BitDifference(first, found.differing + differing)
+                    if not count:
+                        break
+                at += size
+                advance(size)
+            advance(max(tensor_size(left) - at, 0))
+            self.bits[number] = found
+
+        run_in_threads(numbers, do, [tensor_size(self.pairs[number].a) for number in numbers])
+
+    def blocks(self, number: int) -> Iterator[tuple[bytes | bytearray, bytes | bytearray]]:
+        """Yield the bytes of both tensors of a pair, block by block; each is valid until the next one is requested.
+
+        Yield nothing if they are the same bytes in the same file.
+        """
+        if number in self.readings:
+            computed = (reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number])
+            yield from zip_longest(*computed, fillvalue=b"")
+            return
+        pair = [(storage_reader(side, t.storage), t) for side, t in zip((self.a, self.b), self.pairs[number])]
+        one, other = (stored_span(*each) for each in pair)
+        file = other.source.local_file() if other is not None else None
+        if one is None or other is None or file is None:
+            yield from zip_longest(*(reblocked(elements(*each), READ_SIZE) for each in pair), fillvalue=b"")
+            return
+        if one[1:] == other[1:] and one.source.identity == file.identity:
+            return
+        if not hasattr(self.buffers, "block"):
+            self.buffers.block = bytearray(READ_SIZE)
+        at = other.offset
+        for ours in read_blocks(one):
+            theirs = self.buffers.block if len(ours) == READ_SIZE else bytearray(len(ours))
+            file.read_into(at, theirs)
+            yield ours, theirs
+            at += len(ours)
 
     def measure_all(self, wanted: Sequence[int]) -> None:
         """Measure how far these pairs are apart."""
@@ -270,25 +336,21 @@ class ValueComparison:
             self.reason = str(error)
             self.measured = dict.fromkeys(wanted, self.reason)
             return
-        sides = {number: self.sides(number) for number in wanted}
-
         pairs: dict[int, tuple[Reading, Reading]] = {}
-        for number, (one, other) in sides.items():
+        for number in wanted:
+            one, other = self.sides(number)
             if isinstance(one, str) or isinstance(other, str):
                 self.measured[number] = one if isinstance(one, str) else str(other)
             else:
                 pairs[number] = one, other
 
         def do(number: int) -> None:
-            self.measured[number] = distance(*pairs[number], self.tolerance_of(number))
+            tolerance = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
+            self.measured[number] = distance(*pairs[number], tolerance)
 
         expect_reads(read_for(each.storage, each.tensor) for pair in pairs.values() for each in pair)
         with one_thread(torch):
             run_in_threads(pairs, do, [tensor_size(self.pairs[number].a) for number in wanted])
-
-    def tolerance_of(self, number: int) -> tuple[float, float]:
-        """Return the relative and absolute tolerance for a pair; zeros if none applies."""
-        return (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
 
     def judges(self, number: int) -> bool:
         """Return whether a pair's numbers, and not its bits, decide whether it differs."""
@@ -303,9 +365,7 @@ class ValueComparison:
         return self.reading(self.a, pair.a, pair.refs[0]), self.reading(self.b, pair.b, pair.refs[1])
 
     def reading(self, checkpoint: Checkpoint, tensor: Tensor, ref: Ref) -> Reading | str:
-        """Return how to read a tensor's numbers, or why that is impossible. Lazy bits on both sides change
-        no distance.
-        """
+        """Return how to read a tensor's numbers, or why not. Lazy bits on both sides change no distance."""
         if tensor.dtype.startswith("bits"):
             return "bits without a value"
         if tensor.dtype.startswith("q"):
@@ -344,3 +404,21 @@ def _index(number: int, shape: tuple[int, ...]) -> list[int]:
         number, place = divmod(number, max(size, 1))
         index.append(place)
     return index[::-1]
+
+
+def _different_elements(a: bytes | bytearray, b: bytes | bytearray, width: int, count: bool) -> tuple[int, int]:
+    """Return the number of the first element of ``width`` bytes that differs, and how many differ (-1: not counted).
+
+    Operations on large integers run in C; a Python loop over bytes would take a hundred times longer.
+    """
+    size = len(a)
+    differ = (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(size, "little")
+    first = (size - len(differ.lstrip(b"\0"))) // width
+    if not count:
+        return first, -1
+    begin = first * width
+    any_bit = 0
+    for byte in range(width):
+        any_bit |= int.from_bytes(differ[begin + byte :: width], "little")
+    elements = -(-(size - begin) // width)
+    return first, elements - any_bit.to_bytes(elements, "little").count(0)

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 from shlex import quote
 from typing import Any, Final, TypeAlias
 
@@ -257,19 +258,16 @@ def explanation(text: str) -> Explanation | None:
     """Return the known error in a message or a traceback, or None."""
     plain = without_colours(text)
     wrapped = (_WRAP.sub(between, plain) for between in (" ", ""))
-    return next((found for each in (plain, *wrapped) for found in _found(each)), None)
+    for each in chain((plain,), wrapped):
+        for error in KNOWN_ERRORS:
+            if (details := _details(error, each)) is not None:
+                return Explanation(error, details)
+    return None
 
 
 def without_colours(text: str) -> str:
     """Return a text without the colour codes of a terminal."""
     return _COLOUR.sub("", text)
-
-
-def _found(text: str) -> Iterator[Explanation]:
-    for error in KNOWN_ERRORS:
-        details = _details(error, text)
-        if details is not None:
-            yield Explanation(error, details)
 
 
 def _details(error: KnownError, text: str) -> Details | None:

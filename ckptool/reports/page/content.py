@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from ...base.errors import UnreadableError
-from ...base.globs import MATCH_ALL, Globs
+from ...base.globs import Globs
 from ...base.records import NamedTuple
 from ...base.steps import Step, argument, shell_words
 from ...base.text import json_value, shape_text
@@ -47,18 +47,6 @@ RENAMED: Final = "renamed"
 REMOVED: Final = "only in A"
 ADDED: Final = "only in B"
 ASIDE: Final = "not compared"
-
-
-class Choice(NamedTuple):
-    """The content to put on a page.
-
-    ``scope`` and ``only`` are as for ``diff``. For one checkpoint, the scope's ``key`` and ``only`` choose the tensors.
-    Without ``values`` no tensor bytes are read.
-    """
-
-    scope: Scope = Scope(None, None, frozenset())
-    only: Globs = MATCH_ALL
-    values: bool = True
 
 
 class Tensors(NamedTuple):
@@ -105,12 +93,16 @@ class Content(NamedTuple):
     without_numbers: str
 
 
-def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Progress | None = None) -> Content:
+def content_of(
+    a: Checkpoint, b: Checkpoint | None, scope: Scope, only: Globs, values: bool, progress: Progress | None = None
+) -> Content:
     """Collect the content of a page on the checkpoint ``a``, and with ``b`` on the changes.
 
-    ``progress`` is called with numbers of bytes. Raise the errors of ``diff``.
+    ``scope`` and ``only`` are as for ``diff``; for one checkpoint, the scope's ``key`` and ``only`` choose the tensors.
+    Without ``values`` no tensor bytes are read. ``progress`` is called with numbers of bytes. Raise the errors of
+    ``diff``.
     """
-    without_numbers = "" if choice.values else "the values of tensors were not read, as asked for"
+    without_numbers = "" if values else "the values of tensors were not read, as asked for"
     try:
         need_torch("computing with values")
     except UnreadableError as error:
@@ -121,11 +113,11 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
             side.cache.checksums = {}  # keep the checksums of bytes that are read for their numbers
     comparison = None
     if b is None:
-        tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
+        tensors = _tensors(a, scope.key, only, measured, progress)
     else:
-        tensors, comparison = _compared(a, b, choice, measured, progress)
+        tensors, comparison = _compared(a, b, scope, only, values, measured, progress)
     entries = list(islice(outline(a.lenient()), _LINES))
-    validation = report_on(a, quick=not choice.values, progress=progress)
+    validation = report_on(a, quick=not values, progress=progress)
     return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
 
 
@@ -159,10 +151,15 @@ def _tensors(
 
 
 def _compared(
-    a: Checkpoint, b: Checkpoint, choice: Choice, measured: bool, progress: Progress | None
+    a: Checkpoint,
+    b: Checkpoint,
+    scope: Scope,
+    only: Globs,
+    values: bool,
+    measured: bool,
+    progress: Progress | None,
 ) -> tuple[Tensors, Comparison]:
-    scope, only = choice.scope, choice.only
-    if not choice.values:
+    if not values:
         scope = scope._replace(ignore=scope.ignore | {"values"})
     sides, graphs = _paired(a, b, scope, only)
     better = better_scope(*sides, scope.ignore) if all(graphs.unpaired) else None
@@ -196,21 +193,13 @@ def _compared(
             changes.setdefault(number, []).append(f"{change['what']}: {change['a']} -> {change['b']}")
     fate = []
     for number, entry in enumerate(ours.entries):
-        inside = chosen[0] is None or entry.state_dict == chosen[0]
-        fate.append(_fate(number, renamed, partners, figures, changes) if inside else ASIDE)
-    validation = report_on(b, quick=not choice.values, progress=progress)
+        word = CHANGED if number in changes else DIFFERS if number in figures else SAME
+        if number not in partners:
+            word = RENAMED if number in renamed else REMOVED
+        fate.append(word if chosen[0] is None or entry.state_dict == chosen[0] else ASIDE)
+    validation = report_on(b, quick=not values, progress=progress)
     everything = Comparison(theirs, inspection(b), validation, diff, scope, fate, both, figures, changes)
     return ours, everything
-
-
-def _fate(number: int, renamed: Collection[int], *known: Collection[int]) -> str:
-    """Return how a row of A changed; ``known`` are the rows with a partner, with figures, and with other changes."""
-    partners, figures, changes = known
-    if number in renamed:
-        return RENAMED
-    if number not in partners:
-        return REMOVED
-    return CHANGED if number in changes else DIFFERS if number in figures else SAME
 
 
 def _paired(a: Checkpoint, b: Checkpoint, scope: Scope, only: Globs) -> tuple[tuple[Side, Side], GraphComparison]:
