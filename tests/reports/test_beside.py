@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.base.limits import LIMITS
-from ckptool.reports import companions
+from ckptool.reports import checks
 
 EVIL = {
     "zip": plain(SYSTEM),
@@ -108,7 +108,7 @@ def test_more_files_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: py
     folder = folder_of("safetensors", tmp_path / "model")
     for number in range(9):
         (folder / f"x{number}.txt").touch()
-    monkeypatch.setattr(companions, "LIMITS", LIMITS._replace(listed=6))
+    monkeypatch.setattr(checks, "LIMITS", LIMITS._replace(listed=6))
     last = ckptool.validate(folder)["files"][-1]
     assert (last["looked_at"], last["why"]) == (False, "more than 6 files")
     assert ckptool.scan(folder)["verdict"] == "unknown"
