@@ -343,12 +343,12 @@ def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
         for name, value in old.items():
             if name in new:
                 yield from _value_notes(_label(path, name), name, value, new[name])
-    entries = actual["entries"]
-    for key in {**lock["entries"], **entries}:
-        now, then = entries.get(key), lock["entries"].get(key)
-        if now != then:
-            new = f"new: {now}" if then is None else f"{now}, the lock says {then}"
-            yield Finding("lock-entry", "error", f"the entry {key!r} is {'missing' if now is None else new}", key)
+    kinds = actual["entries"]
+    for key in {**lock["entries"], **kinds}:
+        kind, before = kinds.get(key), lock["entries"].get(key)
+        if kind != before:
+            change = f"new: {kind}" if before is None else f"{kind}, the lock says {before}"
+            yield Finding("lock-entry", "error", f"the entry {key!r} is {'missing' if kind is None else change}", key)
 
 
 def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Finding]:

@@ -270,7 +270,7 @@ class ValueComparison:
         Without ``count`` each comparison ends at the first difference, and -1 elements differ. ``progress`` is called
         with numbers of bytes on one side.
         """
-        both = [(side, tensor) for number in numbers for side, tensor in zip((self.a, self.b), self.pairs[number])]
+        both = [(side, tensor) for number in numbers for side, tensor in zip((self.a, self.b), self.pairs[number][:2])]
         expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
         lock = threading.Lock()
 
@@ -309,7 +309,7 @@ class ValueComparison:
             computed = (reblocked(resolved_bytes(reading), READ_SIZE) for reading in self.readings[number])
             yield from zip_longest(*computed, fillvalue=b"")
             return
-        pair = [(storage_reader(side, t.storage), t) for side, t in zip((self.a, self.b), self.pairs[number])]
+        pair = [(storage_reader(side, t.storage), t) for side, t in zip((self.a, self.b), self.pairs[number][:2])]
         one, other = (stored_span(*each) for each in pair)
         file = other.source.local_file() if other is not None else None
         if one is None or other is None or file is None:
