@@ -58,7 +58,7 @@ test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, l
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
 
-test-remote: $(READY) ## Read and write remote files on radosgw, Azurite, fake-gcs-server and nginx, where they are installed
+test-remote: $(READY) ## Read and write remote files on Azurite and fake-gcs-server, where they are installed
 	$(INSTALL) --editable '.[dev,servers]'
 	CKPTOOL_SERVERS=all CKPTOOL_TESTS=all $(BIN)/python -m pytest -rs tests/remote/test_servers.py
 

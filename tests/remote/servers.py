@@ -7,7 +7,6 @@ command that installs it. Objects are put by other means than ckptool.
 from __future__ import annotations
 
 import hmac
-import itertools
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from email.utils import formatdate
 from functools import partial
@@ -26,7 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
-from uuid import uuid4
 
 import pytest
 from remote.server import KEY, SECRET, Server
@@ -40,8 +38,8 @@ class Place(NamedTuple):
 
     ``sign`` returns a signed address from a method, a key and the time until it expires; None without signatures.
     ``stranger`` has the address and the variables of somebody with a wrong key; None if any key is right. ``no_bucket``
-    is the message for a bucket that does not exist. ``leftovers`` returns the keys of unfinished uploads. ``lists`` and
-    ``writes`` say what the server can do, and ``conditions`` whether it keeps conditions of reading.
+    is the message for a bucket that does not exist. ``leftovers`` returns the keys of unfinished uploads. ``writes``
+    says whether the server takes outputs, and ``conditions`` whether it keeps conditions of reading.
     """
 
     address: str
@@ -51,7 +49,6 @@ class Place(NamedTuple):
     stranger: tuple[str, Mapping[str, str]] | None = None
     no_bucket: str = "there is no bucket nowhere"
     leftovers: Callable[[], list[str]] = list
-    lists: bool = True
     writes: bool = True
     conditions: bool = True
 
@@ -187,70 +184,6 @@ def _create(place: Place) -> Place:
     return place._replace(put=put, sign=partial(obstore.sign, store), leftovers=leftovers)
 
 
-#: One monitor and one OSD in memory, without authentication between them, and the gateway.
-_CEPH = """\
-[global]
-fsid = {fsid}
-mon host = [v2:127.0.0.1:{monitor}]
-public addr = 127.0.0.1
-cluster addr = 127.0.0.1
-auth cluster required = none
-auth service required = none
-auth client required = none
-ms mon client mode = crc
-run dir = {folder}
-log file = {folder}/$name.log
-pid file = {folder}/$name.pid
-crash dir = {folder}
-admin socket =
-mon data = {folder}/mon
-mon data avail crit = 1
-mon allow pool size one = true
-paxos propose interval = 0.1
-osd data = {folder}/osd
-osd objectstore = memstore
-memstore device bytes = 4294967296
-osd crush chooseleaf type = 0
-osd pool default size = 1
-osd pool default min size = 1
-osd pool default pg num = 4
-osd pool default pg autoscale mode = off
-rgw rados pool pg num min = 4
-rgw frontends = beast endpoint=127.0.0.1:{gateway}
-"""
-
-
-@contextmanager
-def radosgw(folder: Path) -> Iterator[Place]:
-    """Ceph's gateway, which checks signatures."""
-    names = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph")
-    programs = {name: _program(name, "apt-get install radosgw ceph-mon ceph-osd") for name in names}
-    monitor, gateway, disk = free_port(), free_port(), str(uuid4())
-    text = _CEPH.format(fsid=uuid4(), monitor=monitor, gateway=gateway, folder=folder)
-    (folder / "ceph.conf").write_text(text, encoding="utf-8")
-    for name in ("mon", "osd"):
-        (folder / name).mkdir()
-    settings = ["--conf", str(folder / "ceph.conf")]
-
-    def call(name: str, *words: str) -> None:
-        done = subprocess.run([programs[name], *settings, *words], cwd=folder, capture_output=True, timeout=_START)
-        if done.returncode:
-            raise RuntimeError(f"{name} {' '.join(words)}: {done.stderr.decode(errors='replace')[-2000:]}")
-
-    with ExitStack() as stack:
-        call("monmaptool", "--create", "--addv", "a", f"[v2:127.0.0.1:{monitor}]", "map")
-        call("ceph-mon", "--mkfs", "--id", "a", "--monmap", "map")
-        stack.enter_context(_running([programs["ceph-mon"], *settings, "-f", "--id", "a"], folder, monitor))
-        call("ceph", "osd", "new", disk)
-        call("ceph-osd", "--mkfs", "--id", "0", "--osd-uuid", disk)
-        stack.enter_context(_running([programs["ceph-osd"], *settings, "-f", "--id", "0"], folder, monitor))
-        user = ("--uid", "tests", "--display-name", "tests", "--access-key", KEY, "--secret-key", SECRET)
-        call("radosgw-admin", "user", "create", *user)
-        words = [programs["radosgw"], *settings, "-f", "--name", "client.rgw"]
-        stack.enter_context(_running(words, folder, gateway))
-        yield _create(_s3(f"http://127.0.0.1:{gateway}"))
-
-
 # -- Azure, Google Cloud Storage, HTTPS ---------------------------------------------------------------------------
 
 
@@ -306,56 +239,6 @@ def fake_gcs(folder: Path) -> Iterator[Place]:
         )
 
 
-_NGINX = """\
-daemon off;
-master_process off;
-pid {folder}/nginx.pid;
-error_log {folder}/error.log;
-events {{}}
-http {{
-  access_log off;
-  client_body_temp_path {folder}/body;
-  proxy_temp_path {folder}/proxy;
-  fastcgi_temp_path {folder}/fastcgi;
-  uwsgi_temp_path {folder}/uwsgi;
-  scgi_temp_path {folder}/scgi;
-  server {{
-    listen 127.0.0.1:{port} ssl;
-    ssl_certificate {folder}/host.crt;
-    ssl_certificate_key {folder}/host.key;
-    auth_basic tests;
-    auth_basic_user_file {folder}/users;
-    root {folder}/files;
-  }}
-}}
-"""
-
-
-@contextmanager
-def nginx(folder: Path) -> Iterator[Place]:
-    """nginx with TLS and a password. It lists no folders, and takes no files."""
-    program = _program("nginx", "apt-get install nginx")
-    make_certificates(folder)
-    (folder / "users").write_text("user:{PLAIN}password\n", encoding="utf-8")
-    port, ticks = free_port(), itertools.count(1_000_000_000)
-    (folder / "nginx.conf").write_text(_NGINX.format(folder=folder, port=port), encoding="utf-8")
-
-    def put(key: str, data: bytes) -> None:
-        path = folder / "files" / "bucket" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = folder / "new"
-        new.write_bytes(data)
-        os.utime(new, ns=(0, next(ticks) * 1_000_000_000))  # an ETag is the size, and the time in whole seconds
-        new.replace(path)
-
-    words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
-    with _running(words, folder, port):
-        variables = {"SSL_CERT_FILE": str(folder / "ca.pem")}
-        address, wrong = (f"https://user:{word}@127.0.0.1:{port}/bucket" for word in ("password", "wrong"))
-        place = Place(address, variables, put, stranger=(wrong, variables), no_bucket="no such file")
-        yield place._replace(lists=False, writes=False)
-
-
 SERVERS: Mapping[str, Callable[[Path], AbstractContextManager[Place]]] = {
-    "own": own, "moto": moto, "radosgw": radosgw, "azurite": azurite, "fake-gcs-server": fake_gcs, "nginx": nginx,
+    "own": own, "moto": moto, "azurite": azurite, "fake-gcs-server": fake_gcs,
 }  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from .rows import Options, Tally
-from .stage import Answer, Stage, writing
+from .stage import WRITING, Answer, Stage
 from .straced import Point, inject, need_strace, points
 
 #: Of a large file: from here on a second thread brings the output to the disk while it grows.
@@ -23,8 +22,6 @@ _DISK = (
 )
 #: Reading does not need space, nor does taking away.
 _NEED_NO_SPACE = ("read", "pread64", "getdents64", "unlink", "close", "flock")
-#: The manual gives EINTR for these, and says that the call is to be made again. (close is not among them.)
-_INTERRUPTIBLE = "openat pread64 read copy_file_range write fsync fdatasync flock fchmod"
 
 
 class Subject(Protocol):
@@ -111,30 +108,14 @@ def _opening(subject: Subject, found: list[Point]) -> int:
     return next((number for number, point in enumerate(found) if subject.opening in point.text), 0)
 
 
-def interrupted(tally: Tally, options: Options) -> None:
-    """EINTR: the call is made again, and nobody notices."""
-    need_strace()
-    chance = random.Random(options.seed)
-    stages = [(stage, found) for stage, found in outputs(options, forcing=(False,))]
-    for _ in range(options.amount(50, 5)):
-        stage, found = chance.choice(stages)
-        point = chance.choice([point for point in found if point.name in _INTERRUPTIBLE.split()])
-        stage.reset()
-        hit = inject(stage, options.scratch / "log", point.name, f"error=EINTR:when={point.number}")
-        tally.case(f"{stage.name}, EINTR at {point} {hit.call[:120]}")
-        tally.check(bool(hit.call), "the call did not occur")
-        tally.check(hit.answer.code == stage.code, f"it ends with {hit.answer.code}: {hit.answer.err.strip()!r}")
-        tally.check(stage.check_promise(tally, 0) == "new", f"the output holds {stage.holds()}")
-
-
-def outputs(options: Options, forcing: tuple[bool, ...] = (False, True)) -> Iterator[tuple[Stage, list[Point]]]:
+def outputs(options: Options) -> Iterator[tuple[Stage, list[Point]]]:
     """Each command that writes, without an output and over an old one; once with a file for two threads."""
-    for number, item in enumerate(writing(quickly=True)):
+    for number, item in enumerate(WRITING):
         stage = Stage(options.scratch / item.name, item)
-        for force in forcing:
+        for force in (False, True):
             stage.reset(force)
             yield stage, points(stage, options.scratch / "log")
-        if number == 0 and not options.quick and True in forcing:
+        if number == 0 and not options.quick:
             large = Stage(options.scratch / "large", item, _large(options.scratch / "large.pth"))
             large.reset(True)
             seen = points(large, options.scratch / "log")

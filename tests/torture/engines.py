@@ -1,4 +1,4 @@
-"""Engines whose workers or scheduler are killed in the middle of their work, and commands that are ended then."""
+"""Engines whose workers or scheduler are killed in the middle of their work."""
 
 from __future__ import annotations
 
@@ -56,11 +56,8 @@ class _Job:
     def begun(self, process: _Process) -> bool:
         return bool(os.listdir(self.outputs)) if self.outputs else process.out.stat().st_size > 0
 
-    def check(self, tally: Tally, done: Answer, *, litter: int = 0) -> bool:
-        """Each result is there once and is the right one; none is missing if the command says that it succeeded.
-
-        Return whether the output is there.
-        """
+    def check(self, tally: Tally, done: Answer) -> None:
+        """Each result is there once and is the right one; none is missing if the command says that it succeeded."""
         succeeded = done.code == self.alone.code
         if self.outputs is None:
             lines = [line for line in done.out.split("\n")[:-1] if line]  # the last line may be cut
@@ -68,14 +65,13 @@ class _Job:
             strange = sorted({*lines} - {*self.lines})
             tally.check(not strange, f"it prints {strange[:2]}")
             missing = f"{len(lines):,} of {len(self.lines):,} results"
-            return tally.check(not succeeded or sorted(lines) == self.lines, missing)
+            tally.check(not succeeded or sorted(lines) == self.lines, missing)
+            return
         there = tree(self.outputs)
         temporary = {name.partition("/")[0] for name in there if name.startswith(".")}
         whole = {name: value for name, value in there.items() if not name.startswith(".")}
-        # A signal may come when the output has its name, and only the workers are still to be ended.
         tally.check(whole == self.files or not (succeeded or whole), f"it ends with {done.code}: {sorted(whole)}")
-        tally.check(len(temporary) <= litter, f"left behind: {sorted(temporary)}")
-        return bool(whole)
+        tally.check(not temporary, f"left behind: {sorted(temporary)}")
 
     def check_again(self, tally: Tally, *more: str) -> None:
         """The same command again succeeds, and its output is the same as ever."""
@@ -264,49 +260,3 @@ def schedulers(tally: Tally, options: Options) -> None:
                 with _cluster(options.scratch) as (address, _):
                     job.check_again(tally, "--engine", f"dask={address}")
     tally.notes.append(f"the last command ended {slowest:.0f} s after its scheduler")
-
-
-def ended(tally: Tally, options: Options) -> None:
-    """SIGINT, SIGTERM and SIGKILL for a command whose work is done by workers, at random moments."""
-    _need_dask()
-    chance = random.Random(options.seed)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    readings, cast = _readings(options), _cast(options)
-    for turn in range(options.amount(30, 3)):
-        number, engine = numbers[turn % 3], (_POOL, _DASK)[turn // 3 % 2]
-        for job in (readings[turn % 2], cast):
-            begun = chance.choice((True, True, False))
-            delay = chance.uniform(0, 0.2) if begun else chance.uniform(0.2, 1.5)
-            where = f"{number.name} {delay:.3f} s after {'the first result' if begun else 'the start'}"
-            tally.case(f"{job.name} {' '.join(engine)}, {where}")
-            process = job.start(options.scratch, *engine)
-            if begun:
-                process.goes_on(job, delay)
-            else:
-                time.sleep(delay)
-            done = _end(tally, process, number)
-            there = job.check(tally, done, litter=1 if number == signal.SIGKILL else 0)
-            if job is cast:
-                job.check_again(tally, *(["--force"] if there else []))
-
-
-def _end(tally: Tally, process: _Process, number: signal.Signals) -> Answer:
-    """Send a signal to a command; it ends soon, and so do its workers."""
-    there = _descendants(process.pid)
-    process.process.send_signal(number)
-    done = process.finish(tally)
-    tally.check(done.code in (0, 1, 128 + number, -number), f"it ends with {done.code}: {done.err.strip()}")
-    until = time.monotonic() + 10
-    while (left := [pid for pid in there if _lives(pid)]) and time.monotonic() < until:
-        time.sleep(0.05)
-    tally.check(not left, f"{len(left)} of its {len(there)} processes go on")
-    for pid in left:
-        _kill(pid)
-    return done
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

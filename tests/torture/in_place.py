@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import torch
 from ckptool import history
 
 from .rows import FIXTURES, Options, Tally
-from .stage import Answer, answer, limited
+from .stage import Answer, answer
 from .straced import Point, points
 
 
@@ -174,25 +172,6 @@ def held(path: Path) -> frozenset[tuple[str, bytes]]:
     """Every record that torch's own reader finds, with its bytes."""
     reader = torch._C.PyTorchFileReader(str(path))
     return frozenset((name, reader.get_record(name)) for name in reader.get_all_records())
-
-
-def file_size_limit(tally: Tally, options: Options) -> None:
-    """``ulimit -f``: the file can grow by a part of what it needs, at every 128 bytes."""
-    for edited in _files(options):
-        if edited.undoing:
-            continue
-        step = 128 if len(edited.new) < 65_536 else 4096 + 128
-        for limit in range(len(edited.former), len(edited.new) + step, step * options.amount(1, 12)):
-            edited.reset()
-            tally.case(f"{edited.name} with ulimit -f of {limit:,} of {len(edited.new):,} bytes")
-            done = limited(edited.process(), limit)
-            state = edited.check(tally)
-            if limit >= len(edited.new):
-                tally.check(done.code == 0 and state == "new", f"it ends with {done.code}")
-                continue
-            tally.check(done.code == 5, f"it ends with {done.code}: {done.err.strip()!r}")
-            tally.check(edited.source.read_bytes() == edited.former, "the file has not its former bytes")
-            tally.check(os.strerror(errno.EFBIG) in done.err, f"it says {done.err.strip()!r}")
 
 
 def edits(options: Options) -> Iterator[tuple[_InPlace, list[Point]]]:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torture import calls, damage, engines, in_place, moments, places
+from torture import calls, damage, engines, in_place
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "output old or complete, input untouched"
@@ -42,19 +42,7 @@ ROWS = (
         f"{_WHOLE}, nothing left; path and reason named",
         partial(calls.errors, _OUTPUTS),
     ),
-    Row("ulimit", "`ulimit -f`, in steps of 256 bytes", "the same", places.file_size_limit),
-    Row("disk", "a disk of 4 KiB, 8 KiB, ...", "the same", places.small_disk),
-    Row("full", "stdout is `/dev/full`", "exit 5, and the output is complete", places.full_stdout),
-    Row("eintr", "EINTR", "byte-identical output", calls.interrupted),
     Row("ended", "SIGINT, SIGTERM, SIGHUP at every system call", _WHOLE_OR_DONE, partial(calls.ended, _OUTPUTS)),
-    Row("signals", "SIGINT, SIGTERM, SIGHUP, SIGPIPE at random moments", _WHOLE_OR_DONE, moments.signals),
-    Row(
-        "head",
-        "the reader of a pipe goes away, as with `| head`",
-        "silence; what was to be written is complete",
-        moments.pipes,
-    ),
-    Row("changing", "the input changes while it is copied", "noticed and said; no output", moments.changing),
     Row(
         "in-place-kill",
         "edits in place, killed at every system call",
@@ -73,7 +61,6 @@ ROWS = (
         _EITHER,
         partial(calls.ended, _IN_PLACE),
     ),
-    Row("in-place-ulimit", "edits in place, `ulimit -f` in steps of 128 bytes", _FORMER, in_place.file_size_limit),
     Row(
         "engine-workers",
         "a worker of `--jobs 2`, `--engine dask` killed in a task",
@@ -85,12 +72,6 @@ ROWS = (
         "the scheduler of `--engine dask=tcp://...` killed",
         "an error in 90 s, no output, nothing left; the same command again succeeds, its output identical",
         engines.schedulers,
-    ),
-    Row(
-        "engine-ended",
-        "`--jobs 2`, `--engine dask` with SIGINT, SIGTERM, SIGKILL",
-        "the workers end, too; no output; the same command again succeeds, its output identical",
-        engines.ended,
     ),
     Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", damage.cuts),
     Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", damage.flips),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import re
-import resource
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -29,27 +26,24 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": 
 class Writing(NamedTuple):
     """A command that writes, its options and further arguments, and the fixture it is tried on.
 
-    ``others`` are the fixtures that it reads besides, named behind its input. ``computes`` says that it imports torch:
-    a run takes seconds then, and makes too many system calls to be tried at each of them. ``folder`` says that the
-    output is one.
+    ``others`` are the fixtures that it reads besides, named behind its input. ``folder`` says that the output is one.
     """
 
     command: str
     options: tuple[str, ...]
     fixture: str
     others: tuple[str, ...] = ()
-    computes: bool = False
     folder: bool = False
 
     @property
     def name(self) -> str:
         """The command; where there are several lines of it, they differ in their options."""
-        same = [item for item in _WRITING if item.command == self.command]
+        same = [item for item in WRITING if item.command == self.command]
         return self.command if len(same) == 1 else f"{self.command}-{self.options[-1]}"
 
 
-#: A line a command, or more.
-_WRITING = (
+#: A line a command, or more. Those that compute import torch: they make too many system calls to be tried at each.
+WRITING = (
     Writing("strip-module", (), "bare_module.pth"),
     Writing("add-module", (), "legacy_bare.pth"),
     Writing("remap", ("--to", "cpu"), "cuda0.pth"),
@@ -61,9 +55,7 @@ _WRITING = (
     Writing("drop", ("netD",), "gan.pth"),
     Writing("rename", ("--rename", "conv1.*=stem.*"), "bare.pth"),
     Writing("slim", ("--dedupe",), "slice_of_big.pth"),
-    Writing("cast", ("--to-dtype", "bfloat16"), "bare.pth", computes=True),
     Writing("merge", (), "bare.pth", ("plain_dict.pth",)),
-    Writing("average", (), "bare.pth", ("plain_dict.pth",), computes=True),
     Writing("redact", ("--redact", "all"), "lightning.ckpt"),
     Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
     Writing("convert", ("--to-format", "safetensors"), "plain_dict.pth"),
@@ -72,12 +64,6 @@ _WRITING = (
     Writing("sanitize", (), "args_namespace.pth"),
     Writing("salvage", (), "truncated.pth"),
 )
-
-
-def writing(*, quickly: bool = False, folders: bool = True) -> list[Writing]:
-    """The commands that write; ``quickly`` only those whose runs take a tenth of a second, without ``folders`` only
-    those that write a file."""
-    return [item for item in _WRITING if not (quickly and item.computes) and (folders or not item.folder)]
 
 
 class State(NamedTuple):
@@ -113,13 +99,6 @@ def answer(arguments: list[str]) -> Answer:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(arguments)
     return Answer(code, out.getvalue(), err.getvalue())
-
-
-def limited(command: list[str], size: int) -> Answer:
-    """A process that can write files of so many bytes only, as under ``ulimit -f``."""
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=limit)
-    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 class Stage:
@@ -163,13 +142,6 @@ class Stage:
         """The same as a process of its own."""
         force = ["--force"] if self.force else []
         return [sys.executable, "-m", "ckptool", *self.arguments(*force, *more)]
-
-    def run(self, *more: str, timeout: float = 60) -> Answer:
-        command = self.process(*more)
-        done = subprocess.run(
-            command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=timeout, errors="replace"
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
 
     def reset(self, force: bool | None = None) -> None:
         """As before a run: no output, or with ``force`` an old one. None: as the last time."""
