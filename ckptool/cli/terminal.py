@@ -12,7 +12,8 @@ from typing import IO, Any, Final, TypeAlias
 
 import click
 
-from ..base.addresses import is_remote
+from ..base import lazy
+from ..base.addresses import is_folder, is_remote
 from ..base.text import human_bytes, key_ends, visible
 
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
@@ -220,9 +221,9 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
 
 
 def work_size(path: str) -> int:
-    """Return the bytes of a file for its progress bar: 0 for a missing file, a negative number for a remote one."""
+    """Return the bytes of a file for its progress bar: 0 for a missing file, a negative number for a remote folder."""
     if is_remote(path):
-        return -1
+        return -1 if is_folder(path) else int(lazy.module("remote.source").size_at(path))
     return os.path.getsize(path) if os.path.isfile(path) else 0
 
 

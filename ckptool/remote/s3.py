@@ -255,8 +255,17 @@ class S3(Web):
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write a small object in one request."""
-        data, condition = b"".join(chunks), _condition(former)
-        wire.retried(lambda: self.request("PUT", key, {}, condition, data))
+        data = b"".join(chunks)
+
+        def put(condition: Mapping[str, str]) -> None:
+            wire.retried(lambda: self.request("PUT", key, {}, condition, data))
+
+        try:
+            put(_condition(former))
+        except Failed as failed:
+            if failed.status != 412 or not former or self.head(key).etag != former:
+                raise
+            put(_condition(former.strip('"')))  # it is the same: Ceph 16 compares with the ETag without its quotes
 
     # -- uploads in parts -----------------------------------------------------------------------------------------
 

@@ -67,6 +67,12 @@ def is_file(address: str) -> bool:
     return True
 
 
+def size_at(address: str) -> int:
+    """Return the bytes of the file at an address, or -1 if they are unknown; costs as much as ``is_file``."""
+    opened = _OPENED.get(reveal(address)) if is_file(address) else None
+    return opened.size if isinstance(opened, RemoteSource) else -1
+
+
 def open_remote(address: str, settings: Settings | None = None) -> RemoteSource:
     """Open a remote file by its address, or the text that stands for it: two requests at once, for both its ends.
 

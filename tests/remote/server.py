@@ -112,6 +112,7 @@ class Server:
         self.expired: set[str] = set()  # session tokens
         self.commit = "0123456789abcdef0123456789abcdef01234567"
         self.redirect = ""  # the address of another server, to which the hub redirects
+        self.unquoted = False  # whether the condition of a write needs the ETag without its quotes, as in Ceph 16
         self.min_part = 5 * MIB
         self.stall = 30.0  # seconds of the fault, unless the client gives up before
         self.ranges = True  # plain HTTP: whether ranges are honoured
@@ -448,7 +449,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted and not found:
             raise Failure(404, "NoSuchKey")
         etag = found.etag if found else ""
-        if wanted and wanted not in ("*", etag):
+        if wanted and wanted not in ("*", etag.strip('"') if self.server_of.unquoted else etag):
             raise Failure(412, "PreconditionFailed")
 
     def _source(self) -> tuple[bytes, str]:

@@ -15,6 +15,7 @@ from command_line import Said, program, say
 from conftest import CHECKPOINTS, FIXTURES, WHOLE, sample
 from remote.server import KEY, MIB, SECRET, Server
 
+from ckptool.base.text import human_bytes
 from ckptool.cli import terminal
 from ckptool.formats import folder_format
 
@@ -317,3 +318,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_REDRAWN", 0.0)
     for command in ("validate", "locks", "stats"):
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
+
+
+@pytest.mark.parametrize("command", ["validate", "lock"])
+def test_a_progress_bar_has_a_total(command: str, impatient: None, server: Server) -> None:
+    data = (FIXTURES / "bare.pth").read_bytes()
+    server.put("bars", "a.pth", data)
+    said = say(command, "s3://bars/a.pth")
+    assert said.code == 0
+    assert f" of {human_bytes(len(data))}" in said.err

@@ -210,6 +210,21 @@ def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> N
     assert server.uploads == {}
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_server_that_compares_etags_without_quotes(replaced: bool, server: Server) -> None:
+    store, key = source.open_store("s3://bucket/new", Settings(server.url))
+    former = server.put("bucket", "new", b"one").etag
+    server.unquoted = True
+    if replaced:
+        server.replaced = {1: ("bucket", "new", b"two")}
+        with pytest.raises(Failed) as caught:
+            store.put(key, [b"three"], 5, former)
+        assert caught.value.status == 412
+    else:
+        store.put(key, [b"three"], 5, former)
+    assert server.get("bucket", "new") == (b"two" if replaced else b"three")
+
+
 def test_an_upload_that_fails_leaves_nothing(server: Server) -> None:
     store, key = source.open_store("s3://bucket/new", Settings(server.url))
 
