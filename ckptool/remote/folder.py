@@ -13,7 +13,7 @@ from ..base.lazy import regex
 from ..base.text import quoted
 from ..files.folders import Folder
 from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote, open_store
-from .store import Facts, Failed, Recent, Settings, Store, alone, at_once, current, error_of
+from .store import Facts, Failed, Recent, Settings, Store, at_once, current, error_of, together
 
 _DIGITS: Final = regex(r"\d+")
 #: Paths that lead to another folder, or that a path on the disk cannot have.
@@ -106,7 +106,7 @@ class RemoteFolder(Folder):
         start = len(prefix) + 1 if prefix else 0
         try:
             spend = partial(self._allowance.spend, path=self.path)
-            listed = {facts.key[start:]: facts for facts in alone(partial(store.list, prefix, spend))}
+            listed = {facts.key[start:]: facts for facts in together([partial(store.list, prefix, spend)])[0]}
             if any(not facts.key.startswith(prefix) for facts in listed.values()):
                 raise Failed("answer")
             itself = listed.pop("", None)

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
-from .store import Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server
+from .store import Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server, failures
 from .web import etag_of
 from .wire import certificates
 
@@ -41,23 +41,8 @@ _METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal)")
 _GOOGLE: Final = "~/.config/gcloud/application_default_credentials.json"
 _STATUS: Final = regex(r"\bstatus: (\d{3}),")
 _CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
-#: Parts of an error's text that quote the server or the address; removed before ``_WORDS`` are looked for.
+#: Parts of an error's text that quote the server or the address; removed before its words are looked for.
 _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"\\])*"')
-#: The kinds of failures by words in the text of an error, in the order in which they are looked for.
-_WORDS: Final = (
-    ("whole", regex("NotPartial|RangeNotSupported|ParseContentRange")),
-    ("key", regex("InvalidPath|EmptySegment|Could not parse path|BadSegment|Expected string path")),
-    ("account", regex("MissingAccount|[Aa]ccount must be specified")),
-    ("redirect", regex("kind: Redirect|BadScheme")),
-    ("answer", regex("ContentRange|UnexpectedRange|MissingContentLength|InvalidListResponse")),
-    ("name", regex("dns error")),
-    ("proxy", regex("Tunnel|ConnectFailed")),
-    ("timeout", regex("kind: Timeout|TimedOut")),
-    ("tls", regex("[Cc]ertificate|InvalidMessage|InvalidContentType|[Tt]ls|HandshakeFailure|AlertReceived")),
-    ("route", regex("Connect")),
-    ("body", regex("kind: (Body|Decode|Interrupted)")),
-    ("reset", regex("IncompleteMessage|kind: Request")),
-)
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
@@ -104,10 +89,9 @@ def _check_credentials(scheme: str, variables: dict[str, str]) -> None:
         return
     metadata = "http://metadata.google.internal" if google else "http://169.254.169.254"
     options: Any = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
+    store = _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0})
     try:
-        _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0}).head("")
-    except Failed:
-        raise
+        store.head("")
     except Exception as error:
         if failed_of(error).status in (0, 407, 502, 503):  # no server answered, at most a proxy
             raise Failed("none") from None
@@ -124,11 +108,10 @@ def _client(endpoint: str) -> dict[str, Any]:
     for path in certificates()[:1]:
         with open(path, "rb") as file:
             options["root_certificate"] = file.read()
-    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
     retries = {
         "max_retries": LIMITS.retries,
         "retry_timeout": timedelta(seconds=LIMITS.retry_seconds),
-        "backoff": backoff,
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)},
     }
     return {"client_options": options, "retry_config": retries}
 
@@ -145,11 +128,11 @@ def failed_of(error: BaseException) -> Failed:
     if isinstance(error, FileNotFoundError):
         return Failed("", 404)
     plain = _FOREIGN.sub("", debug or text)
-    return Failed(next((kind for kind, words in _WORDS if words.search(plain)), ""))
+    return Failed(next((kind for kind, words in failures()["words"].items() if regex(words).search(plain)), ""))
 
 
-def asked(do: Callable[[], T]) -> T:
-    """Return the result of a call of obstore; raises Failed."""
+def asked(do: Callable[[], T], facts_of: Callable[[BaseException], Failed] = failed_of) -> T:
+    """Return the result of a call of a library; raises Failed with the facts of its error."""
     if os.getpid() != _PROCESS:  # the threads of obstore do not live on in a forked process: it would wait for ever
         raise Failed("fork")
     try:
@@ -160,7 +143,7 @@ def asked(do: Callable[[], T]) -> T:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic of obstore
             raise
         caught = error
-    raise failed_of(caught)  # out of reach of the error of obstore: no traceback shows it
+    raise facts_of(caught)  # out of reach of the error of the library: no traceback shows it
 
 
 def _body(found: Any, size: int) -> bytes:
@@ -270,13 +253,9 @@ def _open_system(address: str) -> tuple[Store, str]:
 
 def _ask(do: Callable[[], T]) -> T:
     """Return the result of a call of fsspec; raises Failed."""
-    try:
-        return do()
-    except (Failed, MemoryError):
-        raise
-    except Exception as error:
-        failed = next(Failed(kind, status) for known, kind, status in _EXCEPTIONS if isinstance(error, known))
-    raise failed
+    return asked(
+        do, lambda error: next(Failed(kind, code) for known, kind, code in _EXCEPTIONS if isinstance(error, known))
+    )
 
 
 class _System(Store):

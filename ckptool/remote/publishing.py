@@ -232,8 +232,7 @@ def _even(size: int, count: int) -> Iterator[int]:
 def _is_copied(piece: Span, copier: S3 | None, plan: Plan) -> bool:
     """Return whether the server can copy a piece, and no checksum of its bytes must be verified."""
     source, begin, size = piece
-    origin = source.origin() if isinstance(source, RemoteSource) else None
-    if copier is None or origin is None or not copier.copies_from(origin.store):
+    if copier is None or not isinstance(source, RemoteSource) or not copier.copies_from(source.origin().store):
         return False
     read = [expected.span for expected in plan.expected_checksums if expected.span.source is source]
     return not any(span.offset < begin + size and span.offset + span.size > begin for span in read)
@@ -262,42 +261,35 @@ class _Writing(NamedTuple):
         self.expect(cut.streamed)
         etag = self.former.etag if self.former else ""
         try:
-            if self.copier is None:
-                self._put(cut, etag)
-            else:
+            if self.copier is not None:
                 self._upload(cut, self.copier, etag)
+            else:
+                with _Putting(self.target, self.plan.size, etag, self.progress) as putting:
+                    stream_pieces(cut.streamed, putting.put)
+                    self._complete(putting.finish)
         except Failed as failed:
             raise self.target.error(failed) from None
         return traffic
 
-    def _put(self, cut: Cut, etag: str) -> None:
-        """Stream the object."""
-        ends = _Ends(cut)
-        with _Putting(self.target, self.plan.size, etag, self.progress) as putting:
-            stream_pieces(cut.streamed, ends.remembering(putting.put))
-            self._complete(putting.finish, ends)
-
     def _upload(self, cut: Cut, copier: S3, etag: str) -> None:
         """Write the object in parts."""
-        key, ends = self.target.key, _Ends(cut)
+        key = self.target.key
         upload = copier.begin(key)
         try:
-            etags = self._send(cut, copier, upload, ends)
-            self._complete(partial(copier.complete, key, upload, etags, etag), ends)
+            etags = self._send(cut, copier, upload)
+            self._complete(partial(copier.complete, key, upload, etags, etag))
         except BaseException as error:
             try:
                 copier.abort(key, upload)
             except Failed:
-                raise self._left(upload) from error
+                what = (
+                    f"nothing was written, but the server refuses to remove the parts that were sent: upload {upload}"
+                )
+                step = "remove it with the s3api command abort-multipart-upload, or by a lifecycle rule of the bucket"
+                raise OutputError(what, path=self.target.name, next=step) from error
             raise
 
-    def _left(self, upload: str) -> OutputError:
-        """Return the error for an upload that failed, and that the server does not remove."""
-        what = f"nothing was written, but the server refuses to remove the parts that were sent: upload {upload}"
-        step = "remove it with the s3api command abort-multipart-upload, or by a lifecycle rule of the bucket"
-        return OutputError(what, path=self.target.name, next=step)
-
-    def _send(self, cut: Cut, copier: S3, upload: str, ends: _Ends) -> list[str]:
+    def _send(self, cut: Cut, copier: S3, upload: str) -> list[str]:
         """Send all parts, or let the server copy them; return their ETags."""
         parts = [*enumerate(cut.parts, 1)]
         left = deque((number, part.size) for number, part in parts if part.span is None)
@@ -322,7 +314,7 @@ class _Writing(NamedTuple):
                 if span is not None:
                     copy = partial(self._copy, copier, upload, number, span)
                     etags[number] = pool.submit(self._counted, copy, size)
-            stream_pieces(cut.streamed, ends.remembering(put))
+            stream_pieces(cut.streamed, put)
             return [etags[number].result() for number, _ in parts]
         finally:
             # A part that arrives after the upload is removed would stay: wait for all that are on their way.
@@ -335,10 +327,9 @@ class _Writing(NamedTuple):
 
     def _copy(self, copier: S3, upload: str, number: int, span: Span) -> str:
         source = span.source
-        origin = source.origin() if isinstance(source, RemoteSource) else None
-        assert origin is not None, "only what can be copied"
+        assert isinstance(source, RemoteSource)
         try:
-            return copier.copy(self.target.key, upload, number, origin, span[1:])
+            return copier.copy(self.target.key, upload, number, source.origin(), span[1:])
         except Failed as failed:
             if {failed.status, failed.code} & _CANNOT_COPY:
                 raise _CannotCopy from None
@@ -346,11 +337,11 @@ class _Writing(NamedTuple):
                 source.check_unchanged()
             raise
 
-    def _complete(self, request: Callable[[], None], ends: _Ends) -> None:
+    def _complete(self, request: Callable[[], None]) -> None:
         """Make the object visible, unless the planned bytes are wrong, or an input or the target was replaced."""
         if self.check is not None:
             self.check(PlanSource(self.plan, self.target.name))
-        known = ends.known()
+        ends = self._ends(COMPARED)
         check_unchanged(self.sources)
         if self.target.facts() != self.former:
             raise Failed("", 412)
@@ -359,10 +350,16 @@ class _Writing(NamedTuple):
         except Failed as failed:
             with suppress(CkptoolError, Failed):
                 found, refused = self.target.facts(), failed.status == 412 and failed.once
-                if found != self.former and not refused and self._is_planned(found, ends.known(PART)):
+                all_bytes = self._ends(PART) if self.plan.size <= PART else ends
+                if found != self.former and not refused and self._is_planned(found, all_bytes):
                     return  # only the answer was lost
             raise
-        self._check_written(known)
+        self._check_written(ends)
+
+    def _ends(self, most: int) -> dict[Range, bytes]:
+        """Return the planned bytes of both ends by their ranges, at most ``most`` bytes each."""
+        planned, size = PlanSource(self.plan, self.target.name), min(most, self.plan.size)
+        return {(begin, size): planned.read(begin, size) for begin in (0, self.plan.size - size)}
 
     def _check_written(self, ends: Mapping[Range, bytes]) -> None:
         """Raise OutputError if another object is there than the one that was written, or it cannot be read."""
@@ -390,42 +387,6 @@ class _Writing(NamedTuple):
                 raise
             return False
         return [answer.data for answer in answers] == [*ends.values()]
-
-
-class _Ends:
-    """The first and the last bytes of an object that is written; all bytes if it is small."""
-
-    def __init__(self, cut: Cut) -> None:
-        self._parts = cut.parts
-        self._kept = PART if sum(part.size for part in cut.parts) <= PART else COMPARED
-        self._first, self._last = bytearray(), bytearray()
-
-    def remembering(self, put: Callable[[Buffer], None]) -> Callable[[Buffer], None]:
-        """Return a function that puts a chunk, and remembers the first and the last bytes that stream."""
-
-        def remember(data: Buffer) -> None:
-            self._first += data[: self._kept - len(self._first)]
-            self._last += data[-self._kept :]
-            del self._last[: -self._kept]
-            put(data)
-
-        return remember
-
-    def known(self, most: int = COMPARED) -> dict[Range, bytes]:
-        """Return the bytes of both ends by their ranges, at most ``most`` bytes each."""
-        if not self._parts:
-            return {}
-        first, last, size = self._parts[0], self._parts[-1], sum(part.size for part in self._parts)
-        begin, end = (min(most, self._kept, part.size) for part in (first, last))
-        return {
-            (0, begin): _part_of(first, 0, begin, self._first),
-            (size - end, end): _part_of(last, last.size - end, end, self._last[-end:]),
-        }
-
-
-def _part_of(part: Part, begin: int, size: int, streamed: bytearray) -> bytes:
-    """Return a range of a copied part from its input, or of one that streamed."""
-    return part.span.source.read(part.span.offset + begin, size) if part.span else bytes(streamed[:size])
 
 
 class _Putting(Background):

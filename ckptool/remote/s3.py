@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import Any, Final, cast
@@ -25,8 +24,8 @@ from .web import Web, etag_of
 
 #: Seconds to wait for the answer that makes an upload visible, or that copies a part of up to 5 GiB.
 _SLOW: Final = 600.0
-#: Unfinished uploads that are older were left by a killed run.
-_OLD: Final = timedelta(days=1)
+#: Unfinished uploads that are older, in seconds, were left by a killed run.
+_OLD: Final = 24 * 3600
 #: Bytes of an answer that neither lists objects nor brings the content of one.
 _SMALL: Final = 1 << 20
 _SIZE: Final = regex(r"[0-9]{1,18}")
@@ -101,7 +100,11 @@ def _account(given: str, anonymous: bool, profile: str, environment: tuple[tuple
             raise Failed("keys")
         credentials = Keys(key, secret, found.get("AWS_SESSION_TOKEN", ""))
     elif not anonymous:
-        region, credentials = _session(profile)
+        session = _botocore(lambda session: session(profile=profile or None))
+        credentials, region = _botocore(lambda _: (session.get_credentials(), session.get_config_variable("region")))
+        if credentials is None:
+            raise Failed("none")
+        _frozen(credentials)  # an expired sign-in fails here already, with an error that says so
     endpoint = given or _configured(profile, found)
     check_server(endpoint)
     near = (found.get("AWS_REGION"), region, found.get("AWS_DEFAULT_REGION"), "us-east-1")
@@ -123,43 +126,28 @@ def _configured(profile: str, variables: Mapping[str, str]) -> str:
         return ""
     if (_IGNORED if given else "endpoint_url") not in text:
         return given
-    try:
-        from botocore.session import Session
-    except ImportError:
-        raise Failed("botocore") from None
     keys = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
-    found = _botocore(lambda: Session(profile=profile or None).create_client("s3", "us-east-1", **keys))
+    found = _botocore(lambda session: session(profile=profile or None).create_client("s3", "us-east-1", **keys))
     return "" if found.meta.endpoint_url == _DEFAULT else str(found.meta.endpoint_url)
-
-
-def _session(profile: str) -> tuple[str, Any]:
-    """Return the region and the credentials of a profile or of the machine, as boto3 finds them; raises Failed."""
-    try:
-        from botocore.session import Session
-    except ImportError:
-        raise Failed("botocore") from None
-    found = Session(profile=profile or None)
-    credentials = _botocore(found.get_credentials)
-    if credentials is None:
-        raise Failed("none")
-    _frozen(credentials)  # an expired sign-in fails here already, with an error that says so
-    return _botocore(lambda: found.get_config_variable("region")) or "", credentials
 
 
 def _frozen(credentials: Any) -> Keys:
     """Return the keys of credentials that botocore renews; raises Failed."""
-    keys = _botocore(credentials.get_frozen_credentials)
+    keys = _botocore(lambda _: credentials.get_frozen_credentials())
     return Keys(keys.access_key, keys.secret_key, keys.token or "")
 
 
-def _botocore(do: Any) -> Any:
-    """Return the result of a call of botocore; raises Failed."""
+def _botocore(do: Callable[[Any], Any]) -> Any:
+    """Return what ``do`` returns for the class of botocore's sessions; raises Failed."""
     from json import JSONDecodeError
 
-    from botocore import exceptions
-
     try:
-        return do()
+        from botocore import exceptions
+        from botocore.session import Session
+    except ImportError:
+        raise Failed("botocore") from None
+    try:
+        return do(Session)
     except exceptions.ProfileNotFound:
         kind = "profile"
     except (exceptions.InvalidConfigError, exceptions.ConfigParseError):
@@ -277,7 +265,7 @@ class S3(Web):
         """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
         known = self._unfinished(key)
         for upload, begun in known.items():
-            if begun < datetime.now(timezone.utc) - _OLD:
+            if "" < begun < time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - _OLD)):
                 with suppress(Failed):
                     self.abort(key, upload)
         upload, sent = "", 0
@@ -296,8 +284,8 @@ class S3(Web):
                     for lost in self._unfinished(key).keys() - known.keys() - {upload}:
                         self.abort(key, lost)
 
-    def _unfinished(self, key: str) -> Mapping[str, datetime]:
-        """Return when each unfinished upload of a key began, by its id; {} if unknown."""
+    def _unfinished(self, key: str) -> Mapping[str, str]:
+        """Return when each unfinished upload of a key began, as ISO 8601 in UTC, by its id; {} if unknown."""
         query = {"prefix": key, "uploads": ""}
         try:
             reply = wire.retried(lambda: self.request("GET", "", query, most=LIMITS.answer_bytes))
@@ -306,7 +294,7 @@ class S3(Web):
                 raise
             return {}  # no permission to list, or not supported
         rows = (row for row in _rows(reply.body, "Upload") if row.get("Key") == key)
-        return {row["UploadId"]: _time(row.get("Initiated", "")) for row in rows if "UploadId" in row}
+        return {row["UploadId"]: row.get("Initiated", "") for row in rows if "UploadId" in row}
 
     def part(self, key: str, upload: str, number: int, data: bytes | bytearray) -> str:
         """Send a part and return its ETag. The first part has the number 1."""
@@ -373,11 +361,3 @@ def _field(data: bytes, name: str, default: str | None = None) -> str:
     if not found and default is None:
         raise Failed("answer")
     return unescape(found[1], {"&quot;": '"', "&apos;": "'"}) if found else str(default)
-
-
-def _time(text: str) -> datetime:
-    """Return a time; now, if it cannot be read."""
-    try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return datetime.now(timezone.utc)

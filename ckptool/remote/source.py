@@ -24,7 +24,6 @@ from .store import (
     Recent,
     Settings,
     Store,
-    alone,
     at_once,
     current,
     error_of,
@@ -155,7 +154,7 @@ class RemoteSource(Source):
         self._next = -1  # where a reader would go straight on
         self._window = GAP
         self._asked: list[Range] = []  # ranges that threads download
-        self._announced = _Announced()
+        self._announced: list[Range] = []  # what is read later, in this order, in pieces of one request
         self._arrived = threading.Condition(allowance.lock)
 
     def begin(self) -> None:
@@ -222,8 +221,15 @@ class RemoteSource(Source):
 
     def _wanted(self, begin: int, end: int) -> list[Range]:
         """Return what to ask for to read a range: also what was announced behind it, or what a reader comes to next."""
-        if announced := self._announced.taken(begin):
-            return [(begin, end - begin), *announced]
+        for first, (start, size) in reversed([*enumerate(self._announced)]):
+            if start <= begin < start + size:
+                last, room = first + 1, batch_size() - size
+                while last < len(self._announced) and self._announced[last][1] <= room:
+                    room -= self._announced[last][1]
+                    last += 1
+                behind = self._announced[first + 1 : last]
+                del self._announced[first:last]
+                return [(begin, max(end, start + size) - begin), *behind]
         straight = 0 <= begin - self._next < GAP
         self._window = min(max(self._window, end - begin) * 2, _AHEAD) if straight else GAP
         others = [at for at, _ in self._asked if at >= end]  # other threads read from there
@@ -234,9 +240,9 @@ class RemoteSource(Source):
         fetch(self.missing(ranges))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Ask for these ranges in large batches, in this order, once the first of a batch is read."""
+        """Ask for these ranges in batches, in this order, once the first of a batch is read."""
         with self._allowance.lock:
-            self._announced.add(ranges)
+            self._announced += (part for begin, size in ranges for part in _requests(begin, size))
 
     def origin(self) -> Origin:
         """Return where the server finds the bytes, if it can copy them."""
@@ -287,7 +293,7 @@ class RemoteSource(Source):
             self._blocks.add(at, answer.data)
 
     def _head(self) -> Facts:
-        return self._do(lambda: alone(lambda: self._store.head(self._key)))
+        return self._do(lambda: together([lambda: self._store.head(self._key)]))[0]
 
     def _do(self, request: Callable[[], T]) -> T:
         try:
@@ -311,39 +317,6 @@ def _reopened(address: str, settings: Settings, size: int, etag: str) -> RemoteS
     return RemoteSource(store, address, settings, Allowance(settings.max_download), Facts(key, size, etag))
 
 
-class _Announced:
-    """What is read later, in that order. The lock of the allowance must be held."""
-
-    def __init__(self) -> None:
-        self._pieces: list[Range | None] = []  # None for those that were taken
-        self._places: list[tuple[int, int]] = []  # the first byte of each piece, and its place in the list
-
-    def add(self, ranges: Iterable[Range]) -> None:
-        """Add ranges, cut into pieces of one request."""
-        pieces = (part for begin, size in ranges for part in _requests(begin, size))
-        self._pieces = [*filter(None, self._pieces), *pieces]
-        self._places = sorted((piece[0], at) for at, piece in enumerate(self._pieces) if piece)
-
-    def taken(self, begin: int) -> list[Range]:
-        """Take the pieces from the one with this byte on, as many as a batch may have; [] if none has it."""
-        place = bisect_right(self._places, (begin, len(self._pieces))) - 1
-        first = self._places[place][1] if place >= 0 else 0
-        piece = self._pieces[first] if place >= 0 else None
-        found: list[Range] = []
-        if piece is None or not piece[0] <= begin < sum(piece):
-            return found
-        self._pieces[first] = begin, sum(piece) - begin
-        room = batch_size()
-        for at in range(first, len(self._pieces)):
-            if piece := self._pieces[at]:
-                room -= piece[1]
-                if room < 0:
-                    break
-                found.append(piece)
-                self._pieces[at] = None
-        return found
-
-
 class Allowance:
     """What the files of one command share: the bytes that they may still download, and the memory for their bytes."""
 
@@ -351,8 +324,8 @@ class Allowance:
         self.limit = limit
         self.spent = 0
         self.lock = threading.RLock()
-        # The blocks in memory, in the order of their use: the size of each, and whether it is a small answer's.
-        self._kept: dict[tuple[Blocks, int], tuple[int, bool]] = {}
+        # The blocks in memory, in the order of their use: the bytes of each, and whether it is a small answer's.
+        self._kept: dict[tuple[Blocks, int], tuple[bytes, bool]] = {}
         self._nbytes = 0
 
     def spend(self, nbytes: int, path: str) -> None:
@@ -361,24 +334,25 @@ class Allowance:
             _check(0, self.spent + nbytes, self.limit, path)
             self.spent += nbytes
 
-    def keep(self, blocks: Blocks, begin: int, size: int, *, small: bool) -> None:
-        """Record a new block, and forget the blocks that were used longest ago if memory is full.
+    def keep(self, blocks: Blocks, begin: int, data: bytes, *, small: bool) -> None:
+        """Keep a new block, and forget the blocks that were used longest ago if memory is full.
 
         Those of small answers are forgotten last: to ask for each again would be a request of its own.
         """
-        self._kept[blocks, begin] = size, small
-        self._nbytes += size
+        self._kept[blocks, begin] = data, small
+        self._nbytes += len(data)
         while self._nbytes > LIMITS.remote_bytes:
             large = (place for place, (_, small) in self._kept.items() if not small)
             self.forget(*next(large, next(iter(self._kept))))
 
-    def use(self, blocks: Blocks, begin: int) -> None:
-        """Record the use of a block."""
-        self._kept[blocks, begin] = self._kept.pop((blocks, begin))
+    def use(self, blocks: Blocks, begin: int) -> bytes:
+        """Return the bytes of a block, and record its use."""
+        self._kept[blocks, begin] = found = self._kept.pop((blocks, begin))
+        return found[0]
 
     def forget(self, blocks: Blocks, begin: int) -> None:
-        self._nbytes -= self._kept.pop((blocks, begin))[0]
-        blocks.remove(begin)
+        self._nbytes -= len(self._kept.pop((blocks, begin))[0])
+        blocks.begins.remove(begin)
 
 
 def batch_size() -> int:
@@ -441,22 +415,20 @@ class Blocks:
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
-        self._begins: list[int] = []
-        self._data: dict[int, bytes] = {}
+        self.begins: list[int] = []
         self.answers = self.nbytes = 0
 
     def split(self, begin: int, end: int) -> tuple[list[tuple[int, bytes]], list[Range]]:
         """Return the blocks that have bytes of a range as (offset, bytes), and what is missing as (offset, size)."""
         kept: list[tuple[int, bytes]] = []
         missing: list[Range] = []
-        at, index = begin, max(bisect_right(self._begins, begin) - 1, 0)
-        for start in [*self._begins[index : bisect_left(self._begins, end)], end]:
+        at, index = begin, max(bisect_right(self.begins, begin) - 1, 0)
+        for start in [*self.begins[index : bisect_left(self.begins, end)], end]:
             if start > at:
                 missing.append((at, start - at))
-            if start < end and start + len(self._data[start]) > at:
-                kept.append((start, self._data[start]))
-                at = start + len(self._data[start])
-                self._allowance.use(self, start)
+            if start < end and start + len(data := self._allowance.use(self, start)) > at:
+                kept.append((start, data))
+                at = start + len(data)
         return kept, missing
 
     def add(self, begin: int, data: bytes) -> None:
@@ -464,16 +436,11 @@ class Blocks:
         self.answers += 1
         self.nbytes += len(data)
         for at, size in self.split(begin, begin + len(data))[1]:
-            insort(self._begins, at)
-            self._data[at] = data[at - begin : at - begin + size]
-            self._allowance.keep(self, at, size, small=len(data) < GAP)
-
-    def remove(self, begin: int) -> None:
-        self._begins.remove(begin)
-        del self._data[begin]
+            insort(self.begins, at)
+            self._allowance.keep(self, at, data[at - begin : at - begin + size], small=len(data) < GAP)
 
     def clear(self) -> None:
-        for begin in [*self._begins]:
+        for begin in [*self.begins]:
             self._allowance.forget(self, begin)
 
 

@@ -157,19 +157,18 @@ _CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
 
 
 @cache
-def _failures() -> dict[str, Any]:
-    """Return the messages and steps by the kind of a failure, and the kinds by the code or status of an answer."""
+def failures() -> dict[str, Any]:
+    """Return the messages and steps by the kind of a failure, and the kinds by the facts of an answer or error.
+
+    The ``words`` are expressions that the text of an error of obstore matches, in the order in which they are tried.
+    """
     return table("remote/failures")
-
-
-def kind_of(failed: Failed) -> str:
-    """Return the kind that the server's code stands for, otherwise the kind of the failure."""
-    return str(_failures()["codes"].get(failed.code, failed.kind))
 
 
 def error_of(failed: Failed, address: str, *, writing: bool = False) -> CkptoolError:
     """Return the error for a failed request about the object at an address."""
-    known, parts, status, kind = _failures(), parse(address), failed.status, kind_of(failed)
+    known, parts, status = failures(), parse(address), failed.status
+    kind = known["codes"].get(failed.code, failed.kind)
     host = known["hosts"].get(parts.scheme, f"{parts.scheme}://{parts.host}")
     if parts.scheme in ("http", "https"):  # the codes of a signed address say nothing about credentials of the user
         host = parts.host
@@ -225,11 +224,6 @@ class Recent(Generic[T]):
 def _asked(address: str) -> object:
     """Return the same for two questions about an address that have the same answer."""
     return address, current(), tuple(item for item in os.environ.items() if item[0].startswith(_CREDENTIALS))
-
-
-def alone(request: Callable[[], Result]) -> Result:
-    """Return the result of one request, which runs in a thread as in ``at_once``."""
-    return together([request])[0]
 
 
 def together(requests: Sequence[Callable[[], Result]]) -> list[Result]:

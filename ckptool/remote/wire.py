@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
 from io import BufferedReader, RawIOBase
+from string import punctuation
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -128,7 +129,10 @@ def _answer(
     if proxy and parts.scheme == "http":
         target = f"http://{name}{target}"
         more |= _authorized(proxy)
-    lines = [f"{method} {quote(target, safe=_PRINTED)} HTTP/1.1", *(f"{key}: {value}" for key, value in more.items())]
+    lines = [
+        f"{method} {quote(target, safe=punctuation)} HTTP/1.1",
+        *(f"{key}: {value}" for key, value in more.items()),
+    ]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
     place = os.getpid(), parts.scheme, host, port, proxy, certificates()
     idle = _IDLE.setdefault(place, [])
@@ -153,10 +157,6 @@ def _answer(
         else:
             connection.close()
         return reply
-
-
-#: Characters of an address that are sent as they are.
-_PRINTED: Final = "".join(map(chr, range(33, 127)))
 
 
 class _Reader(BufferedReader):
@@ -186,7 +186,10 @@ class _Connection(RawIOBase):
         if scheme == "https":
             try:
                 if proxy:
-                    self._tunnel(f"{host}:{port}", proxy)
+                    lines = [f"CONNECT {host}:{port} HTTP/1.1", f"host: {host}:{port}"]
+                    lines += [f"{name}: {value}" for name, value in _authorized(proxy).items()]
+                    if self.ask("CONNECT", "\r\n".join([*lines, "", ""]).encode(), b"", 0, None).status != 200:
+                        raise Failed("proxy")
                 self._socket = _trusted(certificates()).wrap_socket(self._socket, server_hostname=host)
             except (OSError, ValueError) as error:
                 self.close()
@@ -194,11 +197,6 @@ class _Connection(RawIOBase):
             except Failed:
                 self.close()
                 raise Failed("proxy") from None
-
-    def _tunnel(self, place: str, proxy: str) -> None:
-        lines = [f"CONNECT {place} HTTP/1.1", f"host: {place}", *(f"{k}: {v}" for k, v in _authorized(proxy).items())]
-        if self.ask("CONNECT", "\r\n".join([*lines, "", ""]).encode(), b"", 0, None).status != 200:
-            raise Failed("proxy")
 
     def close(self) -> None:
         self._socket.close()

@@ -320,10 +320,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"ckptool.cli.{command}.watched", lambda: True)
 
 
-@pytest.mark.parametrize("command", ["validate", "lock"])
-def test_a_progress_bar_has_a_total(command: str, impatient: None, server: Server) -> None:
+@pytest.mark.parametrize("words", [["validate"], ["lock", "--content"]], ids=" ".join)
+def test_a_progress_bar_has_a_total(words: list[str], impatient: None, server: Server) -> None:
     data = (FIXTURES / "bare.pth").read_bytes()
     server.put("bars", "a.pth", data)
-    said = say(command, "s3://bars/a.pth")
+    said = say(*words, "s3://bars/a.pth")
     assert said.code == 0
     assert f" of {human_bytes(len(data))}" in said.err

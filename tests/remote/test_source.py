@@ -145,7 +145,7 @@ def test_memory_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(300):
         offset, size = chance.randrange(3 * MIB), chance.randrange(1, 300_000)
         assert found.read(offset, size) == DATA[offset : offset + size]
-        assert sum(map(len, found._blocks._data.values())) == found._allowance._nbytes <= MIB
+        assert sum(len(data) for data, _ in found._allowance._kept.values()) == found._allowance._nbytes <= MIB
     found.prefetch([(0, 3 * MIB)])
     assert found._allowance._nbytes <= MIB
     found.close()
