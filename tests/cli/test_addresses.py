@@ -184,18 +184,6 @@ def test_outputs_print_no_secrets(output: str, start: str, folder: Path, offline
             assert "a folder cannot be written to remote storage" in said.err
 
 
-@pytest.mark.parametrize(
-    "rest",
-    ["*.pth", "model[0-1].pth", "model_{rank}.pth", "outer.zip!a.pth", "model.safetensors.index.json", "", "x?.pth"],
-)
-@pytest.mark.parametrize("name", ["keys", "inspect", "validate", "scan", "hash", "lock", "stats", "undo"])
-def test_every_kind_of_remote_path(name: str, rest: str, offline: None) -> None:
-    said = say(name, REMOTE + rest)
-    assert said.code == 3
-    assert REMOTE.rstrip("/") in said.all
-    assert NO_VERSIONS in said.err if name == "undo" else was_opened(said)
-
-
 @pytest.mark.parametrize("name", ["validate", "scan"])
 def test_remote_files_in_a_list(name: str, folder: Path, tmp_path: Path, offline: None) -> None:
     names = tmp_path / "list"
@@ -250,11 +238,6 @@ def test_the_uri_of_a_local_file(folder: Path) -> None:
     said = say("keys", f"file://{path}")
     assert said.code == 3
     assert said.err.endswith(f"it is the URI of a local file; name its path: {path}\n")
-
-
-def test_a_message_that_begins_with_an_address_is_explained() -> None:
-    said = say("explain", "https://host/x.pth is not a zip file: failed finding central directory")
-    assert "supported" not in said.all
 
 
 def test_a_local_folder_that_looks_remote(

@@ -50,13 +50,6 @@ def test_an_input_that_shrinks_cannot_be_read(
     assert "try again" in told.err
 
 
-def test_files_of_the_kernel_are_shorter_than_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path("/sys/kernel/uevent_seqnum")
-    if not path.is_file():
-        pytest.skip("no such file")
-    assert run(["inspect", str(path)]) == 3
-
-
 # -- ^C -----------------------------------------------------------------------------------------------
 
 #: Sends itself ^C when a module is looked for.

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from ckptool.cli.main import run
 from ckptool.cli.options import Workers
 from ckptool.cli.runner import Answer, answers
 from ckptool.files import engine
-from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
 
@@ -163,34 +161,11 @@ def test_a_process_that_dies_costs_its_file_alone(every: int, how: str) -> None:
     assert no_process_is_left()
 
 
-def test_a_bug_in_a_process_is_one_here() -> None:
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: raise3"):
-        list(answers(upper, ["f1", "f2", "raise3", "f4"], Workers(2), lost))
-    assert no_process_is_left()
-
-
 def test_processes_that_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows."""
     monkeypatch.setattr(engine, "_START", "spawn")
     assert list(answers(os.path.basename, [f"a/{n}" for n in range(9)], Workers(2), lost)) == [str(n) for n in range(9)]
     assert no_process_is_left()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.NotACheckpointError("a", kind="k", path="p", next="n"),
-        errors.MalformedError("a", where="w", offset=3, path="p"),
-        errors.TruncatedPickleError("a", offset=3),
-        errors.TargetError("a", next="n"),
-        errors.ChangedError("a"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_travel_between_processes(error: CkptoolError) -> None:
-    found = pickle.loads(pickle.dumps(error))
-    assert type(found) is type(error)
-    assert (str(found), vars(found), found.args) == (str(error), vars(error), error.args)
 
 
 #: Two workers that say that they have begun, and never end.
@@ -304,41 +279,6 @@ def test_an_output_of_a_process_that_died_is_not_replaced(
         assert sorted(there) == sorted(alone)
     else:
         assert there == alone
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [0, 1, READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE + 17])
-def test_blocks_are_the_bytes(size: int, tmp_path: Path) -> None:
-    from ckptool.files.sources import _WHOLE, BytesSource, Span, open_source
-
-    begin = _WHOLE  # a smaller file is kept once it is read
-    data = os.urandom(begin + size + 20)
-    (tmp_path / "f").write_bytes(data)
-    source = open_source(tmp_path / "f")
-    for span in (Span(source, begin, size), Span(BytesSource(data), begin, size)):
-        assert b"".join(map(bytes, read_blocks(span))) == data[begin : begin + size]
-    os.truncate(tmp_path / "f", 5)
-    if size:
-        with pytest.raises(errors.ChangedError):
-            list(read_blocks(Span(source, begin, size)))
-    source.close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1 << 40])
-def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
-    done: list[int] = []
-    run_in_threads(range(1000), done.append, [nbytes])
-    assert sorted(done) == list(range(1000))
-    for kind in (ValueError, KeyboardInterrupt):
-
-        def fails(number: int, kind: type[BaseException] = kind) -> None:
-            if number == 5:
-                raise kind
-
-        with pytest.raises(kind):
-            run_in_threads(count(), fails, [nbytes])
 
 
 @pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash", "lock"])

@@ -15,7 +15,6 @@ from conftest import FIXTURES
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.reports.expectations import Policy, all_of
 
 
 @pytest.fixture
@@ -165,12 +164,6 @@ def test_a_lock_in_a_section_is_relative_to_the_policy(here: Path, capsys: pytes
     assert found["plain.pth"] == [] and "lock" in found["other.pth"][0]
     policy.write_text('[files."*.pth"]\nlock = "missing.json"\n')
     assert run(["validate", "release", "--policy", str(policy)]) == 2
-
-
-def test_all_of_several_policies_is_their_union() -> None:
-    both = all_of(Policy(strict=True, device=("cpu",)), Policy(finite=True), Policy(load=True, map_location="cpu"))
-    assert both.strict and both.load and both.map_location == "cpu"
-    assert [item.finite for item in both.each] == [False, True, False]
 
 
 # -- what is opened --------------------------------------------------------------------------------------------------

@@ -162,18 +162,6 @@ def test_a_folder_opened_by_a_relative_path_survives_chdir(tmp_path: Path, monke
     assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.arange(ranks * 10).reshape(ranks, 10))
 
 
-def test_inputs_are_checked_once_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each output looked at every input: a million looks for a thousand ranks."""
-    from ckptool.files.folders import PooledFile
-
-    folder = write_shards(tmp_path, "safetensors", 40)
-    looked: list[str] = []
-    monkeypatch.setattr(PooledFile, "check_unchanged", lambda self: looked.append(self.name))
-    with ckptool.open(folder) as checkpoint:
-        ckptool.save(checkpoint, tmp_path / "out")
-    assert len(looked) == 41
-
-
 def test_garbage_is_collected_while_a_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector closes files that nobody uses, in the middle of any allocation of the pool."""
     monkeypatch.setattr(pool, "LIMITS", LIMITS._replace(open_files=60))

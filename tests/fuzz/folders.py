@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 
 from .headers import mutated_json, mutated_safetensors
 from .opcodes import bytewise
 from .pickles import mutated_pickle
-from .terms import const, dumps, loads, walk
 from .zips import mutated_zip
 
 Files = dict[str, bytes]
@@ -51,18 +49,7 @@ def _index(data: bytes, shards: list[str], chance: random.Random) -> bytes:
         found[name] = chance.choice(shards or ["x"])
     elif way == 3:
         place = str(found[name])
-        odd = (
-            "",
-            "../x.safetensors",
-            "/dev/zero",
-            "a/b.safetensors",
-            "x\x00y",
-            "./" + place,
-            place.upper(),
-            None,
-            1,
-            ["x"],
-        )
+        odd = ("", "../x.safetensors", "/dev/zero", "a/b.safetensors", "x\x00y", None, 1, ["x"])
         found[name] = chance.choice((*odd, "./" + place, place.upper()))
     elif way == 4:
         found[name.upper()] = found.pop(name)
@@ -128,8 +115,7 @@ def mutated_dcp(files: Files, chance: random.Random) -> Files:
     parts = sorted(name for name in files if name.endswith(".distcp"))
     way = chance.random()
     if way < 0.55 and ".metadata" in files:
-        change: Callable[[bytes, random.Random], bytes] = _metadata if chance.random() < 0.6 else mutated_pickle
-        files[".metadata"] = change(files[".metadata"], chance)
+        files[".metadata"] = mutated_pickle(files[".metadata"], chance)
     elif way < 0.9 and parts:
         name = chance.choice(parts)
         files[name] = _items(files[name], chance)
@@ -139,31 +125,6 @@ def mutated_dcp(files: Files, chance: random.Random) -> Files:
         others = ("__9_0.distcp", ".metadata.bak", "x.pt", "model.safetensors", "__0_0.distcp.tmp")
         moved_files(files, parts, others, chance)
     return files
-
-
-def _metadata(data: bytes, chance: random.Random) -> bytes:
-    """A number or a text of .metadata: sizes, offsets, lengths, paths, dtypes, names."""
-    try:
-        root, end = loads(data)
-        protocol = data[1] if data[:1] == b"\x80" else 0
-        terms = [term for term in walk(root) if term.op == "const" and term.value is not None]
-        term = chance.choice(terms)
-        value = term.value
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            term.value = chance.choice((True, False, None, 0))
-        elif isinstance(value, int):
-            wide = (1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63)
-            term.value = chance.choice((value + 1, value - 1, value * 2, 0, 1, 2, -1, *wide))
-        else:
-            texts = [t.value for t in terms if isinstance(t.value, str)]
-            term.value = chance.choice((*texts, "", value + "x", "../x", "/dev/null", value.upper(), "0"))
-        if chance.random() < 0.15:
-            for other in terms:
-                if other.value == value and type(other.value) is type(value):
-                    other.value = const(term.value).value
-        return dumps(root, protocol) + data[end:]
-    except (ValueError, RecursionError, IndexError):
-        return mutated_pickle(data, chance)
 
 
 def _items(data: bytes, chance: random.Random) -> bytes:

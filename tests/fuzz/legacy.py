@@ -7,7 +7,7 @@ import struct
 
 from .opcodes import bytewise
 from .pickles import mutated_pickle
-from .terms import const, dumps, loads, pickles_in, sequence
+from .terms import const, dumps, pickles_in
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -20,45 +20,14 @@ def mutated_legacy(data: bytes, chance: random.Random) -> bytes:
         return bytewise(data, chance)
     parts = [data[begin:end] for begin, end in ranges]
     rest = data[ranges[-1][1] :]
-    if way < 0.7:
-        number = chance.choices(range(5), (1, 1, 1, 20, 4))[0]
+    if way < 0.78:
+        number = chance.choices(range(5), (1, 1, 1, 20, 6))[0]
         parts[number] = mutated_pickle(parts[number], chance)
-    elif way < 0.78:
-        parts[4] = _keys(parts[4], chance)
     elif way < 0.82:
         parts = _parts(parts, chance)
     else:
         rest = _storages(rest, chance)
     return b"".join(parts) + rest
-
-
-def _keys(data: bytes, chance: random.Random) -> bytes:
-    """The list of the keys of storages: another order, twice, fewer, of other types."""
-    try:
-        root, end = loads(data)
-    except ValueError:
-        return mutated_pickle(data, chance)
-    items = [item for _, some in root.effects for item in some]
-    way = chance.randrange(7)
-    if way == 0:
-        items.reverse()
-    elif way == 1 and items:
-        items.append(items[0])
-    elif way == 2 and items:
-        del items[chance.randrange(len(items))]
-    elif way == 3 and items:
-        at = chance.randrange(len(items))
-        key = items[at].value
-        number = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else 0
-        others = (number, str(key).encode("utf-8", "replace"), float(number % 1000), None, str(key) + "x")
-        items[at] = const(chance.choice(others))
-    elif way == 4:
-        items.append(const(chance.choice(("0", "x", 0, None))))
-    elif way == 5:
-        return dumps(sequence("tuple", items))
-    else:
-        chance.shuffle(items)
-    return dumps(sequence("list", items)) + data[end:]
 
 
 def _parts(parts: list[bytes], chance: random.Random) -> list[bytes]:

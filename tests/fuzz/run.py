@@ -1,8 +1,7 @@
 """Differential fuzzing: mutated checkpoints in front of ckptool and of the real readers.
 
-`make fuzz` takes ten minutes; FUZZ=60m, FUZZ=300s, or FUZZ='--kind tar --files 100000' say otherwise. A find is made as
-small as it goes and written to tests/fuzz/findings, with the command that shows it again. The exit code is 1 when there
-is one of a class of which there must be none.
+`make fuzz` takes ten minutes; FUZZ=60m, FUZZ=300s, or FUZZ='--kind tar --files 100000' say otherwise. A find is shown
+with the command that shows it again. The exit code is 1 when there is one of a class of which there must be none.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -28,16 +25,7 @@ from fuzz.finds import CLASSES, VALID_FAILS, Find, Verdict
 from fuzz.judging import judged, prepared
 from fuzz.workers import work
 
-FINDINGS = Path(__file__).parent / "findings"
-_KEPT = 5  # cases that are kept of each cause
 _MOST_FAILS = 0.005  # of the verdicts "valid" may be wrong about loading
-
-
-class Group(NamedTuple):
-    """Finds with one cause."""
-
-    find: Find
-    cases: list[Case]
 
 
 class Tally:
@@ -49,7 +37,7 @@ class Tally:
         self.seconds = 0.0
         self.classes: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
-        self.groups: dict[tuple[str, str], Group] = {}
+        self.groups: dict[tuple[str, str], tuple[Find, Case]] = {}  # the first of each cause
         self.times: Counter[tuple[str, str]] = Counter()
 
     def add(self, case: Case, verdict: Verdict) -> None:
@@ -61,9 +49,7 @@ class Tally:
         for find in verdict.finds:
             name = (find.kind, find.cause)
             self.times[name] += 1
-            group = self.groups.setdefault(name, Group(find, []))
-            if len(group.cases) < _KEPT:
-                group.cases.append(case)
+            self.groups.setdefault(name, (find, case))
 
     @property
     def bad(self) -> bool:
@@ -87,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one gives other inputs")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     parser.add_argument("--case", action="append", metavar="KIND:BASE:STEPS", help="show one input again")
-    parser.add_argument("--keep", type=Path, metavar="PATH", help="with --case: write the input there")
     parser.add_argument(
         "--save", metavar="NAME", help="with --case: keep the input in tests/fuzz/seeds under this name"
     )
@@ -97,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prefix="ckptool-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as scratch:
         if given.case:
-            return _show(given.case, given.keep, given.save, scratch)
+            return _show(given.case, given.save, scratch)
         counts = [(kind, number or given.files) for kind, number in kinds]
         endless = not given.time and all(number for _, number in counts)
         seconds = float("inf") if endless else _seconds(given.time) / len(counts)
@@ -161,21 +146,7 @@ def _fuzzed(kind: str, seed: int, files: int | None, seconds: float, jobs: int, 
     for case, verdict in work(plan, _judge(scratch), workers=jobs, until=begun + seconds):
         tally.add(case, verdict)
     tally.seconds = time.monotonic() - begun
-    # The first case of each cause, made as small as it goes.
-    for (name, cause), group in tally.groups.items():
-        group.cases[0] = _smaller(group.cases[0], (name, cause), scratch)
     return tally
-
-
-def _smaller(case: Case, cause: tuple[str, str], scratch: str) -> Case:
-    """The case without the mutations that it does not need."""
-    for at in range(len(case.steps) - 1, -1, -1):
-        if len(case.steps) == 1:
-            break
-        fewer = case._replace(steps=case.steps[:at] + case.steps[at + 1 :])
-        if any((find.kind, find.cause) == cause for verdict in _alone(fewer, scratch) for find in verdict.finds):
-            case = fewer
-    return case
 
 
 def _alone(case: Case, scratch: str) -> list[Verdict]:
@@ -184,15 +155,13 @@ def _alone(case: Case, scratch: str) -> list[Verdict]:
     return [verdict for _, verdict in found]
 
 
-def _show(texts: Sequence[str], keep: Path | None, save: str | None, scratch: str) -> int:
+def _show(texts: Sequence[str], save: str | None, scratch: str) -> int:
     bad, ready = 0, set[str]()
     for text in texts:
         case = parsed(text)
         if case.kind not in ready:
             ready.add(case.kind)
             prepared(case.kind, _folder(scratch, 0))
-        if keep is not None:
-            put(keep, built(case))
         if save is not None:
             put(SEEDS / case.kind / save, built(case))
         for verdict in _alone(case, scratch):
@@ -204,7 +173,7 @@ def _show(texts: Sequence[str], keep: Path | None, save: str | None, scratch: st
 
 
 def _report(tally: Tally) -> None:
-    """The finds of a kind by cause, and a file for each in tests/fuzz/findings."""
+    """The finds of a kind by cause."""
     print(
         f"{tally.kind}: {tally.inputs:,} inputs in {tally.seconds:.0f} s"
         f" ({tally.inputs / max(tally.seconds, 0.1):.0f} a second)",
@@ -212,22 +181,14 @@ def _report(tally: Tally) -> None:
     )
     for words, number in tally.words.most_common(12):
         print(f"  {number:,} {words}")
-    folder = FINDINGS / tally.kind
-    shutil.rmtree(folder, ignore_errors=True)
     order = sorted(tally.groups, key=lambda name: (list(CLASSES).index(name[0]), -tally.times[name]))
-    for number, name in enumerate(order):
-        find, cases = tally.groups[name]
+    for name in order:
+        find, case = tally.groups[name]
         print(
             f"  {find.kind.upper()} ({tally.times[name]:,} times)\n"
             f"    ckptool: {find.says[:300]}\n    reader:  {find.reader[:300]}"
         )
-        print(f"    make fuzz FUZZ='--case {cases[0]}'")
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{number:03}-{re.sub(r'[^a-z0-9]+', '-', find.kind)}"
-        put(folder / f"{stem}{KINDS[tally.kind].suffix}", built(cases[0]))
-        lines = [f"class:   {find.kind}", f"times:   {tally.times[name]} of {tally.inputs}"]
-        lines += [f"ckptool: {find.says}", f"reader:  {find.reader}", *(f"case:    {case}" for case in cases)]
-        (folder / f"{stem}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"    make fuzz FUZZ='--case {case}'")
 
 
 def table(tallies: Sequence[Tally]) -> str:

@@ -18,12 +18,12 @@ from remote.servers import free_port, make_certificates
 pytest.importorskip("obstore")
 
 import ckptool
-from ckptool.base.errors import ChangedError, CkptoolError, OutputError, UnreadableError
+from ckptool.base.errors import CkptoolError, UnreadableError
 from ckptool.base.steps import rename_step, undo_step
 from ckptool.remote import libraries, s3, wire
 from ckptool.remote.folder import open_folder
 from ckptool.remote.source import open_remote
-from ckptool.remote.store import Failed, Settings, error_of
+from ckptool.remote.store import Settings
 
 #: Nothing of these may be shown: keys, what the server says, a query string, user information, texts of libraries.
 _DATE = "%Y%m%dT%H%M%SZ"
@@ -332,47 +332,6 @@ def test_a_signature_is_that_of_botocore(url: str, text: str) -> None:
     assert request.headers["x-amz-content-sha256"] == found["x-amz-content-sha256"]
     assert text in found["x-amz-content-sha256"]
     assert request.headers["authorization"].replace(", ", ",") == found["authorization"]
-
-
-def test_a_password_does_not_follow_a_redirect_to_another_host(server: Server) -> None:
-    server.put("org--model", "a.bin", bytes(5000))
-    with Server() as other:
-        other.put("plain", "org--model/a.bin", bytes(5000))
-        server.redirect = other.url.replace("127.0.0.1", "localhost")
-        address = f"{server.url.replace('//', '//user:pass%2Fword@')}/hub/org/model/resolve/main/a.bin"
-        assert open_remote(address).size == 5000
-        assert {each.headers.get("authorization") for each in server.seen} == {"Basic dXNlcjpwYXNzL3dvcmQ="}
-        assert [each.headers.get("authorization") for each in other.seen] == [None, None]
-        assert other.seen[0].query == "Signature=SECRETSIGNATURE"
-
-
-# -- the table ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("failed", "kind", "what"),
-    [
-        (Failed("", 412), ChangedError, "the file changed while it was read"),
-        (Failed("", 416), ChangedError, "the file changed while it was read"),
-        (Failed("", 407), UnreadableError, "the proxy gives no connection to S3"),
-        (Failed("", 429), UnreadableError, "S3 fails with status 429, also when asked again"),
-        (Failed("", 418), UnreadableError, "S3 answers with status 418"),
-        (Failed(), UnreadableError, "the request failed"),
-        (Failed("many"), UnreadableError, "it has more than 100,000 files"),
-    ],
-)
-def test_errors_of_reading(failed: Failed, kind: type[CkptoolError], what: str) -> None:
-    error = error_of(failed, "s3://bucket/a")
-    assert (type(error), error.what, error.path) == (kind, what, "s3://bucket/a")
-
-
-def test_errors_of_writing() -> None:
-    other = error_of(Failed("", 412), "s3://bucket/a", writing=True)
-    assert (type(other), other.what, other.exit_code) == (OutputError, "somebody else wrote to it meanwhile", 5)
-    denied = error_of(Failed("", 403, "AccessDenied"), "gs://bucket/a", writing=True)
-    assert isinstance(denied, OutputError) and denied.what.startswith("no permission to write it")
-    broken = error_of(Failed("", 500), "az://container/a", writing=True)
-    assert isinstance(broken, OutputError) and broken.what == "Azure fails with status 500, also when asked again"
 
 
 #: The first bytes of a file, and what to do about it in a bucket and on a web server.

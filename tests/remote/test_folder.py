@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +15,7 @@ from remote.server import MIB, Server
 
 pytest.importorskip("obstore")
 
-from ckptool.base.errors import ChangedError, RefusedError, UnreadableError
+from ckptool.base.errors import ChangedError, UnreadableError
 from ckptool.remote import folder as folder_module
 from ckptool.remote import s3, source
 from ckptool.remote.folder import RemoteFolder, open_folder
@@ -181,33 +179,7 @@ def test_a_shard_that_fails_does_not_fail_the_others(server: Server) -> None:
     assert caught.value.path == "s3://bucket/run/model-00005-of-00008.safetensors"
 
 
-def test_files_share_the_allowance(server: Server) -> None:
-    found = folder(server, max_download=4 * MIB)
-    one, two = (found.open(f"model-0000{number}-of-00008.safetensors") for number in (1, 2))
-    for each in (one, two):
-        assert each.read(0, MIB) == each.read(0, MIB)
-    with pytest.raises(RefusedError, match="it would download"):
-        for number in range(3, 9):
-            found.open(f"model-0000{number}-of-00008.safetensors").read(0, MIB)
-
-
 # -- writing --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [0, 1000, 8 * MIB, 17 * MIB])
-def test_an_object_is_written_in_one_or_in_parts(size: int, server: Server) -> None:
-    data = random.Random(size).randbytes(size)
-    store, key = source.open_store("s3://bucket/new", Settings(server.url))
-    chunks = [data[at : at + 3_000_000] for at in range(0, size, 3_000_000)]
-    store.put(key, iter(chunks), size, "")
-    assert server.get("bucket", "new") == data
-    store.put(key, iter(chunks), size, server.object("bucket", "new").etag)
-    if size < 8 * MIB:  # larger ones take no condition
-        for former in ("", '"another"'):
-            with pytest.raises(Failed) as caught:
-                store.put(key, iter(chunks), size, former)
-            assert caught.value.status == 412
-    assert server.uploads == {}
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -223,16 +195,3 @@ def test_a_server_that_compares_etags_without_quotes(replaced: bool, server: Ser
     else:
         store.put(key, [b"three"], 5, former)
     assert server.get("bucket", "new") == (b"two" if replaced else b"three")
-
-
-def test_an_upload_that_fails_leaves_nothing(server: Server) -> None:
-    store, key = source.open_store("s3://bucket/new", Settings(server.url))
-
-    def chunks() -> Iterator[bytes]:
-        yield bytes(20 * MIB)
-        raise OSError("the disk")
-
-    with pytest.raises(OSError, match="the disk"):
-        store.put(key, chunks(), 20 * MIB, "")
-    assert server.uploads == {}
-    assert "new" not in server.buckets["bucket"]

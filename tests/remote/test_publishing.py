@@ -195,18 +195,6 @@ def test_a_small_output_is_one_request(server: Server, tmp_path: Path) -> None:
     assert [one.headers.get("if-none-match") for one in server.seen if one.method == "PUT"] == ["*"]
 
 
-@pytest.mark.parametrize("output", [TARGET, "s3://bucket/out/new.safetensors"])
-def test_from_another_bucket_and_from_the_disk(output: str, shorter: Path, server: Server, tmp_path: Path) -> None:
-    server.buckets.setdefault("other", {})
-    local = tmp_path / Path(output).name
-    words = ["convert"] if output.endswith(".safetensors") else ["strip-module"]
-    assert say(*words, shorter, "-o", local).code == 0
-    for source, target in ((shorter, output), (SHORTER, output.replace("bucket", "other"))):
-        assert say(*words, source, "-o", target).code == 0
-        bucket, _, key = target.removeprefix("s3://").partition("/")
-        assert server.get(bucket, key) == local.read_bytes()
-
-
 def test_the_library_writes_to_an_address(server: Server) -> None:
     import ckptool
 
@@ -301,16 +289,6 @@ def test_a_streamed_output_has_as_many_parts_as_s3_takes(size: int) -> None:
     part = store.put.call_args.kwargs["chunk_size"]
     assert -(-size // part) <= 10_000
     assert part == 8 * MIB or size > 2 << 30  # parts are in memory
-
-
-def test_a_streamed_output_of_few_parts(
-    server: Server, tmp_path: Path, large: Path, without_copies: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publishing, "MOST_PARTS", 4)
-    local = tmp_path / "new.pth"
-    assert say("strip-module", large, "-o", local).code == say("strip-module", SOURCE, "-o", TARGET).code == 0
-    assert server.get("bucket", "out/new.pth") == local.read_bytes()
-    assert sum("partNumber" in one.query for one in server.seen) == 2
 
 
 # -- what stays as it is --------------------------------------------------------------------------------------------

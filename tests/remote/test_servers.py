@@ -24,8 +24,7 @@ from remote.servers import SERVERS, Place
 pytest.importorskip("obstore")
 
 from ckptool.base.addresses import shown
-from ckptool.base.errors import ChangedError
-from ckptool.remote.source import ENDS, open_remote, open_store
+from ckptool.remote.source import open_remote, open_store
 from ckptool.remote.store import Failed, Store, at_once, current
 
 ALL = os.environ.get("CKPTOOL_SERVERS") == "all"
@@ -101,19 +100,6 @@ def test_a_command_says_the_same_as_of_a_local_file(name: str, call: list[str], 
     assert plain(remote, shown(place.address)) == plain(say(*call, local / name), str(local))
 
 
-@pytest.mark.parametrize("size", [0, 1, ENDS, ENDS + 1, 2 * ENDS + 1, 3 * MIB])
-def test_ranges(size: int, place: Place) -> None:
-    data, chance = DATA[:size], random.Random(size)
-    place.put(f"ranges/{size}", data)
-    found = open_remote(place.at(f"ranges/{size}"))
-    assert found.size == size
-    found.prefetch([(size // 3, 10), (size // 2, 10)])
-    for _ in range(50):
-        offset, wanted = chance.randrange(size + 2), chance.choice((1, 1000, MIB))
-        assert found.read(offset, wanted) == data[offset : offset + wanted]
-    found.check_unchanged()
-
-
 def test_conditions_and_a_range_behind_the_end(place: Place) -> None:
     place.put("conditions", DATA)
     store, key = store_of(place.at("conditions"))
@@ -132,17 +118,6 @@ def test_conditions_and_a_range_behind_the_end(place: Place) -> None:
         assert caught.value.status == 412
     else:  # then the ETag of the answer is compared
         assert store.get(key, MIB, 10, '"another"').facts == facts
-
-
-def test_a_replaced_object(place: Place) -> None:
-    place.put("replaced", DATA)
-    found = open_remote(place.at("replaced"))
-    assert found.read(MIB, 10) == DATA[MIB : MIB + 10]
-    place.put("replaced", DATA[::-1])
-    for ask in (lambda: found.read(2 * MIB, 10), lambda: found.prefetch([(2 * MIB, 10)]), found.check_unchanged):
-        with pytest.raises(ChangedError, match="the file changed while it was read"):
-            ask()
-    assert found.read(MIB, 10) == DATA[MIB : MIB + 10]
 
 
 def test_names_that_are_not_there(place: Place) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("obstore")
 
 from ckptool.base.errors import ChangedError, CkptoolError, RefusedError, UnreadableError
 from ckptool.base.limits import LIMITS
-from ckptool.remote import libraries, source, store
+from ckptool.remote import libraries, source
 from ckptool.remote.source import ENDS, RemoteSource, open_remote
 from ckptool.remote.store import Settings
 
@@ -106,18 +106,6 @@ def test_ranges_that_lie_close_together_are_one_request(server: Server) -> None:
     found.prefetch(close)
     assert server.count() == 8
     assert {each.headers["if-match"] for each in server.seen[2:]} == {server.object("bucket", "a").etag}
-
-
-def test_a_reader_that_goes_straight_on_needs_few_requests(server: Server) -> None:
-    data = random.Random(2).randbytes(40 * MIB)
-    server.put("bucket", "a", data)
-    found = open_remote("s3://bucket/a", Settings(server.url))
-    for step in (1 << 20, 30_000):
-        server.clear()
-        assert b"".join(found.read(at, step) for at in range(0, len(data), step)) == data
-        assert server.count() <= 16
-        found.close()
-        found = open_remote("s3://bucket/a", Settings(server.url))
 
 
 def test_requests_in_flight_are_limited(server: Server) -> None:
@@ -314,18 +302,3 @@ def test_names_and_identities(server: Server) -> None:
     assert one.local_file() is None  # type: ignore[func-returns-value]
     server.put("bucket", "a", DATA)
     assert open_remote("s3://bucket/a", Settings(server.url)).identity != one.identity
-
-
-def test_work_at_once_stops_after_an_error() -> None:
-    done = []
-
-    def do(number: int) -> int:
-        if number == 40:
-            raise ValueError("forty")
-        done.append(number)
-        return number * 2
-
-    assert store.at_once(range(10), do) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
-    assert store.at_once([], do) == []
-    with pytest.raises(ValueError, match="forty"):
-        store.at_once(range(1000), do)

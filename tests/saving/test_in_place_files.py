@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import oracle
 import pytest
@@ -20,9 +19,6 @@ from in_place_edits import NAMES, copied, in_place, sha
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
-from ckptool.files.sources import BytesSource
-from ckptool.files.zips.reader import read_archive
-from ckptool.files.zips.versions import versions
 
 TOOL = [sys.executable, "-m", "ckptool"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -181,25 +177,6 @@ def test_an_edit_under_way_is_not_taken_for_an_unfinished_one(tmp_path: Path, mo
     assert refused == ["another process edits it in place"] * 3
 
 
-def test_an_edit_that_ended_meanwhile_counts_as_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "in.pth"
-    shutil.copyfile(FIXTURES / "bare.pth", path)
-    seen: list[Any] = []
-    real = os.fsync
-
-    def meanwhile(fd: int) -> None:
-        real(fd)
-        seen.append(ckptool.open(path))
-
-    with ckptool.open(path) as checkpoint, monkeypatch.context() as patch:
-        edited = ckptool.wrap(checkpoint, "a")
-        patch.setattr(os, "fsync", meanwhile)
-        ckptool.save_in_place(edited)
-    for other in seen[:2]:
-        with other, pytest.raises(ChangedError):
-            ckptool.save_in_place(ckptool.wrap(other, "b"))
-
-
 def test_a_refused_edit_releases_its_lock(tmp_path: Path) -> None:
     """Looking whether somebody edits it does not keep others from doing so."""
     path = tmp_path / "in.pth"
@@ -258,25 +235,3 @@ def test_a_close_that_fails_has_nothing_to_lose(act: str, tmp_path: Path, monkey
             else:
                 ckptool.undo(path)
     assert writable and ("w" in torch.load(path)) is (act == "edit")
-
-
-def test_reading_the_directory_of_a_file_of_many_versions_does_not_visit_them(tmp_path: Path) -> None:
-    """Each former version was opened by looking at all of those before it."""
-    path = tmp_path / "in.pth"
-    shutil.copyfile(FIXTURES / "bare.pth", path)
-    reads: list[int] = []
-
-    class Counted(BytesSource):
-        def read(self, offset: int, size: int) -> bytes:
-            reads.append(offset)
-            return super().read(offset, size)
-
-    counts = []
-    for _ in range(20):
-        with ckptool.open(path) as checkpoint:
-            ckptool.save_in_place(ckptool.wrap(checkpoint, "w"))
-        reads.clear()
-        read_archive(Counted(path.read_bytes()))
-        counts.append(len(reads))
-    assert len(set(counts)) == 1
-    assert len(versions(BytesSource(path.read_bytes()))) == 21

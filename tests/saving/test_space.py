@@ -136,14 +136,3 @@ def test_shared_blocks_and_holes_need_no_room(
 def _source(path: Path) -> Any:
     descriptor = os.open(path, os.O_RDONLY)
     return FileSource(str(path), descriptor, os.fstat(descriptor))
-
-
-def test_whether_blocks_are_shared_is_found_out_without_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "input"
-    path.write_bytes(os.urandom(8192))
-    source = _source(path)
-    try:
-        assert space._can_share(source, str(tmp_path), {}) in (True, False)
-    finally:
-        source.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["input"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import FIXTURES, LOADABLE, ROOT, Fixture, by_name, examples
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, examples
 from dcp_ranks import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,23 +227,6 @@ def test_conjugate_and_negative_tensors_have_the_values_of_dcp(tmp_path: Path) -
     loaded = torch.load(tmp_path / "out.pth")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
     assert ckptool.validate(tmp_path / "in")["status"] == "valid"
-
-
-# -- What a conversion says is the same in every run, whatever Python's hash seed is.
-
-
-def test_the_order_of_tensors_that_share_memory(tmp_path: Path) -> None:
-    several = [torch.ones(2) * number for number in range(9)]
-    # One item holds all of them beside a set, the others are tensors of their own.
-    named = {f"t{number}": tensor for number, tensor in enumerate(several)}
-    torch.save({"all": (tuple(several), {1}), **named}, tmp_path / "a.pth")
-    words = "convert a.pth -o out --to-format dcp --dry-run --format json --allow-loss all"
-    command = [sys.executable, "-m", "ckptool", *words.split()]
-    said = set()
-    for seed in ("0", "1", "2", "3"):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
-        said.add(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True).stdout)
-    assert len(said) == 1
 
 
 # -- A model at the root of a checkpoint, beside the state of its optimizer and other entries, is its state dict.

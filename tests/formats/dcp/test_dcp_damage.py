@@ -356,7 +356,6 @@ def test_an_item_is_a_tensor_as_torch_takes_it(
         refused(saved, tmp_path)
 
 
-# -- versions of items -----------------------------------------------------------------------------------------
 # torch opens no archive without a version that it knows, and no item of a folder either.
 
 

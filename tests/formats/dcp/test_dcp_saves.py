@@ -112,12 +112,6 @@ def test_what_torch_saves(name: str, tmp_path: Path) -> None:
     same_as_torch(tmp_path / "in", tmp_path)
 
 
-def test_the_model_is_the_state_dict(tmp_path: Path) -> None:
-    dcp.save(training(), checkpoint_id=tmp_path / "in")
-    with ckptool.open(tmp_path / "in") as checkpoint:
-        assert [item.path for item in checkpoint.state_dicts if item.confidence == "high"] == ["model"]
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int8, torch.uint16]
 DTYPES += [torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import MalformedError, UnreadableError
 from ckptool.cli.main import run
-from ckptool.formats.hf.writer import parse_size
 from ckptool.reports.validate import validation_report
 
 hub = pytest.importorskip("huggingface_hub")
@@ -252,13 +251,6 @@ def test_an_edited_folder_stays_one_of_as_many_shards(name: str, folder: Path, t
     with ckptool.open(tmp_path / "out") as checkpoint:
         assert checkpoint.format == ("hf-torch" if index_of(folder).name.startswith("py") else "hf-safetensors")
         assert not checkpoint.container.problems
-
-
-@pytest.mark.parametrize("text", ["5GB", "1.5GB", "200MB", "7kb", " 3 TB "])
-def test_sizes_are_those_of_huggingface_hub(text: str) -> None:
-    from huggingface_hub.serialization._base import parse_size_to_int
-
-    assert parse_size(text) == parse_size_to_int(text)
 
 
 def test_a_real_load_of_a_folder_is_that_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
