@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from typing_extensions import NotRequired
 
-from ckptool.base.records import is_typed_dict
 from ckptool.cli.edit_report import EditReport, RenameReport, SanitizeReport
 from ckptool.cli.edits import PrivateReports
 from ckptool.cli.main import COMMANDS
@@ -160,7 +159,7 @@ def _of_type(kind: Any, defined: dict[str, Any]) -> dict[str, Any]:
         return {}
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
-    if is_typed_dict(kind):
+    if hasattr(kind, "__optional_keys__"):  # a typed dict
         return _reference(kind, defined)
     if origin is Literal:
         return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}

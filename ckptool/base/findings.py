@@ -82,11 +82,6 @@ class Finding(NamedTuple):
         return codes()[self.code].check
 
     @property
-    def loses_values(self) -> bool:
-        """Whether values are missing or damaged."""
-        return Effect.LOSES_VALUES in self.effect
-
-    @property
     def blocks_edits(self) -> bool:
         """Whether edits are refused because their output would pass the damage on."""
         return Effect.BLOCKS_EDITS in self.effect

@@ -101,13 +101,8 @@ class Glob:
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        #: The fast path, taken for most patterns: the texts before and after the only star, or the whole text. Empty if
-        #: the pattern needs a regular expression.
-        self._ends: list[str] = []
         if pattern.startswith(REGEX):
             self._key = self._path = compiled(pattern, len(REGEX))
-        elif pattern.count("*") < 2 and not any(char in pattern for char in "?[{"):
-            self._ends = pattern.split("*")
         else:
             self._key = self._path = glob_regex(pattern)
             if "[" in pattern:
@@ -115,18 +110,9 @@ class Glob:
 
     def matches(self, key: str, path: str = "") -> bool:
         """Return whether the pattern matches the whole key or the whole path; an empty path never matches."""
-        if self._ends:
-            return _fits(self._ends, key) or (path != "" and _fits(self._ends, path))
-        if self.pattern in (key, path) or self._key.fullmatch(key):
+        if self.pattern == key or self._key.fullmatch(key):
             return True
-        return path != "" and self._path.fullmatch(path) is not None
-
-
-def _fits(ends: Sequence[str], name: str) -> bool:
-    start, end = ends[0], ends[-1]
-    if len(ends) == 1:
-        return name == start
-    return len(name) >= len(start) + len(end) and name.startswith(start) and name.endswith(end)
+        return path != "" and (self.pattern == path or self._path.fullmatch(path) is not None)
 
 
 def is_pattern(text: str) -> bool:

@@ -99,8 +99,3 @@ else:
             return _TypedDictDefinition(name, (TypedDict,), namespace, total=total)
 
     TypedDict = type.__new__(_TypedDictDefinition, "TypedDict", (dict,), {})
-
-
-def is_typed_dict(kind: object) -> bool:
-    """Return whether a type is a typed dict of this module."""
-    return hasattr(kind, "__optional_keys__")

@@ -7,10 +7,9 @@ from typing import Final
 #: Files that torch.save writes.
 TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pth.tar")
 SAFETENSORS: Final = ".safetensors"
-#: Programs with weights: mobile models, torch.export and TorchServe.
-PROGRAMS: Final = (".ptl", ".pt2", ".mar")
 WEIGHTS: Final = (*TORCH, SAFETENSORS)
-CHECKPOINTS: Final = (*WEIGHTS, *PROGRAMS)
+#: Also programs with weights: mobile models, torch.export and TorchServe.
+CHECKPOINTS: Final = (*WEIGHTS, ".ptl", ".pt2", ".mar")
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
 #: Files that programs unpickle.
 PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
-from ..base.findings import Finding
+from ..base.findings import Effect, Finding
 from ..base.records import NamedTuple
 from ..base.text import pluralize, words
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
@@ -20,7 +20,7 @@ ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_align
 
 def is_complete(problems: Iterable[Finding]) -> bool:
     """Return whether all files of a checkpoint are present and intact."""
-    return not any(problem.loses_values for problem in problems)
+    return not any(Effect.LOSES_VALUES in problem.effect for problem in problems)
 
 
 class StorageLocation(NamedTuple):

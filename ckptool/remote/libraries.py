@@ -170,23 +170,17 @@ class ObStore(Store):
     def head(self, key: str) -> Facts:
         return asked(lambda: self.facts(self._store.head(key)))
 
-    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
-        return self._answer(key, (begin, begin + size), size, etag)
-
-    def tail(self, key: str, size: int) -> Answer:
-        return self._answer(key, {"suffix": size}, size, "")
-
-    def _answer(self, key: str, span: Any, size: int, etag: str) -> Answer:
-        options: Any = {"range": span}
+    def get(self, key: str, begin: int | None, size: int, etag: str = "") -> Answer:
+        options: Any = {"range": {"suffix": size} if begin is None else (begin, begin + size)}
         if etag and not etag.startswith("W/"):  # a weak ETag matches no condition
             options["if_match"] = etag
 
         def ask() -> Answer:
             found = self._store.get(key, options=options)
             facts = self.facts(found.meta)
-            begin = span[0] if isinstance(span, tuple) else max(facts.size - size, 0)
+            first = max(facts.size - size, 0) if begin is None else begin
             data = _body(found, size)
-            if found.range[0] != begin or len(data) != min(size, facts.size - begin):
+            if found.range[0] != first or len(data) != min(size, facts.size - first):
                 raise Failed("length")
             return Answer(data, facts)
 
@@ -272,7 +266,8 @@ class _System(Store):
             raise Failed("", 404)
         return _facts(key, found)
 
-    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
+    def get(self, key: str, begin: int | None, size: int, etag: str = "") -> Answer:
+        assert begin is not None, "it has no tail"
         before = self._first.get(key) or self._first.setdefault(key, self.head(key))
         end = min(begin + size, before.size)
         data = bytes(_ask(lambda: self._system.cat_file(self._base + key, begin, end)))

@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A plan cut into parts. ``streamed`` has the bytes of those that are not copied, in order."""
+    """The parts of a plan. ``streamed`` has the bytes of those that are not copied, in order."""
 
     parts: tuple[Part, ...]
     streamed: Plan
@@ -117,7 +117,7 @@ class Target:
             raise output_exists(self.name)
 
     def copier(self, plan: Plan) -> S3 | None:
-        """Return what writes a plan in parts, or None if it is small or the store cannot copy on the server."""
+        """Return the store that writes a plan in parts, or None."""
         return self.store if plan.size > PART and isinstance(self.store, S3) else None
 
     def error(self, failed: Failed) -> CkptoolError:
@@ -148,10 +148,9 @@ def publish(
     if plan.size > LIMITS.object_bytes:
         what = f"an object can have {human_bytes(LIMITS.object_bytes)}, not {human_bytes(plan.size)}"
         raise OutputError(what, path=target.name, next="write several files: add a maximum shard size")
-    copier = target.copier(plan)
-    writing = _Writing(target, plan, sources, former, copier, check, expect, progress or ignore)
+    writing = _Writing(target, plan, sources, former, target.copier(plan), check, expect, progress or ignore)
     try:
-        return writing.write(copier)
+        return writing.write(writing.copier)
     except _CannotCopy:
         return writing.write(None)
 
@@ -290,7 +289,7 @@ class _Writing(NamedTuple):
             raise
 
     def _send(self, cut: Cut, copier: S3, upload: str) -> list[str]:
-        """Send all parts, or let the server copy them; return their ETags."""
+        """Send or copy all parts, and return their ETags."""
         parts = [*enumerate(cut.parts, 1)]
         left = deque((number, part.size) for number, part in parts if part.span is None)
         etags: dict[int, Future[str]] = {}
@@ -300,30 +299,28 @@ class _Writing(NamedTuple):
 
         def put(data: Buffer) -> None:
             buffer.extend(data)
+            self.progress(len(data))
             while left and len(buffer) >= left[0][1]:
                 number, size = left.popleft()
-                send = partial(copier.part, self.target.key, upload, number, buffer[:size])
-                etags[number] = pool.submit(self._counted, send, size)
+                etags[number] = pool.submit(copier.part, self.target.key, upload, number, buffer[:size])
                 sending.append(etags[number])
                 del buffer[:size]
                 if len(sending) == _SENDING:
                     sending.popleft().result()
 
         try:
-            for number, (size, span) in parts:
+            for number, (_, span) in parts:
                 if span is not None:
-                    copy = partial(self._copy, copier, upload, number, span)
-                    etags[number] = pool.submit(self._counted, copy, size)
+                    etags[number] = pool.submit(self._copy, copier, upload, number, span)
             stream_pieces(cut.streamed, put)
-            return [etags[number].result() for number, _ in parts]
+            found = []
+            for number, (size, span) in parts:
+                found.append(etags[number].result())
+                self.progress(size if span else 0)
+            return found
         finally:
             # A part that arrives after the upload is removed would stay: wait for all that are on their way.
             pool.shutdown(cancel_futures=True)
-
-    def _counted(self, request: Callable[[], str], size: int) -> str:
-        etag = request()
-        self.progress(size)
-        return etag
 
     def _copy(self, copier: S3, upload: str, number: int, span: Span) -> str:
         source = span.source
@@ -363,17 +360,15 @@ class _Writing(NamedTuple):
 
     def _check_written(self, ends: Mapping[Range, bytes]) -> None:
         """Raise OutputError if another object is there than the one that was written, or it cannot be read."""
+        what = "somebody replaced it"
         try:
-            found = self.target.facts()
-            written = self._is_planned(found, ends)
+            written = self._is_planned(self.target.facts(), ends)
         except (CkptoolError, Failed) as failed:
             error = self.target.error(failed) if isinstance(failed, Failed) else failed
-            what, step = f"it was written, but cannot be read again: {error.what}", "see what is there"
-            raise OutputError(what, path=self.target.name, next=step) from None
+            written, what = False, f"cannot be read again: {error.what}"
         if not written:
-            there = "nothing" if found is None else f"an object of {found.size:,} bytes"
-            what = f"it was written, but somebody replaced it: now there is {there}"
-            raise OutputError(what, path=self.target.name, next="see what is there, then write again with another name")
+            step = "see what is there, then write again with another name"
+            raise OutputError(f"it was written, but {what}", path=self.target.name, next=step)
 
     def _is_planned(self, found: Facts | None, ends: Mapping[Range, bytes]) -> bool:
         """Return whether an object has the planned size, and the planned bytes at its ends."""

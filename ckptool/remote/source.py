@@ -167,7 +167,7 @@ class RemoteSource(Source):
 
     def _ask_unknown(self, tail: bool) -> None:
         """Ask for the ends of an object whose size is not known."""
-        first, last = (lambda: self._store.get(self._key, 0, ENDS)), (lambda: self._store.tail(self._key, ENDS))
+        first, last = (lambda: self._store.get(self._key, 0, ENDS)), (lambda: self._store.get(self._key, None, ENDS))
         try:
             answers = together([first, last] if tail else [first])
         except Failed as failed:
@@ -205,7 +205,7 @@ class RemoteSource(Source):
                 self._asked += wanted
         if gaps:
             try:
-                self.allow(sum(span.size for span in missing))
+                self._allowance.spend(sum(span.size for span in missing), self.name)
                 requests = [part for span in missing for part in _requests(*span[1:])]
                 kept += at_once(requests, lambda one: self.fetch(*one))
             finally:
@@ -266,10 +266,6 @@ class RemoteSource(Source):
         with self._allowance.lock:
             parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
             return [Span(self, *each) for each in _joined((each for _, gaps in parts for each in gaps), gap)]
-
-    def allow(self, nbytes: int) -> None:
-        """Count bytes before they are asked for; raise RefusedError if they exceed the allowance."""
-        self._allowance.spend(nbytes, self.name)
 
     def fetch(self, begin: int, size: int) -> tuple[int, bytes]:
         """Download a range that was allowed, keep it in memory, and return it as (offset, bytes)."""
@@ -375,7 +371,7 @@ def fetch(spans: Iterable[Span]) -> None:
         if not size:
             break
         room -= size
-        source.allow(size)
+        source._allowance.spend(size, source.name)
         requests += ((source, *part) for part in _requests(offset, size))
     at_once(requests, lambda request: request[0].fetch(*request[1:]))
 

@@ -73,22 +73,21 @@ class Answer(NamedTuple):
 class Store:
     """One bucket, container or server. Every method may be called from several threads, and raises ``Failed``.
 
-    A store that is only read has ``head``, ``get`` and ``list``; one with ``has_tail`` also ``tail``.
+    A store that is only read has ``head`` and ``get``, and ``list`` if it can.
     """
 
-    #: Whether ``tail`` returns the last bytes of an object whose size is unknown.
+    #: Whether ``get`` returns the last bytes of an object whose size is unknown.
     has_tail = False
 
     def head(self, key: str) -> Facts:
         """Return the facts of an object."""
         raise NotImplementedError
 
-    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
-        """Return ``size`` bytes from ``begin``, fewer at the end; with ``etag``, only from the object that has it."""
-        raise NotImplementedError
+    def get(self, key: str, begin: int | None, size: int, etag: str = "") -> Answer:
+        """Return ``size`` bytes from ``begin``, or the last ones for None; fewer if the object has fewer.
 
-    def tail(self, key: str, size: int) -> Answer:
-        """Return the last ``size`` bytes, or all if there are fewer."""
+        With ``etag``, they only come from the object that has it.
+        """
         raise NotImplementedError
 
     def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
@@ -96,7 +95,7 @@ class Store:
 
         ``spend`` is called with the sizes of what arrives.
         """
-        raise NotImplementedError
+        raise Failed("listing")
 
     def put(self, key: str, chunks: Iterable[bytes], size: int, former: str) -> None:
         """Write an object of ``size`` bytes. ``former`` is the ETag of what it may replace, "" if there must be none.

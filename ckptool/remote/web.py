@@ -71,18 +71,9 @@ class Web(Store):
                 raise
         return self._head(key)
 
-    def get(self, key: str, begin: int, size: int, etag: str = "") -> Answer:
-        return self._answer(key, f"bytes={begin}-{begin + size - 1}", begin, size, etag)
-
-    def tail(self, key: str, size: int) -> Answer:
-        return self._answer(key, f"bytes=-{size}", None, size, "")
-
     def send(self, method: str, key: str, headers: Mapping[str, str], most: int) -> wire.Reply:
         """Send a request that reads, once; raises Failed."""
         return wire.ask(method, self._url(key), {**self._headers, **headers}, most)
-
-    def list(self, prefix: str, spend: Spend | None = None) -> Sequence[Facts]:
-        raise Failed("listing")
 
     def _head(self, key: str) -> Facts:
         reply = wire.retried(lambda: self.send("HEAD", key, {}, 0))
@@ -91,8 +82,8 @@ class Web(Store):
             raise Failed("answer")
         return self.facts(key, int(length), reply)
 
-    def _answer(self, key: str, span: str, begin: int | None, size: int, etag: str) -> Answer:
-        headers = {"range": span}
+    def get(self, key: str, begin: int | None, size: int, etag: str = "") -> Answer:
+        headers = {"range": f"bytes=-{size}" if begin is None else f"bytes={begin}-{begin + size - 1}"}
         if etag and not etag.startswith("W/"):  # a weak ETag matches no condition
             headers["if-match"] = etag
 

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
 from io import BufferedReader, RawIOBase
@@ -288,21 +289,16 @@ def _proxy(scheme: str, host: str, port: int) -> str:
         name = each.strip().lower().removeprefix("*").removeprefix(".")
         if each.strip() == "*" or (name and (host == name or host.endswith(f".{name}") or name == f"{host}:{port}")):
             return ""
-        if "/" in name and _in_network(host, name):
-            return ""
+        if "/" in name:
+            from ipaddress import ip_address, ip_network
+
+            with suppress(ValueError):
+                if ip_address(host) in ip_network(name, strict=False):
+                    return ""
     proxy = proxy if not proxy or "://" in proxy else f"http://{proxy}"
     if proxy and not proxy.startswith("http://"):
         raise Failed("proxy")
     return proxy
-
-
-def _in_network(host: str, network: str) -> bool:
-    from ipaddress import ip_address, ip_network
-
-    try:
-        return ip_address(host) in ip_network(network, strict=False)
-    except ValueError:
-        return False
 
 
 def _authorized(proxy: str) -> dict[str, str]:

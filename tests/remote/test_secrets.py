@@ -175,7 +175,7 @@ def test_files_that_are_written(words: list[str], kind: str, fault: str, server:
 
 
 #: Bugs where the secrets are: while a store is asked, while its error is understood, and while bytes are read.
-BUGS = ["web.Web._answer", "wire._answer", "s3.Account.signed", "source.RemoteSource.read"]
+BUGS = ["web.Web.get", "wire._answer", "s3.Account.signed", "source.RemoteSource.read"]
 BUGS += ["store.error_of", "source.error_of", "web._Repository.facts", "source.open_store"]
 
 
