@@ -29,11 +29,8 @@ _OBSTORE: Final = frozenset(("gs", "az", "abfs", "abfss"))
 #: Bytes of one part of an upload, at least, and the most parts that S3 and Google Cloud Storage take.
 PART: Final = 8 << 20
 MOST_PARTS: Final = 10_000
-_PARTS_AT_ONCE: Final = 3
 #: Bytes of an answer that are counted at a time.
 _CHUNK: Final = 1 << 18
-#: Seconds to find out whether the machine has credentials of its own.
-_METADATA_SECONDS: Final = 1
 #: The beginnings of variables that a store depends on.
 _DEPENDS: Final = ("GOOGLE_", "AZURE_", "SSL_", "HOME")
 _METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal)")
@@ -88,7 +85,7 @@ def _check_credentials(scheme: str, variables: dict[str, str]) -> None:
     if known or (google and os.path.exists(path)):
         return
     metadata = "http://metadata.google.internal" if google else "http://169.254.169.254"
-    options: Any = {"allow_http": True, "timeout": timedelta(seconds=_METADATA_SECONDS)}
+    options: Any = {"allow_http": True, "timeout": timedelta(seconds=1)}
     store = _library().HTTPStore(metadata, client_options=options, retry_config={"max_retries": 0})
     try:
         store.head("")
@@ -202,7 +199,7 @@ class ObStore(Store):
         """Write an object: a small one in one request, a larger one in parts. Only a few parts are in memory."""
         if size >= PART:
             part = max(PART, -(-size // MOST_PARTS))
-            asked(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=_PARTS_AT_ONCE))
+            asked(lambda: self._store.put(key, iter(chunks), chunk_size=part, max_concurrency=3))
             return
         data = b"".join(chunks)
         mode: Any = {"e_tag": former} if former and self._by_etag else "overwrite" if former else "create"

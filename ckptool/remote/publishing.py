@@ -36,10 +36,8 @@ _SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
 #: Bytes of a part of an upload, except the last one, at least and at most. From the S3 API.
 _MIN_PART: Final = 5 << 20
 _MAX_PART: Final = 5 << 30
-#: Parts in memory: one is filled, the others are on their way.
+#: Parts that are on their way, and chunks that wait to be taken by a store; all are in memory.
 _SENDING: Final = 4
-#: Chunks that wait to be taken by a store.
-_QUEUED: Final = 4
 #: Codes and statuses of servers that cannot copy a range, but can take the bytes.
 _CANNOT_COPY: Final = {405, 501, "NotImplemented", "InvalidRequest", "InvalidArgument", "MethodNotAllowed"}
 
@@ -374,13 +372,7 @@ class _Writing(NamedTuple):
         """Return whether an object has the planned size, and the planned bytes at its ends."""
         if found is None or found.size != self.plan.size:
             return False
-        get = self.target.store.get
-        try:
-            answers = together([partial(get, self.target.key, *place, found.etag) for place in ends])
-        except Failed as failed:
-            if failed.status != 412:
-                raise
-            return False
+        answers = together([partial(self.target.store.get, self.target.key, *place) for place in ends])
         return [answer.data for answer in answers] == [*ends.values()]
 
 
@@ -390,7 +382,7 @@ class _Putting(Background):
     def __init__(self, target: Target, size: int, etag: str, progress: Progress) -> None:
         super().__init__(True)
         self._target, self._size, self._etag, self._progress = target, size, etag, progress
-        self._chunks: Queue[bytes | None] = Queue(_QUEUED)
+        self._chunks: Queue[bytes | None] = Queue(_SENDING)
 
     def put(self, data: Buffer) -> None:
         """Hand a chunk over; raises the error of the store."""

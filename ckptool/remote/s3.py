@@ -29,12 +29,9 @@ _OLD: Final = 24 * 3600
 #: Bytes of an answer that neither lists objects nor brings the content of one.
 _SMALL: Final = 1 << 20
 _SIZE: Final = regex(r"[0-9]{1,18}")
-_NAMES: Final = "http://s3.amazonaws.com/doc/2006-03-01/"
 #: Variables with the endpoint: the first one counts, unless the setting turns all endpoints off.
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _IGNORED: Final = "ignore_configured_endpoint_urls"
-#: The endpoint of a client of botocore, if none is configured.
-_DEFAULT: Final = "https://s3.amazonaws.com"
 #: Files with profiles, each with the variable that names another file.
 _FILES: Final = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
 
@@ -128,7 +125,7 @@ def _configured(profile: str, variables: Mapping[str, str]) -> str:
         return given
     keys = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
     found = _botocore(lambda session: session(profile=profile or None).create_client("s3", "us-east-1", **keys))
-    return "" if found.meta.endpoint_url == _DEFAULT else str(found.meta.endpoint_url)
+    return "" if found.meta.endpoint_url == "https://s3.amazonaws.com" else str(found.meta.endpoint_url)
 
 
 def _frozen(credentials: Any) -> Keys:
@@ -321,7 +318,8 @@ class S3(Web):
             f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag></Part>"
             for number, etag in enumerate(etags, 1)
         )
-        body = f'<CompleteMultipartUpload xmlns="{_NAMES}">{"".join(parts)}</CompleteMultipartUpload>'.encode()
+        names = "http://s3.amazonaws.com/doc/2006-03-01/"
+        body = f'<CompleteMultipartUpload xmlns="{names}">{"".join(parts)}</CompleteMultipartUpload>'.encode()
         query, condition = {"uploadId": upload}, _condition(former)
         wire.retried(lambda: self.request("POST", key, query, condition, body, patience=_SLOW))
 

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from ..base import lazy
 from ..base.addresses import conceal, parse, reveal
-from ..base.errors import NO_FILE, ChangedError, OutputError, RefusedError, UnreadableError
+from ..base.errors import NO_FILE, OutputError, RefusedError, UnreadableError
 from ..base.limits import ANNOUNCED, LIMITS
 from ..base.text import human_bytes
 from ..files.downloads import GAP
@@ -183,7 +183,7 @@ class RemoteSource(Source):
     def check_unchanged(self) -> None:
         """Raise ChangedError if the object was replaced since it was opened."""
         if self._head()[1:] != (self.size, self._etag):
-            raise self._changed()
+            raise error_of(Failed("", 412), self._address)
 
     def read(self, offset: int, size: int) -> bytes:
         if self._closed:
@@ -265,7 +265,14 @@ class RemoteSource(Source):
         """Return what of these ranges is not in memory; ranges with fewer than ``gap`` bytes between them as one."""
         with self._allowance.lock:
             parts = (self._blocks.split(begin, min(begin + size, self.size)) for begin, size in ranges)
-            return [Span(self, *each) for each in _joined((each for _, gaps in parts for each in gaps), gap)]
+            found: list[Range] = []
+            for begin, size in sorted(each for _, gaps in parts for each in gaps):
+                last, length = found[-1] if found else (begin, 0)
+                if found and begin - (last + length) < gap:
+                    found[-1] = last, max(length, begin + size - last)
+                else:
+                    found.append((begin, size))
+        return [Span(self, *each) for each in found]
 
     def fetch(self, begin: int, size: int) -> tuple[int, bytes]:
         """Download a range that was allowed, keep it in memory, and return it as (offset, bytes)."""
@@ -282,7 +289,7 @@ class RemoteSource(Source):
     def _keep(self, at: int, answer: Answer) -> None:
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
         if answer.facts[1:] != (self.size, self._etag):
-            raise self._changed()
+            raise error_of(Failed("", 412), self._address)
         if not (self._etag or self._settings.allow_unversioned or len(answer.data) == self.size):
             raise error_of(Failed("unversioned"), self._address)
         with self._allowance.lock:
@@ -299,9 +306,6 @@ class RemoteSource(Source):
             # The file is there, so this is no missing file of a folder.
             error.of_server = error.of_server or failed.status in (401, 403)
             raise error from None
-
-    def _changed(self) -> ChangedError:
-        return error_of(Failed("", 412), self._address)  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _reopened, (self._address, self._settings, self.size, self._etag)
@@ -443,18 +447,6 @@ class Blocks:
 def _requests(begin: int, size: int) -> Iterator[Range]:
     """Yield a range as ranges that are small enough for one request."""
     return ((at, min(REQUEST, begin + size - at)) for at in range(begin, begin + size, REQUEST))
-
-
-def _joined(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """Return ranges in order, those with fewer than ``gap`` bytes between them as one."""
-    found: list[Range] = []
-    for begin, size in sorted(ranges):
-        last, length = found[-1] if found else (begin, 0)
-        if found and begin - (last + length) < gap:
-            found[-1] = last, max(length, begin + size - last)
-        else:
-            found.append((begin, size))
-    return found
 
 
 def _cut(pieces: Sequence[tuple[int, bytes]], offset: int, size: int) -> bytes:

@@ -21,7 +21,6 @@ from .store import Answer, Facts, Failed, Settings, Spend, Store, check_server
 
 _RANGE: Final = regex(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _SITE: Final = "https://huggingface.co"
-_KINDS: Final = ("models", "datasets", "spaces")
 #: Pages of a repository, of a folder or of a file, and links to download a file.
 _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(/.*)?)?/?")
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
