@@ -93,6 +93,24 @@ def moving(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def unprivileged(tmp_path: Path) -> Iterator[None]:
+    """Make this process, if it is root, somebody else, who owns the folder of the test."""
+    if os.geteuid() != 0:
+        yield
+        return
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.parents}
+    closed = {path: mode for path, mode in modes.items() if ~mode & 0o011}
+    for path, mode in closed.items():
+        path.chmod(mode | 0o011)  # the group stays that of root
+    os.chown(tmp_path, 65534, 65534)
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+    for path, mode in closed.items():
+        path.chmod(mode)
+
+
+@pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
     monkeypatch.setattr(copying, "_COPY_SIZE", 512)
@@ -212,6 +230,44 @@ def test_what_cannot_be_an_output_is_said_with_its_path(
     assert caught.value.exit_code == 5
     assert caught.value.path == path
     assert names_in(tmp_path) == listing
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000, 0o333], ids=oct)
+def test_a_folder_takes_an_output_if_it_may_be_written_to(
+    mode: int, moving: Path, unprivileged: None, tmp_path: Path, expected: bytes
+) -> None:
+    """It need not be listed. A leftover that already had its final mode is removed as well."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / f".out.pth.123{SUFFIX}").touch(0o444)
+    folder.chmod(mode)
+    try:
+        if mode == 0o333:
+            strip_to(moving, folder / "out.pth")
+        else:
+            with pytest.raises(OutputError, match=r"[Pp]ermission"):
+                strip_to(moving, folder / "out.pth")
+    finally:
+        folder.chmod(0o755)
+    assert [path.read_bytes() for path in folder.iterdir()] == [expected] * (mode == 0o333)
+    strip_to(moving, tmp_path / "out.pth")
+    assert temporaries(tmp_path) == []
+
+
+NAMES = ["two\nlines.pth", "--force", " .pth", "\x1b[31m.pth", "\udcff.pth", "a" * 251 + ".pth", "\u6a21" * 80 + ".pth"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_any_name_that_the_file_system_takes(
+    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strip_to(source, name)
+    assert (tmp_path / name).read_bytes() == expected
+    strip_to(source, tmp_path / name, force=True)
+    assert names_in(tmp_path) == sorted(["in.pth", name])
+    with pytest.raises(ckptool.CkptoolError):
+        strip_to(source, f"{tmp_path}/a\0{name}")
 
 
 def test_an_output_by_a_symbolic_link_is_written_to_where_it_leads(
@@ -381,6 +437,22 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(
     assert out.read_bytes() == b"theirs"
 
 
+def test_two_savers_of_one_process_do_not_break_each_other(
+    source: Path, out: Path, expected: bytes, small_steps: None
+) -> None:
+    saved: list[object] = []
+
+    def progress(_: int) -> None:
+        if not saved:
+            saved.append(None)
+            saved[0] = strip_to(source, out)[:2]
+
+    with pytest.raises(RefusedError, match="exists"):
+        strip_to(source, out, progress=progress)
+    assert saved == [(str(out), len(expected))]
+    assert out.read_bytes() == expected
+
+
 def test_a_folder_that_goes_away_meanwhile(source: Path, tmp_path: Path, small_steps: None) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -462,6 +534,25 @@ def test_a_file_size_limit_is_a_full_disk(limit: int, source: Path, out: Path) -
     assert str(out) in done.stderr and os.strerror(errno.EFBIG) in done.stderr
     assert "Traceback" not in done.stderr
     assert state(out) == before
+
+
+def test_a_small_tmpfs_is_a_full_disk(source: Path) -> None:
+    """A full disk for real, in a mount namespace that ends with the command."""
+    script = (
+        'mount -t tmpfs -o size=8k,mode=0777 none "$1" && printf old > "$1/out.pth" || exit 99; '
+        '"$2" -m ckptool strip-module "$3" -o "$1/out.pth" --force; echo "exit $?"; cat "$1/out.pth"; ls -A "$1"'
+    )
+    place = source.parent / "small"
+    place.mkdir()
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    enter = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    command = [*enter, "sh", "-c", script, "sh", str(place), sys.executable, str(source)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or "exit" not in done.stdout:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.stdout == "exit 5\noldout.pth\n"
+    assert f"{place}/out.pth" in done.stderr and os.strerror(errno.ENOSPC) in done.stderr
 
 
 # -- an input that does not keep still --------------------------------------------------------------------------
