@@ -76,7 +76,6 @@ def boft(weight: torch.Tensor, size: int, factors: int = 1) -> State:
 
 
 BOFT = {"peft_type": "BOFT", "r": None, "lora_alpha": None, "boft_block_size": 3, "boft_block_num": 0}
-BLOCKS = {"boft_block_size": 0, "boft_block_num": 2}
 LOKR = {"peft_type": "LOKR", "r": 2, "alpha": 3, "lora_alpha": None}
 
 
@@ -120,33 +119,6 @@ def test_lokr_adds_a_kronecker_product(dtype: torch.dtype, shape: tuple[int, ...
 
 
 OFT = {"peft_type": "OFT", "r": 0, "lora_alpha": None, "peft_version": "0.21.2", "use_cayley_neumann": True}
-#: What PEFT 0.21.2 made of ``numbers``: the shape of the weight, that of the rotations, settings, the result.
-BY_PEFT: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = {
-    "BOFT": ((2, 6), (1, 2, 3, 3), BOFT, "-0.21169 0.16452 0.0251 0.14576 0.14062 -0.18943"
-             " 0.02016 -0.3871 -0.79435 -0.03724 0.53125 -0.75557"),
-    "BOFT of a convolution": ((2, 2, 2, 2), (1, 2, 4, 4), BOFT | BLOCKS, "-0.31208 0.01202 0.08512 0.15053 -0.00179"
-             " 0.11162 0.21134 -0.00124 -0.38014 0.59267 -0.83843 -0.21536 0.20462 0.59644 0.65722 0.02309"),
-    "OFT, series": ((2, 6), (2, 3), OFT | {"oft_block_size": 3}, "-0.6989 0.06768 -0.14751 0.62041 0.00331 -0.40209"
-             " 0.40204 0.20594 -0.54319 0.29811 -0.10868 -0.66787"),
-    "OFT of a convolution, exact": ((2, 2, 2, 2), (2, 6), OFT | {"oft_block_size": 0, "r": 2,
-             "use_cayley_neumann": False}, "-0.4139 0.42146 -0.08186 0.74203 0.20513 -0.42308 0.40064 -0.15705"
-             " -0.40359 0.59271 -0.13702 -0.51372 0.31868 -0.29121 0.57555 -0.11676"),
-    "OFT, shared block": ((2, 8), (1, 6), OFT | {"oft_block_size": 4, "block_share": True,
-             "num_cayley_neumann_terms": 6}, "-0.76443 -0.01834 -0.3028 0.47945 0.26294 -0.14743 0.54432 0.13816"
-             " -0.50768 0.15362 -0.01896 -0.71776 0.33249 0.04178 0.58318 0.28082"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", BY_PEFT)
-def test_rotations_give_the_values_of_peft(kind: str, tmp_path: Path) -> None:
-    shape, rotations, settings, expected = BY_PEFT[kind]
-    weight = numbers(*shape)
-    adapter = (
-        {f"{PREFIX}.oft_R.weight": numbers(*rotations) / 4} if kind.startswith("OFT") else boft(weight, rotations[-1])
-    )
-    result = merged({f"{MODULE}.weight": weight}, adapter, tmp_path, **settings)
-    wanted = torch.tensor([float(number) for number in expected.split()]).view(shape)
-    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-5)
 
 
 def rotation(parameters: torch.Tensor) -> torch.Tensor:

@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from bench import instant, peaks, stale
-from bench.jobs import Group, Job, Row
-from bench.measure import JobError, Result, measure
-
-PYTHON = (sys.executable, "-I", "-S", "-c")
-
-
-def run(group: Group, folder: Path, repeat: int = 1) -> dict[str, Result]:
-    return measure(group, repeat, folder / "log", lambda text: None)
-
-
-def group_of(*jobs: Job, rows: tuple[Row, ...] = ()) -> Group:
-    return Group("read", "a file", jobs, rows)
-
-
-def test_a_failing_job_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="exit code 3"):
-        run(group_of(Job("fails", (*PYTHON, "raise SystemExit(3)"))), tmp_path)
-
-
-def test_a_wrong_output_ends_the_run(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_bytes(b"1")
-    group = instant.Group("in place", "a file", (_copying(one, other, b"2"),), ())
-    with pytest.raises(JobError, match="wrong file: it differs after byte 0"):
-        run(group, tmp_path)
-
-
-def _copying(one: Path, other: Path, data: bytes) -> Job:
-    code = f"import sys; open(sys.argv[1], 'wb').write({data!r})"
-    return Job("copy", (*PYTHON, code, str(other)), (one,), other, instant.Check("same", one, other))
+from bench import peaks, stale
 
 
 def test_every_command_has_its_peak_measured() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,29 +18,6 @@ import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.cli.main import run
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
-
-
-def test_an_entry_is_renamed_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    state = {"fc.weight": torch.ones(2, 3)}
-    torch.save({"weight": state, "config": [1], "optimizer": {"a": torch.zeros(5)}}, "rvc.pth")
-    assert run(shlex.split(ckptool.explain("KeyError: 'state_dict'", "rvc.pth")["next"])[1:]) == 0
-    loaded = torch.load("rvc.renamed.pth")
-    assert list(loaded) == ["config", "optimizer", "state_dict"]
-    assert torch.equal(loaded["state_dict"]["fc.weight"], state["fc.weight"])
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_lightning_reads_is_added(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    state = {"fc.weight": torch.ones(2, 3)}
-    torch.save(state if whole else {"model": state, "epoch": 7}, "net.pth")
-    assert run(shlex.split(ckptool.explain("KeyError: 'pytorch-lightning_version'", "net.pth")["next"])[1:]) == 0
-    loaded = torch.load("net.lightning.ckpt")
-    assert loaded["pytorch-lightning_version"] == "2.0.0"
-    assert (loaded["epoch"], loaded["global_step"]) == (0 if whole else 7, 0)
-    assert list(loaded["state_dict"]) == ["fc.weight"]
-
 
 #: Keys of a model with their shapes; most shapes are equal, so only names tell tensors apart.
 KEYS = {
@@ -104,66 +79,6 @@ def test_keys_that_lack_a_prefix_are_renamed_and_printed_python_loads_the_same(
             os.remove(words[-1])
 
 
-#: Optimizers, and how they are made.
-OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("SGD", {"momentum": 0.9}),
-    ("Adam", {}),
-    ("RMSprop", {"momentum": 0.9}),
-    ("Adafactor", {}),
-)
-
-
-def stepped(name: str, how: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A training run after one step, whose optimizer begins with this state."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **how)
-    if state is not None:
-        optimizer.load_state_dict(state)
-    model(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-
-
-def error_of(name: str, how: dict[str, Any], state: dict[str, Any]) -> KeyError | None:
-    try:
-        stepped(name, how, state)
-    except KeyError as error:
-        return error
-    except TypeError:  # Adafactor's eps are two numbers
-        return None
-    return None
-
-
-def answered(error: KeyError, whole: dict[str, Any]) -> str:
-    """What explain says of the error and run.pth, after its command was found to keep all but the optimizer."""
-    report = ckptool.explain(f"KeyError: {error}", "run.pth")
-    assert report["cause"] == "file", report
-    assert report["next"] == "ckptool drop run.pth optimizer -o run.weights.pth"
-    assert say(*shlex.split(report["next"])[1:]).code == 0
-    rest = torch.load("run.weights.pth", weights_only=True)
-    os.remove("run.weights.pth")
-    assert [*rest] == ["model", "epoch"]
-    assert all(torch.equal(value, whole["model"][key]) for key, value in rest["model"].items())
-    return report["why"]
-
-
-@pytest.mark.parametrize(("name", "how"), OPTIMIZERS)
-def test_a_state_of_another_optimizer_is_told_by_what_it_has(
-    name: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch says which value it does not find in the state dict that this optimizer saved."""
-    monkeypatch.chdir(tmp_path)
-    whole = stepped(name, how)
-    torch.save(whole, "run.pth")
-    raised = [error_of(other, other_how, whole["optimizer"]) for other, other_how in OPTIMIZERS if other != name]
-    known = [error for error in raised if error is not None and error.args[0] not in ("alpha", "weight_decay")]
-    assert known
-    for error in known:
-        why = answered(error, whole)
-        assert "another optimizer saved 'optimizer': it has" in why and f"yours looks for '{error.args[0]}'" in why
-
-
 # -- what explain claims: every known message and unknown ones, for files that they are not about ----------------------
 
 FILES = sorted(
@@ -208,20 +123,6 @@ def test_an_unknown_message_gets_findings_and_no_more(name: str, tmp_path: Path)
         assert (report["name"], report["cause"], report["python"]) == ("", "unknown", "")
         assert report["next"] in ("", alone["next"])
         assert not any(words in report["why"] for words in TOO_MUCH)
-
-
-def test_a_missing_module_that_the_models_own_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class of a pickled model brings the imports of its module; torch's own classes bring no such module."""
-    monkeypatch.chdir(tmp_path)
-    layer = torch.nn.Linear(2, 2)
-    Path("layer.pkl").write_bytes(pickle.dumps({"G": layer}))
-    Path("model.pkl").write_bytes(
-        pickle.dumps({"G": layer}, 2).replace(b"torch.nn.modules.linear\n", b"training.networks\n")
-    )
-    text = "ModuleNotFoundError: No module named 'torch_utils'"
-    assert ckptool.explain(text, "layer.pkl")["cause"] == "elsewhere"
-    report = ckptool.explain(text, "model.pkl")
-    assert (report["cause"], say(*shlex.split(report["next"])[1:]).code) == ("file", 0)
 
 
 @pytest.mark.sampled(every=6)

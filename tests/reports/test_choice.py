@@ -84,22 +84,6 @@ def glob_of(path: Path) -> str:
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
 
 
-@pytest.mark.sampled(every=4)
-@every
-def test_the_difference_of_a_part_is_that_of_the_kept_files(item: Fixture) -> None:
-    """By ``keep`` and ``drop``, which choose the same of a bare state dict."""
-    glob = glob_of(item.path)
-    with ckptool.open(item.path) as checkpoint:
-        if not glob or [state.path for state in checkpoint.state_dicts] != [""]:
-            pytest.skip("not a bare state dict")
-        keys = [entry.key for entry in checkpoint.survey.tensors if entry.key.startswith(glob[:-1])]
-        other = ckptool.remap(checkpoint, "cuda:7")
-        other = ckptool.drop(other, keys[0]) if len(keys) > 1 else other
-        for how, edit in (({"include": glob}, ckptool.keep), ({"exclude": glob}, ckptool.drop)):
-            report = told(ckptool.diff(checkpoint, other, **how))
-            assert report == told(ckptool.diff(edit(checkpoint, glob), edit(other, glob)))
-
-
 def test_what_one_file_shares_and_the_other_has_twice(tmp_path: Path) -> None:
     inner = {"w": torch.ones(2), "n": 1}
     shared = saved(tmp_path / "a.pth", {"a": {"x": inner}, "b": {"x": inner}})

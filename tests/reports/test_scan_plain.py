@@ -164,12 +164,6 @@ def test_any_plain_data(value: Any, protocol: int) -> None:
     assert _agrees(data) or not (plain and all(text.isascii() for text in decode(data).graph.strings))
 
 
-@given(st.binary(max_size=60))
-def test_any_bytes(tail: bytes) -> None:
-    for head in (b"\x80\x02", b"\x80\x04"):
-        _agrees(head + tail + b".")
-
-
 def test_a_large_pickle_is_searched() -> None:
     assert is_plain_pickle(BytesSource(pickle.dumps([0.5] * 1000, 2), "a.pkl"))
     assert not is_plain_pickle(BytesSource(pickle.dumps([0.5] * 10_000, 2), "a.pkl"))

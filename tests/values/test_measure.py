@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ckptool
 from ckptool.files import threads
@@ -20,7 +17,6 @@ from ckptool.values.torch.measure import STEP, ElementRule, measure
 
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu")
 NARROW = (*FLOAT8, "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool")
-WIDE = ("float32", "float64", "int32", "int64", "uint32", "uint64")
 
 
 def measured(tensor: torch.Tensor, size: int = 1000) -> Any:
@@ -57,34 +53,6 @@ def test_every_narrow_element(dtype: str, step: int, monkeypatch: pytest.MonkeyP
     assert math.isclose(found.mean, float((wide / bound).mean()) * bound, rel_tol=1e-12, abs_tol=1e-13 * bound)
     assert math.isclose(found.std, float((wide / bound).std()) * bound, rel_tol=1e-12)
     assert math.isclose(found.norm, float((wide / bound).norm()) * bound, rel_tol=1e-12)
-
-
-@settings(max_examples=examples(200))
-@given(st.sampled_from(WIDE), st.lists(st.floats() | st.floats(width=32) | st.integers(-500, 500)), st.integers(1, 9))
-def test_many_blocks_are_one(dtype: str, values: list[float], step: int) -> None:
-    tensor = made(dtype, values)
-    one, ordered = measured(tensor), finite_numbers(tensor)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_module, "STEP", step)
-        many = measured(tensor)
-    exact = ("finite", "nans", "infs", "zeros", "low", "high", "counts", "edges")
-    assert [getattr(one, name) for name in exact] == [getattr(many, name) for name in exact]
-    assert one.finite == len(ordered) == sum(one.counts) and one.zeros == ordered.count(0)
-    assert (one.low, one.high) == ((ordered[0], ordered[-1]) if ordered else (None, None))
-    for name in ("mean", "std", "norm"):
-        mine, other = getattr(one, name), getattr(many, name)
-        bound = max(abs(one.low), abs(one.high)) if ordered else 0
-        assert mine == other or math.isclose(mine, other, rel_tol=1e-11, abs_tol=float(bound) * 1e-12 + 1e-323)
-
-
-def made(dtype: str, values: list[float]) -> torch.Tensor:
-    if "int" not in dtype:
-        return torch.tensor(values, dtype=torch.float64).to(getattr(torch, dtype))
-    bits = int(dtype.strip("uint"))
-    low = 0 if dtype.startswith("u") else -(1 << bits - 1)
-    whole = [int(value) % (1 << bits) if math.isfinite(value) else 0 for value in values]
-    whole = [value - (1 << bits) if low and value >= -low else value for value in whole]
-    return torch.tensor(whole, dtype=getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200])

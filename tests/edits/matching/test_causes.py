@@ -26,8 +26,6 @@ from transformers import (
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.edits.matching.causes import size_causes
-from ckptool.edits.matching.state_dict_errors import Mismatch
 
 State = dict[str, torch.Tensor]
 
@@ -111,56 +109,7 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
 # -- the other side
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("partitioned-model", [((8, 4), (0,)), ((8,), (0,))]),
-        ("quantized-model", [((8, 4), (16, 1))]),
-        ("flat-model", [((8, 4), (32,))]),
-        ("part", [((4, 8), (8, 8)), ((4,), (8,)), ((8, 4), (8, 8))]),
-        ("part", [((8, 8), (2, 8)), ((8, 8), (8, 2))]),
-        ("configuration", [((4, 4), (8, 8)), ((4,), (8,)), ((8, 4), (16, 8))]),
-        ("configuration", [((4, 8), (8, 8)), ((8, 2), (8, 8))]),
-        ("classes", [((4, 8), (8, 8)), ((4,), (8,))]),
-    ],
-)
-def test_the_model_is_cut_or_quantized(kind: str, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    found = size_causes([Mismatch(f"head{number}.weight", *both) for number, both in enumerate(sizes)], 0)
-    assert [cause.kind for cause in found] == [kind]
-    assert found[0].replaceable == (kind == "classes")
-
-
 # -- positions
-
-
-class Table(nn.Module):
-    """A model with patches of 16 pixels and a table of positions of any name."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.patch_embed = nn.Conv2d(3, 8, 16, 16)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-
-
-POSITIONS = [
-    ("pos_embed", (1, 197, 8), (1, 577, 8)),
-    ("positional_embedding", (50, 8), (82, 8)),
-    ("pos_embed", (1, 8, 7, 7), (1, 8, 14, 14)),
-    ("relative_position_bias_table", (169, 2), (529, 2)),
-    ("rel_pos_h", (27, 8), (127, 8)),
-    ("wpe", (512, 8), (1024, 8)),
-]
-
-
-@pytest.mark.parametrize(("name", "saved", "wanted"), POSITIONS)
-def test_another_image_size(name: str, saved: tuple[int, ...], wanted: tuple[int, ...], tmp_path: Path) -> None:
-    have, want = Table(name, saved).state_dict(), Table(name, wanted).state_dict()
-    for report in (matched(have, want, tmp_path), through_error(have, want, tmp_path)):
-        kind, message = cause(report)
-        assert kind == "positions"
-        assert all("x".join(map(str, shape)) in message for shape in (saved, wanted))
-        assert "another image size or sequence length: build the model" in message
 
 
 # -- fused, split, and transposed
@@ -209,140 +158,7 @@ def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_pa
 # -- what others add to the names
 
 
-class LitEma(nn.Module):
-    """As in ``ldm/modules/ema.py`` of Latent Diffusion: buffers, whose names have no dots."""
-
-    def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
-        super().__init__()
-        self.register_buffer("decay", torch.tensor(decay, dtype=torch.float32))
-        self.register_buffer("num_updates", torch.tensor(0, dtype=torch.int))
-        for name, parameter in model.named_parameters():
-            self.register_buffer(name.replace(".", ""), parameter.clone().detach().data)
-
-
-class Latent(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.model_ema = LitEma(model)
-
-
-def network() -> nn.Module:
-    return nn.ModuleDict(
-        {
-            "input_blocks": nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6)]) for _ in range(3)),
-            "out": nn.Linear(6, 4),
-        }
-    )
-
-
-@pytest.mark.parametrize("prefix", ["", "diffusion_model."])
-def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
-    """The EMA of LitEma alone gets the names of the model; beside the weights it is named, and the way to it works."""
-    model = network() if not prefix else nn.ModuleDict({"diffusion_model": network()})
-    saved = Latent(model).state_dict()
-    for name, value in saved.items():
-        if name.startswith("model_ema.") and value.is_floating_point():
-            value += 1
-    ema = {name: value for name, value in saved.items() if name.startswith("model_ema.")}
-    expected = {name: ema["model_ema." + name.replace(".", "")] for name in model.state_dict()}
-    out = tmp_path / "out.pth"
-    report = matched(ema, model.state_dict(), tmp_path)
-    assert report["fix"]["complete"], report
-    assert typed(report["fix"]["command"], out) == 0
-    result = torch.load(out)
-    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
-    whole = matched({"state_dict": saved, "epoch": 1}, model.state_dict(), tmp_path)
-    [note] = [note for note in whole["notes"] if "averaged weights" in note]
-    assert typed(note[note.index("ckptool edit") :], tmp_path / "ema.pth") == 0
-    report = ckptool.match(tmp_path / "ema.pth", tmp_path / "b.pth")
-    assert report["fix"]["complete"] and typed(report["fix"]["command"], tmp_path / "named.pth") == 0
-    result = torch.load(tmp_path / "named.pth")
-    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
-
-
-def profiled(model: nn.Module) -> State:
-    """The state dict after ``thop.profile``, which registers two buffers in every module."""
-    for module in [*model.modules()]:
-        module.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
-        module.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
-    return dict(model.state_dict())
-
-
-@pytest.mark.parametrize("depth", [1, 90])
-@pytest.mark.parametrize("prefix", ["", "module.", "model."])
-def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
-    """One command drops them, and nothing else, however many there are."""
-
-    def made() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(depth)))
-
-    plain = made()
-    have = with_prefix(profiled(made()), prefix)
-    report = matched(have, plain.state_dict(), tmp_path)
-    assert report["fix"]["complete"] and f"drops {2 * (3 * depth + 1)} keys" in str(report["fix"])
-    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
-    plain.load_state_dict(torch.load(tmp_path / "out.pth"))
-
-
 # -- adapters
-
-
-def adapter(base: State, targets: tuple[str, ...], style: str, rank: int = 2) -> State:
-    """The keys of LoRA for some modules of a base, as PEFT, kohya or torchtune name them."""
-    result = State()
-    for name, weight in base.items():
-        module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets and weight.dim() == 2:
-            first, second = torch.randn(rank, weight.shape[1]), torch.randn(weight.shape[0], rank)
-            if style == "peft":
-                module = f"base_model.model.{module}"
-                result |= {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
-            elif style == "live":
-                module = f"base_model.model.{module}"
-                result |= {f"{module}.lora_A.default.weight": first, f"{module}.lora_B.default.weight": second}
-            elif style == "kohya":
-                module = f"lora_unet_{module.replace('.', '_')}"
-                result |= {f"{module}.lora_down.weight": first, f"{module}.lora_up.weight": second}
-                result[f"{module}.alpha"] = torch.tensor(1.0)
-            else:
-                result |= {f"{module}.lora_a.weight": first, f"{module}.lora_b.weight": second}
-    return result
-
-
-def llama(width: int = 16, layers: int = 2) -> State:
-    config = LlamaConfig(vocab_size=40, **SMALL | {"hidden_size": width, "num_hidden_layers": layers})
-    return dict(LlamaForCausalLM(config).state_dict())
-
-
-def test_an_adapter_of_kohya_and_its_base(tmp_path: Path) -> None:
-    base = llama()
-    have = adapter(base, ("q_proj", "v_proj"), "kohya")
-    report = matched(have, base, tmp_path)
-    [one] = report["causes"]
-    assert "LoRA of rank 2 on 4 modules of unet" in one["message"] and "4 weights of the target" in one["message"]
-    assert report["next"].startswith("ckptool merge-lora ") and report["fix"] is None
-    for other, reason in ((llama(24), "changes a weight of 16x16"), (llama(16, 1), "2 of 4 modules matched")):
-        report = matched(have, other, tmp_path)
-        [one] = report["causes"]
-        assert not report["next"] and "does not fit the target" in one["message"] and reason in one["message"]
-
-
-@pytest.mark.parametrize("style", ["peft", "live", "torchtune"])
-def test_a_model_with_an_adapter_is_not_taken_for_its_base(style: str, tmp_path: Path) -> None:
-    """No edit is offered that leaves the adapter out, and no count says that all keys load."""
-    base = llama()
-    trained = adapter(base, ("q_proj", "v_proj"), style)
-    prefix = "" if style == "torchtune" else "base_model.model."
-    wrapped = re.compile(r"(q_proj|v_proj)\.weight$") if prefix else re.compile(r"(?!)()")
-    full = {prefix + wrapped.sub(r"\1.base_layer.weight", name): value for name, value in base.items()} | trained
-    for report in (matched(full, base, tmp_path), through_error(full, base, tmp_path)):
-        kind, message = cause(report)
-        assert kind == "adapter" and report["fix"] is None
-        assert "what was trained would be ignored" in message
-        assert "LoRA of rank 2 on q_proj and v_proj" in message
-    kind, message = cause(matched(base, full, tmp_path))
-    assert kind == "adapter" and "the file is its base" in message
 
 
 # -- tied weights
@@ -384,22 +200,6 @@ def test_a_tied_weight_that_is_missing(name: str, form: str, tmp_path: Path) -> 
 
 
 # -- programs
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "net."])
-def test_the_weights_of_a_program_are_taken_out_first(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    torch.jit.script(model).save("script.pt")
-    torch.save(with_prefix(dict(model.state_dict()), prefix), "b.pth")
-    report = ckptool.match("script.pt", "b.pth")
-    assert not report["fits"] and report["fix"] is None
-    words = shlex.split(report["next"])
-    assert run(words[1:]) == 0
-    taken = ckptool.match(words[-1], "b.pth")
-    assert taken["fits"] or taken["fix"]["complete"]
 
 
 def test_the_work_does_not_grow_with_the_square_of_the_keys(tmp_path: Path) -> None:

@@ -356,25 +356,6 @@ def test_every_key_of_a_message_is_read(odd: str, wrap: Callable[[str], str], tm
     assert sorted(report["missing"]) == [f"1.x{odd}.bias", f"1.x{odd}.weight"]
 
 
-def test_counters_that_torch_does_not_call_missing_stay(tmp_path: Path) -> None:
-    """Without the metadata of BatchNorm torch adds them: the message names them as unexpected alone."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False))
-
-    saved = {f"module.{name}": value for name, value in filled(model()).state_dict().items()}
-    torch.save(saved, tmp_path / "a.pth")
-    with pytest.raises(RuntimeError) as caught:
-        model().load_state_dict(torch.load(tmp_path / "a.pth"))
-    assert str(caught.value).count("num_batches_tracked") == 1
-    report = ckptool.match(tmp_path / "a.pth", error=str(caught.value))
-    assert report["fix"] is not None and "drop" not in report["fix"]["command"]
-    assert typed(report["fix"]["command"], tmp_path / "b.pth") == 0
-    loaded = torch.load(tmp_path / "b.pth")
-    model().load_state_dict(loaded)
-    assert loaded.keys() == model().state_dict().keys()
-
-
 def test_a_message_about_another_checkpoint(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pth")
     with pytest.raises(RuntimeError) as caught:
@@ -420,23 +401,3 @@ def test_groups_of_optimizers_are_compared_as_torch_does(
         assert typed(report["next"], out) == 0
         model.load_state_dict(torch.load(out)["model"])
         assert "optimizer" not in torch.load(out)
-
-
-def normed(how: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    return nn.Sequential(how(nn.Conv1d(2, 3, 3)), nn.Sequential(how(nn.Linear(4, 4)), nn.LayerNorm(4)))
-
-
-@pytest.mark.parametrize("wrapped", ["", "module."])
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_both_names_of_weight_norm(wrapped: str, tmp_path: Path) -> None:
-    """Torch loads old names into the new module, but not new names into the old one."""
-    old, new = normed(nn.utils.weight_norm), normed(nn.utils.parametrizations.weight_norm)
-    for name, model in (("old", old), ("new", new)):
-        torch.save({wrapped + key: value for key, value in model.state_dict().items()}, tmp_path / f"{name}.pth")
-        torch.save(model.state_dict(), tmp_path / f"{name}_wanted.pth")
-    report = fixed(tmp_path / "old.pth", tmp_path / "new_wanted.pth", tmp_path / "a.pth")
-    assert report["fits"] is (wrapped == "")
-    new.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True))
-    report = fixed(tmp_path / "new.pth", tmp_path / "old_wanted.pth", tmp_path / "b.pth")
-    assert not report["fits"] and report["fix"]["complete"]
-    old.load_state_dict(torch.load(tmp_path / "b.pth", weights_only=True))
