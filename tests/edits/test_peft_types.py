@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -92,30 +91,6 @@ def lokr(*shape: int, names: str = "w1 w2_a w2_b") -> State:
         "t2": (2, 2, *kernel),
     }
     return {f"{PREFIX}.lokr_{name}": numbers(*shapes[name]) for name in names.split()}
-
-
-@pytest.mark.parametrize(
-    ("shape", "names"),
-    [
-        *itertools.product(
-            [(150, 96), (140, 12, 3, 3)], ["w1 w2", "w1 w2_a w2_b", "w1_a w1_b w2", "w1_a w1_b w2_a w2_b"]
-        ),
-        ((140, 12, 3, 3), "w1 t2 w2_a w2_b"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lokr_adds_a_kronecker_product(dtype: torch.dtype, shape: tuple[int, ...], names: str, tmp_path: Path) -> None:
-    weight, adapter = numbers(*shape).to(dtype), lokr(*shape, names=names)
-    result = merged({f"{MODULE}.weight": weight}, adapter, tmp_path, **LOKR)
-    part = {key.rpartition("lokr_")[2]: value for key, value in adapter.items()}
-    one = part["w1"] if "w1" in part else part["w1_a"] @ part["w1_b"]
-    if "t2" in part:
-        two = torch.einsum("ijkl, ip, jr -> prkl", part["t2"], part["w2_a"], part["w2_b"])
-    else:
-        two = part["w2"] if "w2" in part else part["w2_a"] @ part["w2_b"]
-    delta = (torch.kron(one, two.flatten(1)) * 1.5).view(shape)
-    assert torch.equal(result, (weight.float() + delta).to(dtype))
 
 
 OFT = {"peft_type": "OFT", "r": 0, "lora_alpha": None, "peft_version": "0.21.2", "use_cayley_neumann": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from test_edit_properties import adam
 import ckptool
 from ckptool import Checkpoint
 from ckptool.base.dtypes import BY_NAME
-from ckptool.checkpoint.checkpoint import Change
 from ckptool.edits.recompute import Recomputation
-from ckptool.files.sources import Computed
-from ckptool.values.elements import StorageReader, elements, storage_reader, swapped
 
 
 def scale(checkpoint: Checkpoint, factor: float, **how: Any) -> Checkpoint:
@@ -86,35 +82,3 @@ def test_the_example_says_what_it_leaves_unchanged(path: Path) -> None:
 
 
 # -- results of other shapes, and from several tensors ----------------------------------------------------------
-
-
-def chained(storages: list[StorageReader], tensors: list[Any]) -> Iterator[bytes]:
-    for storage, tensor in zip(storages, tensors):
-        yield from (swapped(data, storage.width) for data in elements(storage, tensor))
-
-
-def fused(checkpoint: Checkpoint, names: tuple[str, ...], new: str) -> Checkpoint:
-    """Replace some vectors of the state dict by one that holds them all."""
-    work = Recomputation(checkpoint)
-    graph, (state,) = work.checkpoint.graph, checkpoint.state_dicts
-    refs = {str(graph.nodes[key]): value for key, value in state.items}
-    tensors = [tensor for name in names if (tensor := work.reader.tensor(refs[name]))]
-    readers = [storage_reader(work.checkpoint, tensor.storage) for tensor in tensors]
-    dtype, count = BY_NAME[tensors[0].dtype], sum(tensor.numel for tensor in tensors)
-    piece = Computed(count * dtype.itemsize, chained, (readers, tensors))
-    ref = work.tensor(new, dtype, (count,), piece)
-    kept = [(key, value) for key, value in state.items if graph.nodes[key] not in names]
-    work.editor.refill(state.ref, [*kept, (work.editor.add(new), ref)])
-    return work.done([Change("fuse", new, 1, 0, "fused")])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "int64"])
-def test_a_new_tensor_is_computed_from_several(dtype: str, tmp_path: Path) -> None:
-    state = {name: torch.arange(12).reshape(3, 4).t().to(getattr(torch, dtype)) for name in ("q.w", "k.w", "v.w")}
-    torch.save(state | {"o.w": torch.ones(2)}, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        ckptool.save(fused(checkpoint, ("q.w", "k.w", "v.w"), "qkv.w"), tmp_path / "out.pth")
-    found = oracle.load(tmp_path / "out.pth")
-    expected = torch.cat([value.flatten() for value in state.values()])
-    assert list(found) == ["o.w", "qkv.w"]
-    assert oracle.difference({"o.w": torch.ones(2), "qkv.w": expected}, found) == ""

@@ -474,58 +474,43 @@ def test_modules_can_be_read_in_one_go(modules: list[Module]) -> None:
 # -- the rules can fail ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "wrong"),
-    [
-        ("ckptool.base.errors", "from ..files import sources", True),
-        ("ckptool.pickles.decode", "def f():\n    from ..checkpoint.checkpoint import Checkpoint", True),
-        ("ckptool.edits.keys", "from ..reports.keys import keys_report", True),
-        ("ckptool.checkpoint.survey", "import ckptool.formats", True),
-        ("ckptool.reports.findings", "from .. import saving", True),
-        (
-            "ckptool.reports.inspection",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..cli import render",
-            True,
-        ),
-        ("ckptool.edits.keys", "from .optimizers import Optimizer", False),
-        ("ckptool.cli.show", "from ..reports.keys import keys_report", False),
-        ("ckptool.reports.findings", "from ..base import errors", False),
-    ],
+def upward_of(name: str, text: str) -> int:
+    return len(upward(module_of(f"ckptool.{name}", text)))
+
+
+def test_an_upward_import_is_found() -> None:
+    assert upward_of("base.errors", "from ..files import sources")
+    assert upward_of("pickles.decode", "def f():\n    from ..checkpoint.checkpoint import Checkpoint")
+    assert upward_of("checkpoint.survey", "import ckptool.formats") and upward_of("reports.x", "from .. import saving")
+    assert upward_of("edits.keys", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..cli import render")
+    assert not upward_of("edits.keys", "from .optimizers import Optimizer\nfrom ..base import errors")
+    assert not upward_of("cli.show", "from ..reports.keys import keys_report")
+
+
+WRITES = (
+    "open('x', 'wb')",
+    "open('x', mode='r+')",
+    "open('x', mode=how)",
+    "os.open('x', flags)",
+    "os.replace('a', 'b')",
 )
-def test_an_upward_import_is_found(name: str, text: str, wrong: bool) -> None:
-    assert bool(upward(module_of(name, text))) is wrong
+WRITES += ("os.open('x', os.O_RDONLY | os.O_CREAT)", "Path('x').write_bytes(b'')")
+READS = ("open('x')", "open('x', 'rb')", "os.open('x', os.O_RDONLY)")
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("open('x', 'wb')", True),
-        ("open('x', mode='r+')", True),
-        ("open('x', mode=how)", True),
-        ("os.open('x', flags)", True),
-        ("os.open('x', os.O_RDONLY | os.O_CREAT)", True),
-        ("Path('x').write_bytes(b'')", True),
-        ("os.replace('a', 'b')", True),
-        ("open('x')", False),
-        ("open('x', 'rb')", False),
-        ("os.open('x', os.O_RDONLY)", False),
-    ],
-)
-def test_a_write_is_found(text: str, wrong: bool) -> None:
-    assert bool(writes(module_of("ckptool.x", text))) is wrong
+def test_a_write_is_found() -> None:
+    assert all(writes(module_of("ckptool.x", text)) for text in WRITES)
+    assert not any(writes(module_of("ckptool.x", text)) for text in READS)
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("checkpoint.traits.sharded", {"sharded"}),
-        ("checkpoint.container.traits.assembled", {"assembled"}),
-        ("traits = checkpoint.traits", {"traits"}),
-        ("checkpoint.format == 'dcp'", {"dcp"}),
-        ("checkpoint.container.format in ('hf-torch', 'dcp')", {"hf-torch", "dcp"}),
-        ("checkpoint.traits.writes_as != 'program'", {"program"}),
-        ("checkpoint.traits.loads == 'file' and checkpoint.pickled", set()),
-    ],
-)
-def test_a_question_about_one_format_is_found(text: str, names: set[str]) -> None:
-    assert facts_of_one_format(text) == names
+QUESTIONS = {
+    "checkpoint.container.traits.assembled": {"assembled"},
+    "traits = checkpoint.traits": {"traits"},
+    "checkpoint.container.format in ('hf-torch', 'dcp')": {"hf-torch", "dcp"},
+    "checkpoint.traits.writes_as != 'program'": {"program"},
+    "checkpoint.traits.loads == 'file' and checkpoint.pickled": set(),
+}
+
+
+def test_a_question_about_one_format_is_found() -> None:
+    assert {text: facts_of_one_format(text) for text in QUESTIONS} == QUESTIONS

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 from configparser import ConfigParser
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -54,19 +51,6 @@ def test_what_a_workflow_runs_is_there(name: str) -> None:
     # Rights are given job by job, and only to publish is an identity needed.
     assert "permissions: {}" in text
     assert ("id-token: write" in text) == (name == "release.yml")
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize(
-    ("target", "packages"), [("demo", "--editable ."), ("site", "--editable '.[site]'"), ("dist", "build setuptools")]
-)
-def test_make_installs_only_what_a_target_needs(target: str, packages: str, tmp_path: Path) -> None:
-    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    made = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"pip install .* --constraint constraints\.txt (.*)", made) == [packages]
-    removed = [word for line in re.findall(r"^rm -rf (.*)", made, re.M) for word in line.split()]
-    assert not {"build", "build/site"} & {*removed}, "make would delete the site"
 
 
 def test_the_container_has_what_the_package_needs_but_torch() -> None:

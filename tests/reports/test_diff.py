@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.errors import CkptoolError, MalformedError, TargetError
 from ckptool.cli.main import run
-from ckptool.values.elements import elements, storage_reader
 
 LISTS = ("container", "only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order")
 every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
@@ -334,27 +333,6 @@ def test_what_many_share_is_listed_once(two: Callable[..., dict[str, Any]]) -> N
         last.append(first)  # type: ignore[arg-type]
         rings.append(first)
     assert 0 < len(two(*({"x": ring} for ring in rings))["entries"]) <= 101 + 103
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        torch.arange(6_000_000).reshape(3000, 2000).t(),
-        torch.arange(6_000_000).reshape(3, 1000, 2000).permute(2, 0, 1),
-        torch.arange(3_000_000)[::2],
-        torch.arange(4_000_000).reshape(2000, 2000)[5:-5, 7:-9],
-        torch.arange(3).expand(700_000, 3),
-        torch.randn(1100, 1000, dtype=torch.complex128).t(),
-        torch.arange(5).reshape(5, 1)[1:4],
-    ],
-    ids=lambda view: "x".join(map(str, view.shape)),
-)
-def test_the_elements_of_large_views(view: torch.Tensor, tmp_path: Path) -> None:
-    with ckptool.open(saved(tmp_path / "a", {"x": view})) as checkpoint:
-        tensor = checkpoint.survey.tensors[0].tensor
-        pieces = list(elements(storage_reader(checkpoint, tensor.storage), tensor))
-    assert b"".join(pieces) == view.contiguous().numpy().tobytes()
-    assert max(map(len, pieces)) <= 4 << 20
 
 
 # -- folders -------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
+from changed_tensors import KINDS, as_big_endian, bumped, saved
 from command_line import say
-from conftest import CHECKPOINTS, Fixture, by_name, examples
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_files import save_ranks
@@ -22,9 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
-from ckptool.base.errors import CkptoolError, MalformedError
-
-every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
+from ckptool.base.errors import MalformedError
 
 
 def content(path: Path, key: str | None = None) -> str:
@@ -53,21 +51,6 @@ def test_the_contract(tmp_path: Path) -> None:
     report = ckptool.hash(fixed)
     assert report["content"] == "ckptool:1:dc80263264d5603f3b2c90d39b7700cbcba2da581a9ee9fb8121f108d1994aa9"
     assert report["structure"] == "ckptool-structure:1:a3cd8da0674276fe55231475ee446c716f33e9c23e7b19c72c110c58b0cfc4a9"
-
-
-@pytest.mark.sampled(every=9)
-@every
-def test_every_fixture_has_one_that_its_copy_has_too(item: Fixture, tmp_path: Path) -> None:
-    try:
-        report = ckptool.hash(item.path, each=True)
-    except MalformedError:
-        raise
-    except CkptoolError:
-        pytest.skip("ckptool does not open it")
-    twin = tmp_path / "twin"
-    twin.write_bytes(item.path.read_bytes())
-    assert ckptool.hash(twin, each=True) == report | {"path": str(twin)}
-    assert len(report["each"]) == report["tensors"]
 
 
 STATE = OrderedDict(

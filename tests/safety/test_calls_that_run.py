@@ -46,6 +46,11 @@ def at(module: str, path: str) -> Code:
     return Code(b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, path)) + b"\x93")
 
 
+def method(module: str, path: str, *arguments: object) -> Ran:
+    """A call of a method, or of what a module has under a dotted name."""
+    return ran(f"{module}.{path}", call(at(module, path), *arguments))
+
+
 def built(made: Code, state: object) -> Code:
     """BUILD."""
     return Code(made.raw + put(state) + b"b")
@@ -119,28 +124,17 @@ SAMPLES = [
     runs("timeit.main", ["-n", "1", CODE]),
     runs("cProfile.run", CODE, "stats"),
     runs("profile.run", CODE, "stats"),
-    ran("bdb.Bdb.run", call(at("bdb", "Bdb.run"), call(name("bdb", "Bdb")), CODE, {}, {})),
-    ran(
-        "code.InteractiveInterpreter.runsource",
-        call(at("code", "InteractiveInterpreter.runsource"), call(name("code", "InteractiveInterpreter")), CODE),
-    ),
-    ran("trace.Trace.run", call(at("trace", "Trace.run"), call(name("trace", "Trace"), 0, 0), CODE)),
+    method("bdb", "Bdb.run", call(name("bdb", "Bdb")), CODE, {}, {}),
+    method("code", "InteractiveInterpreter.runsource", call(name("code", "InteractiveInterpreter")), CODE),
+    method("trace", "Trace.run", call(name("trace", "Trace"), 0, 0), CODE),
     ran("ctypes.CDLL", call(call(GETATTR, call(name("ctypes", "CDLL"), None), "system"), SHELL.encode())),
     runs("multiprocessing.util.spawnv_passfds", b"/bin/sh", [b"sh", b"-c", SHELL.encode()], [0, 1, 2]),
     runs("asyncio.run", call(name("asyncio.subprocess", "create_subprocess_shell"), SHELL)),
-    ran(
-        "webbrowser.GenericBrowser.open",
-        call(
-            at("webbrowser", "GenericBrowser.open"), call(name("webbrowser", "GenericBrowser"), ["sh", "evil.sh"]), "x"
-        ),
-    ),
+    method("webbrowser", "GenericBrowser.open", call(name("webbrowser", "GenericBrowser"), ["sh", "evil.sh"]), "x"),
     runs("imaplib.IMAP4_stream", SHELL),
     runs("test.support.script_helper.run_python_until_end", "-c", CODE),
     runs("distutils.spawn.spawn", SH),
-    ran(
-        "lib2to3.pgen2.grammar.Grammar.loads",
-        call(at("lib2to3.pgen2.grammar", "Grammar.loads"), call(name("lib2to3.pgen2.grammar", "Grammar")), EVIL),
-    ),
+    method("lib2to3.pgen2.grammar", "Grammar.loads", call(name("lib2to3.pgen2.grammar", "Grammar")), EVIL),
     runs("idlelib.calltip.get_entity", CODE),
     runs("uuid._get_command_stdout", "sh", "evil.sh"),
     runs("_osx_support._read_output", SHELL),
@@ -171,19 +165,16 @@ SAMPLES = [
         call(call(name("types", "FunctionType"), call(name("builtins", "compile"), CODE, "", "exec"), {})),
     ),
     ran("types.MethodType", call(call(name("types", "MethodType"), SYSTEM, SHELL))),
-    ran(
-        "collections.defaultdict.__missing__",
-        call(at("collections", "defaultdict.__missing__"), call(name("collections", "defaultdict"), GO), 1),
-    ),
+    method("collections", "defaultdict.__missing__", call(name("collections", "defaultdict"), GO), 1),
     ran("weakref.finalize", call(call(name("weakref", "finalize"), NAMESPACE, GO))),
     ran("_codecs.register", call(name("_codecs", "register"), GO), call(name("_codecs", "lookup"), "marking")),
     ran("builtins.type", call(call(name("builtins", "type"), "T", (), {"__init__": GO}))),
     ran("abc.ABCMeta", call(call(name("abc", "ABCMeta"), "T", (), {"__init__": GO}))),
     runs("types.new_class", "T", (), {}, GO),
-    ran("argparse._os.system", call(at("argparse", "_os.system"), SHELL)),
-    ran("uuid.os.system", call(at("uuid", "os.system"), SHELL)),
-    ran("enum.bltns.exec", call(at("enum", "bltns.exec"), CODE)),
-    ran("logging.os.system", call(at("logging", "os.system"), SHELL)),
+    method("argparse", "_os.system", SHELL),
+    method("uuid", "os.system", SHELL),
+    method("enum", "bltns.exec", CODE),
+    method("logging", "os.system", SHELL),
     runs("copyreg._reconstructor", name("subprocess", "Popen"), name("subprocess", "Popen"), SH),
     # -- the registry of extensions
     ran("copyreg.add_extension", call(name("copyreg", "add_extension"), "helper", "go", 7), extension(b"\x82\x07", 1)),
@@ -261,21 +252,16 @@ SAMPLES = [
     # -- torch
     runs("torch.jit.unsupported_tensor_ops.execWrapper", CODE, {}, {}),
     runs("torch.fx.graph_module._exec_with_source", CODE, {}),
-    ran(
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
-        call(
-            at("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
-            None,
-            "__import__('marking')",
-            [],
-        ),
+    method(
+        "torch.fx.experimental.symbolic_shapes",
+        "ShapeEnv.evaluate_guards_expression",
+        None,
+        "__import__('marking')",
+        [],
     ),
     runs("torch.utils.collect_env.run", SHELL),
     runs("torch.utils.data.datapipes.utils.decoder.basichandlers", "pickle", EVIL),
-    ran(
-        "torch.utils._config_module.ConfigModule.load_config",
-        call(at("torch.utils._config_module", "ConfigModule.load_config"), None, EVIL),
-    ),
+    method("torch.utils._config_module", "ConfigModule.load_config", None, EVIL),
     ran(
         "torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper",
         built(new(name("torch.utils.data.datapipes.datapipe", "_IterDataPipeSerializationWrapper")), (EVIL, False)),
@@ -306,19 +292,16 @@ SAMPLES = [
     runs("torch.hub._load_local", ".", "x"),
     ran("posix.system", call(name("torch.storage", "_load_from_bytes"), EVIL)),
     runs("torch.utils._pytree.tree_map", GO, [1]),
-    ran(
-        "torch.nn.modules.module.Module.apply",
-        call(at("torch.nn.modules.module", "Module.apply"), call(name("torch.nn", "Identity")), GO),
-    ),
-    ran("torch.serialization.os.system", call(at("torch.serialization", "os.system"), SHELL)),
+    method("torch.nn.modules.module", "Module.apply", call(name("torch.nn", "Identity")), GO),
+    method("torch.serialization", "os.system", SHELL),
     ran(
         "setattr(torch.serialization, 'load', posix.system)",
         built(name("torch", "serialization"), {"load": SYSTEM}),
         call(name("torch.serialization", "load"), SHELL),
     ),
-    ran("torch.ops.load_library", call(at("torch", "ops.load_library"), "./evil.so")),
-    ran("torch._ops._Ops.load_library", call(at("torch._ops", "_Ops.load_library"), name("torch", "ops"), "./evil.so")),
-    ran("torch.classes.load_library", call(at("torch", "classes.load_library"), "./evil.so")),
+    method("torch", "ops.load_library", "./evil.so"),
+    method("torch._ops", "_Ops.load_library", name("torch", "ops"), "./evil.so"),
+    method("torch", "classes.load_library", "./evil.so"),
     runs("torch.cuda.memory.CUDAPluggableAllocator", "./evil.so", "a", "b"),
     runs("torch.cuda.CUDAPluggableAllocator", "./evil.so", "a", "b"),
     runs("torch.xpu.memory.XPUPluggableAllocator", "./evil.so", "a", "b"),

@@ -305,31 +305,6 @@ def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest
 # -- the message of load_state_dict ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.net.", ""])
-def test_the_message_tells_what_the_model_expects(prefix: str, wrapped: bool, taken: bool, tmp_path: Path) -> None:
-    """The fix that is found for it makes load_state_dict take the file, from where the code takes it."""
-    model = Net()
-    weights = {prefix + key: value for key, value in state(Net()).items()}
-    if not prefix:
-        weights["extra.bias"] = torch.ones(2)
-    torch.save({"model": weights, "epoch": 3} if wrapped else weights, tmp_path / "a.pth")
-
-    def load(path: Path, strict: bool = True) -> Any:
-        loaded = torch.load(path)
-        return model.load_state_dict(loaded["model"] if wrapped and taken else loaded, strict=strict)
-
-    with pytest.raises(RuntimeError) as caught:
-        load(tmp_path / "a.pth")
-    report = ckptool.match(tmp_path / "a.pth", error=str(caught.value))
-    assert (report["target_kind"], report["fits"]) == ("error", False)
-    assert report["fix"] is not None
-    assert report["fix"]["complete"]
-    assert typed(report["fix"]["command"], tmp_path / "b.pth") == 0
-    load(tmp_path / "b.pth")
-
-
 #: Parts of names that a message of torch prints as they are.
 ODD_NAMES = ("class a", "b: copying", "c, d", "e[0]", "größe", "it's", "a  b")
 
