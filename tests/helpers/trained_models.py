@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -119,3 +119,17 @@ TRAINED: dict[str, Make] = {
     "other names": lambda: filled(Flat()),
     "plain dict": lambda: dict(filled(Net()).state_dict()),
 }
+
+
+def model_of(state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a model with parameters of these names and values."""
+    model = nn.Module()
+    for name, value in state.items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(value, requires_grad=False))
+    return model

@@ -13,6 +13,7 @@ import torch
 from command_line import say
 from conftest import FIXTURES
 from printed_commands import output_of, tensors
+from trained_models import model_of
 
 import ckptool
 from ckptool.base.errors import CkptoolError
@@ -34,16 +35,7 @@ MOVED = [each for number in (1, 3, 5, 6) for each in list(itertools.combinations
 
 def model_with(keys: dict[str, tuple[int, ...]]) -> torch.nn.Module:
     """Return a model with parameters of these names and shapes."""
-    model = torch.nn.Module()
-    for key, shape in keys.items():
-        *modules, last = key.split(".")
-        place = model
-        for name in modules:
-            if not hasattr(place, name):
-                place.add_module(name, torch.nn.Module())
-            place = getattr(place, name)
-        place.register_parameter(last, torch.nn.Parameter(torch.rand(shape)))
-    return model
+    return model_of({key: torch.rand(shape) for key, shape in keys.items()})
 
 
 @pytest.mark.parametrize("other_head", [False, True])

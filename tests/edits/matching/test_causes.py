@@ -13,6 +13,7 @@ import torch
 from calibration import loops
 from conftest import sample
 from torch import nn
+from trained_models import model_of
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -58,18 +59,9 @@ def with_prefix(state: State, prefix: str) -> State:
 
 def through_error(have: State, want: State, tmp_path: Path) -> dict[str, Any]:
     """Match with the message that torch prints, which says no shapes of missing keys."""
-    model = nn.Module()
-    for name, value in want.items():
-        at = model
-        *path, last = name.split(".")
-        for part in path:
-            if not hasattr(at, part):
-                setattr(at, part, nn.Module())
-            at = getattr(at, part)
-        at.register_buffer(last, value)
     torch.save(have, tmp_path / "a.pth")
     with pytest.raises(RuntimeError) as error:
-        model.load_state_dict(have)
+        model_of(want).load_state_dict(have)
     return ckptool.match(tmp_path / "a.pth", error=str(error.value))
 
 

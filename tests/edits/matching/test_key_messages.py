@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trained_models import model_of
 from transformers.utils.loading_report import LoadStateDictInfo
 
 import ckptool
@@ -25,16 +26,7 @@ UNEXPECTED = ["model.stem.0.conv.weight", "model.stem.1.conv.weight", "model.hea
 
 def modules(names: Collection[str]) -> nn.Module:
     """A model with parameters of these names."""
-    root = nn.Module()
-    for name in names:
-        module = root
-        *path, last = name.split(".")
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
-        module.register_parameter(last, nn.Parameter(torch.ones(1)))
-    return root
+    return model_of({name: torch.ones(1) for name in names})
 
 
 def torch_error() -> str:
