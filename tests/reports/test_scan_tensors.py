@@ -15,12 +15,12 @@ from dcp_folders import write_ranks
 from packed_files import Recorded, tarred
 from safetensors.torch import save_file
 
-from ckptool.reports.scan import FileScan, scan_files
+from ckptool.reports.scan import FileScan, scan_path
 from ckptool.reports.validate import validation_report
 
 
 def _scan(path: str) -> FileScan:
-    (report,) = scan_files([path])
+    (report,) = scan_path(path)
     return report
 
 
