@@ -84,6 +84,7 @@ def test_a_path_and_a_checkpoint_give_the_same(name: str, path: Path) -> None:
         assert checkpoint["epoch"] is not None  # it is still open
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda value: type(value).__name__)
 def test_anything_else_is_refused_in_words(name: str, wrong: Any) -> None:

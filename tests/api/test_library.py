@@ -55,6 +55,7 @@ STATES: list[tuple[str, str | None, list[str | int]]] = [
 ]
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize(("name", "key", "steps"), STATES, ids=lambda value: str(value))
 @pytest.mark.parametrize("prefix", [None, "module.", "module", "conv1."])
 def test_load_equals_the_three_lines_of_everybody(
@@ -114,6 +115,7 @@ TAGS = ["cpu", "cuda", "cuda:0", "cuda:1", "meta", "mps", "xpu:0"]
 LOCATIONS: list[Any] = [None, "cpu", "cuda:0", "meta", {}, {"cuda:1": "cuda:0"}, {"cuda:0": "cpu", "cpu": "cuda:0"}]
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("location", LOCATIONS, ids=str)
 @pytest.mark.parametrize("tag", TAGS)
 def test_lands_on_as_torch_decides(tag: str, location: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,6 @@ NO_TARGETS = ["cpu:0", "cuda0", "CUDA:0", "Cpu", "gpu", "gpu:0", "", "cuda:", "c
 NO_TARGETS += ["cuda:-1", " cpu", "cuda:0 ", "cuda:\u0660", "cpu\n"]
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("target", TARGETS + NO_TARGETS)
 def test_a_target_is_what_torch_could_restore(target: str) -> None:
     """torch restores a storage to the device, or knows the device and misses it; else it is no target."""

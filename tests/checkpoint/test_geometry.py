@@ -135,6 +135,7 @@ def test_a_view_that_fits_is_no_flaw(made: str, tmp_path: Path) -> None:
     assert say("keys", tmp_path / "seed.pth").code == 0
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("view", by_key(WRONG))
 def test_impossible_geometry_fails(made: str, view: tuple[Any, Any, int], tmp_path: Path) -> None:

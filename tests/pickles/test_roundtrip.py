@@ -96,6 +96,7 @@ def dumps(obj: Any, protocol: int) -> bytes:
         pytest.skip(str(error))
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", OBJECTS)
 def test_what_the_c_pickler_writes_comes_out_byte_for_byte(name: str, protocol: int) -> None:
@@ -106,6 +107,7 @@ def test_what_the_c_pickler_writes_comes_out_byte_for_byte(name: str, protocol: 
     assert encode(decoded.graph) == data
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", OBJECTS)
 def test_an_optimized_pickle_comes_out_as_the_same_graph(name: str, protocol: int) -> None:
@@ -117,7 +119,7 @@ def test_an_optimized_pickle_comes_out_as_the_same_graph(name: str, protocol: in
     assert again == data or len(data) > 60_000
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("size", [0, 1, 2, 999, 1000, 1001, 1002, 2000, 2001])
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_a_hostile_file_is_unsafe_under_every_name(data: bytes, tmp_path: Path) 
         assert report["reasons"][-1].startswith("posix.system('true')")
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("pack", by_key(PACKED))
 @pytest.mark.parametrize("data", by_key(EVIL))
 def test_a_hostile_file_is_found_in_whatever_it_is_packed(

@@ -152,6 +152,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("found", SPELLINGS.values(), ids=SPELLINGS.keys())
 @pytest.mark.parametrize("place", ["bare", "zip", "legacy"])
 def test_a_global_is_named_however_it_is_spelled(found: Spelling, place: str, tmp_path: Path) -> None:
