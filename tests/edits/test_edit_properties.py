@@ -29,7 +29,6 @@ from ckptool.files.sources import Plan
 from ckptool.files.write.output import write_file
 from ckptool.formats.planning import plan_of
 from ckptool.reports.validate import validation_report
-from ckptool.values.elements import elements, storage_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -151,18 +150,6 @@ def test_casts_equal_those_of_torch(state: dict[str, torch.Tensor], targets: lis
             one, two = without_payloads(rows(value)), without_payloads(rows(found[key]))
             assert oracle.difference(one, two) == "", key
             assert found[key].stride() == state[key].stride()
-
-
-@laws
-@given(views(), st.booleans())
-def test_elements_are_torchs_contiguous_bytes(state: dict[str, torch.Tensor], legacy: bool) -> None:
-    if legacy and any(tensor.dtype in CLASSLESS for tensor in state.values()):
-        return
-    with opened(state, _use_new_zipfile_serialization=not legacy) as (checkpoint, _):
-        for entry in checkpoint.survey.tensors:
-            flat = rows(state[entry.key]).flatten()
-            expected = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
-            assert b"".join(elements(storage_reader(checkpoint, entry.tensor.storage), entry.tensor)) == expected
 
 
 def adam() -> dict[str, Any]:

@@ -166,36 +166,24 @@ def test_a_new_output_takes_the_mode_of_the_input_whatever_the_umask(
     assert state(moving).mode == mode
 
 
+#: Other names of the input, from its own folder.
+ALIASES = ["{}/in.pth", "{}/./in.pth", "{}/sub/../in.pth", "in.pth", "{}/symlink", "{}/hardlink", "{}/folder/in.pth"]
+ALIASES += ["chain"]
+
+
 @pytest.mark.parametrize("force", [False, True], ids=["plain", "force"])
-@pytest.mark.parametrize("alias", ["same", "dot", "up", "relative", "symlink", "hardlink", "folder-link", "chain"])
+@pytest.mark.parametrize("alias", ALIASES)
 def test_the_output_is_never_the_input(
     alias: str, force: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    other = tmp_path / "other.pth"
-    path = str(other)
-    if alias == "same":
-        path = str(source)
-    elif alias == "dot":
-        path = f"{tmp_path}/./in.pth"
-    elif alias == "up":
-        (tmp_path / "sub").mkdir()
-        path = f"{tmp_path}/sub/../in.pth"
-    elif alias == "relative":
-        path = "in.pth"
-    elif alias == "symlink":
-        other.symlink_to(source)
-    elif alias == "hardlink":
-        other.hardlink_to(source)
-    elif alias == "folder-link":
-        other.symlink_to(tmp_path)
-        path = f"{other}/in.pth"
-    else:
-        (tmp_path / "middle").symlink_to("in.pth")
-        other.symlink_to("middle")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "hardlink").hardlink_to(source)
+    for link, target in (("symlink", source), ("folder", tmp_path), ("chain", "symlink")):
+        (tmp_path / link).symlink_to(target)
     before = state(source)
     with pytest.raises(RefusedError, match="the output is the input") as caught:
-        strip_to(source, path, force=force)
+        strip_to(source, alias.format(tmp_path), force=force)
     assert caught.value.exit_code == 4
     assert state(source) == before
 

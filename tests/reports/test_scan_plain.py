@@ -47,7 +47,7 @@ OTHER: tuple[Any, ...] = (
 )
 #: Bytes that mean another format at these offsets.
 SIGNATURES = {4: (b"ftyp", b"TFL3"), 8: (b"WEBP", b'{"a":'), 257: (b"ustar\0",), 512: (b"\x89HDF\r\n\x1a\n",)}
-NAMES = (
+NAMES = [
     "a.pkl",
     "a.pt",
     "a.bin",
@@ -60,7 +60,7 @@ NAMES = (
     "a.distcp",
     "a",
     "a.zip",
-)
+]
 
 
 def _agrees(data: bytes) -> bool:

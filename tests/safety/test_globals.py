@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 import struct
-import tarfile
 import typing
 import zipfile
 import zlib
@@ -48,6 +47,7 @@ from crafted_files import (
     report_of,
     with_record,
 )
+from packed_files import tarred, zipped
 
 from ckptool.pickles.nodes import Graph
 from ckptool.reports.scan import scan_file
@@ -188,24 +188,6 @@ def test_what_no_pickler_writes_is_said(raw: bytes, tmp_path: Path) -> None:
 # -- where a pickle may hide ------------------------------------------------------------------------------------
 
 
-def zipped(**members: bytes) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as found:
-        for member, data in members.items():
-            found.writestr(member.replace("__", "/").replace("_DOT_", "."), data)
-    return out.getvalue()
-
-
-def tarred(**members: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as found:
-        for member, data in members.items():
-            info = tarfile.TarInfo(member)
-            info.size = len(data)
-            found.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
 def deep(levels: int) -> bytes:
     inner = EVIL
     for _ in range(levels):
@@ -232,7 +214,7 @@ PLACES = {
     "another record that begins like a pickle": with_record(Entry(f"{ROOT}/weights.bin", EVIL)),
     "another record, deflated": with_record(Entry(f"{ROOT}/weights.bin", EVIL, 8)),
     "another record of protocol 0": with_record(Entry(f"{ROOT}/weights.bin", EVIL0)),
-    "a tar in a record": with_record(Entry(f"{ROOT}/inner.bin", tarred(pickle=EVIL))),
+    "a tar in a record": with_record(Entry(f"{ROOT}/inner.bin", tarred(EVIL))),
     "another root": with_record(Entry("other/data.pkl", EVIL)),
     "another root's text-like pickle": with_record(Entry("other/data.pkl", EVIL0)),
     "a copy of data.pkl": with_record(Entry(f"{ROOT}/data.pkl", EVIL)),
@@ -246,13 +228,13 @@ PLACES = {
     + archive(entries({"x": SYSTEM}).values(), shift=len(plain())),
     "an archive within an archive": with_record(Entry(f"{ROOT}/inner.pth", EVIL_ZIP)),
     "an archive within an archive, deflated": with_record(Entry(f"{ROOT}/inner.pth", EVIL_ZIP, 8)),
-    "an archive in a zip that is none of torch's": zipped(model_DOT_pth=EVIL_ZIP),
-    "a pickle in a zip that is none of torch's": zipped(a__b_DOT_pkl=EVIL),
+    "an archive in a zip that is none of torch's": zipped(EVIL_ZIP, "model.pth"),
+    "a pickle in a zip that is none of torch's": zipped(EVIL, "a/b.pkl", zipfile.ZIP_DEFLATED),
     "a cut archive": EVIL_ZIP[:-30],
     "a cut archive, another .pkl": with_record(Entry(f"{ROOT}/more.pkl", EVIL))[:-30],
     "an archive behind other bytes": b"#!/bin/sh\n" + EVIL_ZIP,
-    "a tar": tarred(pickle=EVIL),
-    "a tar with an archive in it": tarred(model=EVIL_ZIP),
+    "a tar": tarred(EVIL),
+    "a tar with an archive in it": tarred(EVIL_ZIP),
     "legacy: the magic number's pickle": legacy(magic=EVIL[:-1] + b"0" + legacy()[2:15]),
     "legacy: protocol version": legacy(version=EVIL),
     "legacy: system info": legacy(system=EVIL),
@@ -358,7 +340,6 @@ def test_the_report_is_json_whatever_a_global_is_called(tmp_path: Path) -> None:
 # -- what acts, however it is reached ---------------------------------------------------------------------------
 
 ECHO = name("posix", "system")
-LISTED = name("builtins", "list")
 
 
 def built(made: Code, state: object) -> Code:
@@ -400,17 +381,7 @@ REACHED = {
         )
     },
     **{
-        f"{module} with {path}": Code(
-            b"\x8c"
-            + bytes([len(module)])
-            + module.encode()
-            + b"\x8c"
-            + bytes([len(path)])
-            + path.encode()
-            + b"\x93"
-            + put(("true",))
-            + b"R"
-        )
+        f"{module} with {path}": Code(text(module) + text(path) + b"\x93" + put(("true",)) + b"R")
         for module, path in (
             ("torch._utils", "_rebuild_tensor.__builtins__.__getitem__"),
             ("collections", "OrderedDict.__class__.__subclasses__"),
