@@ -19,7 +19,7 @@ import ckptool
 from ckptool.base.errors import RefusedError, UnreadableError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.cli.main import run
-from ckptool.files.folders import Folder, LocalFolder, open_folder
+from ckptool.files.folders import Folder, LocalFolder
 from ckptool.files.sources import BytesSource, FolderSource, Source
 from ckptool.formats import FOLDERS, folder_format, read_folder
 
@@ -145,32 +145,6 @@ def test_a_folder_in_memory_reads_as_on_a_disk(path: str, tmp_path: Path) -> Non
     files = _files(tmp_path)
     shutil.rmtree(tmp_path)  # whatever still asks the disk finds nothing
     assert _facts(MemoryFolder(str(place), files)) == on_disk
-
-
-def test_a_local_folder(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0").write_bytes(b"abc")
-    (tmp_path / "version").write_bytes(b"3\n")
-    folder = open_folder(str(tmp_path))
-    assert folder.names() == {"data", "version"} and folder.inner("data").names() == {"0"}
-    assert (folder.is_folder("data"), folder.is_folder("version"), folder.is_folder("none")) == (True, False, False)
-    assert (folder.size("version"), folder.size("data/0"), folder.size("data"), folder.size("x")) == (2, 3, None, None)
-    assert folder.read("data/0", 2) == b"ab"
-    assert folder.inner("data").outer().path == str(tmp_path.resolve())
-    assert folder.inner("data/..").name == tmp_path.resolve().name
-    with pytest.raises(UnreadableError, match="no such file"):
-        folder.open("none")
-    assert folder.inner("none").names() == set()
-    with pytest.raises(UnreadableError, match="cannot be listed"):
-        folder.inner("none").names(strict=True)
-    walked = {place.path: (set(names), set(files)) for place, names, files in folder.walk()}
-    assert walked == {str(tmp_path): ({"data"}, {"version"}), str(tmp_path / "data"): (set(), {"0"})}
-    closed: list[UnreadableError] = []
-    assert not list(folder.inner("none").walk(closed))
-    assert [error.path for error in closed] == [str(tmp_path / "none")]
-    memory = MemoryFolder(str(tmp_path), _files(tmp_path))
-    assert {place.path: (set(names), set(files)) for place, names, files in memory.walk()} == walked
-    assert not list(memory.inner("none").walk(closed)) and len(closed) == 2
 
 
 # -- A checkpoint that somebody unpacked: the folder is read, and one file of it is what it was.

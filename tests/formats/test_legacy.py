@@ -212,27 +212,6 @@ def test_heads(parts: dict[str, Any], tmp_path: Path) -> None:
     assert takes(path) == (by_torch(path) is not None)
 
 
-@pytest.mark.parametrize(
-    "magic",
-    [
-        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        b"L119547037146038801333356L\n.",
-        b"I119547037146038801333356\n.",
-        b"\x80\x02K\x010\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        b"\x80\x02\x8a\x0bl\xfc\x9cF\xf9 j\xa8P\x19\x00.",
-        b"\x80\x02\x8a\x0bl\xfc\x9cF\xf9 j\xa8P\x19\x01.",
-        b"\x80\x02(\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19t.",
-    ],
-)
-def test_spellings_of_the_magic_number(magic: bytes, tmp_path: Path) -> None:
-    data = legacy({"a": Tensor(storage("0"), (4,))}, ["0"], [("f", 8)])
-    path = tmp_path / "f.pth"
-    path.write_bytes(magic + data[len(dumped(MAGIC)) :])
-    valid = ckptool.validate(path)["valid"]
-    assert valid == (by_torch(path, False) is not None)
-
-
 def test_a_zip_behind_a_legacy_file_is_ambiguous(tmp_path: Path) -> None:
     """zipfile, and transformers with it, takes the file for a zip archive."""
     torch.save({"b": torch.ones(2)}, tmp_path / "zip.pth")

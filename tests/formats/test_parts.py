@@ -232,11 +232,6 @@ def test_every_command_that_writes_is_tried() -> None:
     assert writing == {*ARGUMENTS, *LANGUAGE}
 
 
-def test_what_was_edited_in_place_stays_a_part(tmp_path: Path) -> None:
-    path, _ = parts("Meta", tmp_path / "model")
-    assert say("add-module", path, "--in-place").code == 0
-
-
 #: One file of a save by several ranks, in ``fixtures/files/ranks``.
 OF_ONE_RANK = (
     "fsdp2_3/model.rank0.pth", "hsdp1/checkpoint_rank1.pt", "local_2/pytorch_model_fsdp_rank0.bin",

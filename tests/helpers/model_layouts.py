@@ -98,19 +98,6 @@ _META = (
     (r"mlp\.down_proj", "feed_forward.w2"),
     (r"mlp\.up_proj", "feed_forward.w3"),
 )
-_TORCHTUNE = (
-    (r"^model\.", ""),
-    ("embed_tokens", "tok_embeddings"),
-    ("^lm_head", "output"),
-    (r"^norm\.weight", "norm.scale"),
-    (r"self_attn\.o_proj", "attn.output_proj"),
-    ("self_attn", "attn"),
-    (r"input_layernorm\.weight", "sa_norm.scale"),
-    (r"post_attention_layernorm\.weight", "mlp_norm.scale"),
-    (r"mlp\.gate_proj", "mlp.w1"),
-    (r"mlp\.down_proj", "mlp.w2"),
-    (r"mlp\.up_proj", "mlp.w3"),
-)
 
 
 def _fused_llama(state: State) -> State:
@@ -199,24 +186,6 @@ def _hf_vit(state: State) -> State:
     )
 
 
-def _torchvision_vit(state: State) -> State:
-    return renamed(
-        state,
-        ("^cls_token", "class_token"),
-        ("^pos_embed", "encoder.pos_embedding"),
-        (r"^patch_embed\.proj", "conv_proj"),
-        (r"^blocks\.(\d+)", r"encoder.layers.encoder_layer_\1"),
-        (r"attn\.qkv\.", "self_attention.in_proj_"),
-        (r"attn\.proj", "self_attention.out_proj"),
-        (r"mlp\.fc1", "mlp.0"),
-        (r"mlp\.fc2", "mlp.3"),
-        ("norm1", "ln_1"),
-        ("norm2", "ln_2"),
-        (r"^norm\.", "encoder.ln."),
-        ("^head", "heads.head"),
-    )
-
-
 def resnet() -> State:
     """Residual blocks as torchvision names them, all of one width."""
     shapes: dict[str, tuple[int, ...]] = {"conv1.weight": (WIDTH, 3, 3, 3)}
@@ -240,17 +209,6 @@ def _hf_resnet(state: State) -> State:
         (r"^conv1\.", "resnet.embedder.embedder.convolution."),
         (r"^bn1\.", "resnet.embedder.embedder.normalization."),
         (r"^fc\.", "classifier.1."),
-    )
-
-
-def _detectron(state: State) -> State:
-    state = {name: value for name, value in state.items() if not name.startswith("fc.")}
-    return renamed(
-        state,
-        (r"^layer(\d)\.", lambda match: f"backbone.res{int(match[1]) + 1}."),  # type: ignore[arg-type]
-        (r"\.bn(\d)\.", r".conv\1.norm."),
-        (r"^conv1\.", "backbone.stem.conv1."),
-        (r"^bn1\.", "backbone.stem.conv1.norm."),
     )
 
 
@@ -314,21 +272,6 @@ def bert() -> State:
     return _values(shapes)
 
 
-def _fairseq_bert(state: State) -> State:
-    return renamed(
-        state,
-        (r"^bert\.embeddings\.word_embeddings", "encoder.sentence_encoder.embed_tokens"),
-        (r"^bert\.embeddings\.position_embeddings", "encoder.sentence_encoder.embed_positions"),
-        (r"^bert\.encoder\.layer", "encoder.sentence_encoder.layers"),
-        (r"attention\.self\.(.)\w+", r"self_attn.\1_proj"),
-        (r"attention\.output\.dense", "self_attn.out_proj"),
-        (r"attention\.output\.LayerNorm", "self_attn_layer_norm"),
-        (r"intermediate\.dense", "fc1"),
-        (r"output\.dense", "fc2"),
-        (r"output\.LayerNorm", "final_layer_norm"),
-    )
-
-
 def _torch_encoder(state: State) -> State:
     """Return BERT as ``nn.TransformerEncoder`` names it."""
     state = {name: value for name, value in state.items() if ".embeddings." not in name}
@@ -352,7 +295,6 @@ FAMILIES: dict[str, tuple[Callable[[], State], dict[str, Layout]]] = {
         {
             "hf": dict,
             "meta": lambda state: renamed(mapped(state, "[qk]_proj", rotary_pairs), *_META),
-            "torchtune": lambda state: renamed(mapped(state, "[qk]_proj", rotary_pairs), *_TORCHTUNE),
             "fused": _fused_llama,
             "megatron": _megatron,
             "rotary pairs": lambda state: mapped(state, "[qk]_proj", rotary_pairs),
@@ -390,7 +332,6 @@ FAMILIES: dict[str, tuple[Callable[[], State], dict[str, Layout]]] = {
         {
             "timm": dict,
             "hf": _hf_vit,
-            "torchvision": _torchvision_vit,
             "by head": lambda state: mapped(state, "qkv", by_head),
             "keys first": lambda state: mapped(state, "qkv", lambda value: value.roll(WIDTH, 0)),
         },
@@ -400,7 +341,6 @@ FAMILIES: dict[str, tuple[Callable[[], State], dict[str, Layout]]] = {
         {
             "torchvision": dict,
             "hf": _hf_resnet,
-            "detectron": _detectron,
             "gamma": lambda state: renamed(state, (r"(bn\d)\.weight", r"\1.gamma"), (r"(bn\d)\.bias", r"\1.beta")),
         },
     ),
@@ -411,7 +351,6 @@ FAMILIES: dict[str, tuple[Callable[[], State], dict[str, Layout]]] = {
         {
             "hf": dict,
             "no prefix": lambda state: renamed(state, (r"^bert\.", "")),
-            "fairseq": _fairseq_bert,
             "torch": _torch_encoder,
         },
     ),

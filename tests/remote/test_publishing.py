@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from remote.server import MIB, Server
 
 from ckptool.base.errors import OutputError, ReadBackError
 from ckptool.base.limits import LIMITS
-from ckptool.files.sources import BytesSource, Computed, Plan, Span, size_of
-from ckptool.files.write.planned import PlanSource
+from ckptool.files.sources import BytesSource, Plan, Span
 from ckptool.remote import libraries, publishing
 from ckptool.remote.publishing import cut_into_parts, publish
 from ckptool.remote.s3 import S3
@@ -249,37 +247,6 @@ def test_parts_have_the_bytes_of_the_plan(sizes: list[tuple[bool, int]]) -> None
                 stream, offset = next(left, None), 0
         at += size
     assert stream is None
-
-
-def test_never_more_than_10_000_parts() -> None:
-    source = BytesSource(b"")
-    source.size = 1 << 60
-    pieces = [Span(source, at * 20 * MIB, 10 * MIB) for at in range(12_000)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "_is_copied", lambda piece, copier, plan: True)
-        cut = cut_into_parts(Plan(tuple(piece for each in pieces for piece in (b"head", each))), None)
-    assert len(cut.parts) <= 10_000
-    assert sum(part.size for part in cut.parts) == 12_000 * (10 * MIB + 4)
-
-
-def _zeros(count: int) -> Iterator[bytes]:
-    for _ in range(count):
-        yield bytes(range(100))
-
-
-def test_a_plan_is_a_source() -> None:
-    """Any range of it has the bytes that the plan would write."""
-    data = random.Random(3).randbytes(1000)
-    pieces = (b"head", Span(BytesSource(data), 100, 700), Computed(300, _zeros, (3,)), b"", data[:50])
-    whole = b"head" + data[100:800] + bytes(range(100)) * 3 + data[:50]
-    source = PlanSource(Plan(pieces), "name")
-    assert source.size == len(whole) == sum(map(size_of, pieces))
-    for _ in range(500):
-        begin, size = random.randrange(1100), random.randrange(1100)
-        assert source.read(begin, size) == whole[begin : begin + size]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptool.files.write.planned._KEPT", 100)
-        assert PlanSource(Plan(pieces), "name").read(690, 200) == whole[690:890]
 
 
 @pytest.mark.parametrize("size", [8 * MIB, 2 << 30, 1 << 37, LIMITS.object_bytes])

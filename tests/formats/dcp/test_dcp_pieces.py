@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Callable
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -200,44 +199,5 @@ def test_pieces_that_no_line_separates(tmp_path: Path) -> None:
         assert held is not None and held.source.read(0, 108) == whole.numpy().tobytes()
 
 
-# -- linear time -----------------------------------------------------------------------------------------------
 # A thousand ranks cut a thousand tensors into a million pieces: whatever looks at each piece must find it at once.
 # Steps are counted, not seconds.
-
-
-def steps(call: Callable[[], Any]) -> int:
-    """Lines of Python that a call runs."""
-    count = 0
-
-    def line(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return line
-
-    before = sys.gettrace()
-    sys.settrace(line)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def grows(call: Callable[[int], Callable[[], Any]], small: int = 40) -> float:
-    """How many times the steps of four times as much."""
-    return steps(call(4 * small)) / steps(call(small))
-
-
-def grid(count: int) -> list[Any]:
-    return [((row * 2, column * 3), (2, 3)) for row in range(count) for column in range(count)]
-
-
-@pytest.mark.parametrize("rest", [slice(None), slice(1, None)], ids=["whole", "hole"])
-def test_a_grid_is_looked_at_in_linear_time(rest: slice) -> None:
-    def call(count: int) -> Callable[[], Any]:
-        boxes = grid(count // 4)[rest]
-        return lambda: misfit((count // 4 * 2, count // 4 * 3), boxes)
-
-    assert grows(call) < 16 * 1.5  # sixteen times as many
-    assert misfit((60, 90), grid(30)) is None
-    assert misfit((60, 90), [*grid(30), ((11, 11), (1, 1))]) is not None
