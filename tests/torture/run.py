@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torture import calls, damage, engines, in_place
+from torture import calls, damage, in_place
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "output old or complete, input untouched"
@@ -60,18 +60,6 @@ ROWS = (
         "edits in place, SIGINT, SIGTERM, SIGHUP at every system call",
         _EITHER,
         partial(calls.ended, _IN_PLACE),
-    ),
-    Row(
-        "engine-workers",
-        "a worker of `--jobs 2`, `--engine dask` killed in a task",
-        "the command succeeds; no result is lost, or there twice",
-        engines.workers,
-    ),
-    Row(
-        "engine-schedulers",
-        "the scheduler of `--engine dask=tcp://...` killed",
-        "an error in 90 s, no output, nothing left; the same command again succeeds, its output identical",
-        engines.schedulers,
     ),
     Row("cuts", "files cut at every offset, or at random", "every command says so; no edit writes", damage.cuts),
     Row("flips", "one bit flipped", "no tensor differs from what torch reads; checksums catch it", damage.flips),
