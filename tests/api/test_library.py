@@ -224,27 +224,13 @@ def test_a_target_is_what_torch_could_restore(target: str) -> None:
 # -- edits are pure -------------------------------------------------------------------------------------------------
 
 
-def strip(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.strip_module(checkpoint)
-
-
-def wrappers(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.strip_wrappers(checkpoint)
-
-
-def add(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.add_module(checkpoint)
-
-
-def to_cpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.remap(checkpoint, ckptool.DeviceMap("cpu"), strings=True)
-
-
-def to_gpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:1", include_cpu=True))
-
-
-EDITS: list[Edit] = [strip, wrappers, add, to_cpu, to_gpu]
+EDITS: dict[str, Edit] = {
+    "strip": ckptool.strip_module,
+    "wrappers": ckptool.strip_wrappers,
+    "add": ckptool.add_module,
+    "cpu": lambda checkpoint: ckptool.remap(checkpoint, ckptool.DeviceMap("cpu"), strings=True),
+    "gpu": lambda checkpoint: ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:1", include_cpu=True)),
+}
 
 
 def output(checkpoint: ckptool.Checkpoint) -> bytes:
@@ -270,14 +256,14 @@ def facts(checkpoint: ckptool.Checkpoint) -> object:
 def test_an_edit_leaves_its_input_alone(fixture: Fixture) -> None:
     with ckptool.open(fixture.path) as checkpoint, ckptool.open(fixture.path) as untouched:
         before = facts(untouched)
-        for edit in EDITS:
+        for name, edit in EDITS.items():
             try:
                 edited = edit(checkpoint)
                 edited.survey  # noqa: B018
                 output(edited)
             except errors.RefusedError:
                 assert fixture.path.name == "collision.pth"
-            assert facts(checkpoint) == before, edit.__name__
+            assert facts(checkpoint) == before, name
 
 
 # -- the rest of the library ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import model_layouts as layouts
 import pytest
 import torch
 from model_layouts import FAMILIES, REARRANGED
@@ -44,16 +45,9 @@ def made(path: Path) -> dict[str, torch.Tensor]:
 
 def fused(own: dict[str, torch.Tensor], orders: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
     """Return the tensors with q, k, v and gate, up in one tensor each, in these orders."""
-    out: dict[str, torch.Tensor] = {}
-    for name, value in own.items():
-        module, _, last = name.removesuffix("_proj.weight").rpartition(".")
-        whole = next((each for each, parts in orders.items() if last in parts), "")
-        if whole:
-            parts = [own[f"{module}.{part}_proj.weight"] for part in orders[whole]]
-            out[f"{module}.{whole}.weight"] = torch.cat(parts)
-        else:
-            out[name] = value
-    return out
+    for whole, parts in orders.items():
+        own = layouts.fused(own, r"\.(q|k|v|gate|up)_proj", parts, whole.removesuffix("_proj"))
+    return own
 
 
 @pytest.mark.parametrize(("whole", "order"), ORDERS)
