@@ -42,22 +42,8 @@ ATOMS = st.one_of(
         [
             *(torch.float32, torch.float64, torch.int8, torch.strided, torch.sparse_coo, Color.RED, Color.BLUE, int),
             *(torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 3]), pathlib.PurePosixPath("a/b")),
-            *(
-                "torch.float32",
-                "[1]",
-                "(0)",
-                "#1",
-                "k" * 700,
-                b"k" * 700,
-                10**400,
-                "1",
-                1,
-                True,
-                1.0,
-                -0.0,
-                0.0,
-                math.nan,
-            ),
+            *("torch.float32", "[1]", "(0)", "#1", "k" * 700, b"k" * 700, "1"),
+            *(10**400, 1, True, 1.0, -0.0, 0.0, math.nan),
         ]
     ),
 )

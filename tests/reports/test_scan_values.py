@@ -28,22 +28,8 @@ from ckptool.reports.scan import scan_file
 
 #: Opcodes that leave the stack unchanged, as pairs or alone: every way of making an object, and of storing it.
 TRIVIAL = (
-    *(
-        b"N0",
-        b"(1",
-        b"]0",
-        b"}0",
-        b")0",
-        b"\x8f0",
-        b"\x880",
-        b"\x890",
-        b"(l0",
-        b"(d0",
-        b"(t0",
-        b"(\x910",
-        b"N200",
-        b"N.",
-    ),
+    *(b"N0", b"(1", b"]0", b"}0", b")0", b"\x8f0", b"\x880", b"\x890", b"(l0", b"(d0", b"(t0", b"(\x910", b"N200"),
+    b"N.",
     *(b"K\x010", b"M\x01\x020", b"J\x01\x02\x03\x040", b"G" + bytes(8) + b"0", b"\x8a\x01\x010", b"\x8b\1\0\0\0\x010"),
     *(b"I1\n0", b"L1L\n0", b"F1\n0", b"S'a'\n0", b"Va\n0", b"U\x01a0", b"T\1\0\0\0a0", b"X\1\0\0\0a0", b"\x8c\x01a0"),
     *(b"C\x01a0", b"B\1\0\0\0a0", *(code + (1).to_bytes(8, "little") + b"a0" for code in (b"\x8d", b"\x8e", b"\x96"))),
