@@ -47,20 +47,8 @@ OTHER: tuple[Any, ...] = (
 )
 #: Bytes that mean another format at these offsets.
 SIGNATURES = {4: (b"ftyp", b"TFL3"), 8: (b"WEBP", b'{"a":'), 257: (b"ustar\0",), 512: (b"\x89HDF\r\n\x1a\n",)}
-NAMES = [
-    "a.pkl",
-    "a.pt",
-    "a.bin",
-    "a.joblib",
-    "a.npy",
-    "a.weights",
-    "a.mnn",
-    "a.py",
-    "a.json",
-    "a.distcp",
-    "a",
-    "a.zip",
-]
+NAMES = ("a.pkl", "a.pt", "a.bin", "a.joblib", "a.npy", "a.weights")
+NAMES += ("a.mnn", "a.py", "a.json", "a.distcp", "a", "a.zip")
 
 
 def _agrees(data: bytes) -> bool:
