@@ -10,8 +10,7 @@ import pytest
 from command_line import Said, say
 from every_input import INPUT_NAMES, INPUTS, REST, make_files, said_with
 
-import ckptool
-from ckptool.base.errors import OutputError, RefusedError, UnreadableError
+from ckptool.base.errors import OutputError, RefusedError
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import AnyPath, InputPath
 from ckptool.files.archives import beside, exists
@@ -221,16 +220,6 @@ def test_typing_errors_do_not_print_secrets(offline: None) -> None:
         said = say(*words)
         assert said.code in (2, 3)
         assert "CRET" not in said.all, words
-
-
-def test_a_library_opens_remote_files(folder: Path, offline: None) -> None:
-    for path in (f"{SECRETS[0]}x.pth", f"{REMOTE}o.zip!x.pth", f"{REMOTE}model.safetensors.index.json"):
-        with pytest.raises(UnreadableError, match=r"there are no credentials|obstore is not installed") as refused:
-            ckptool.open(path)
-        assert refused.value.path.startswith(REMOTE)
-    with pytest.raises(OutputError, match=r"there are no credentials|obstore is not installed") as refused_output:
-        ckptool.save(folder / "plain" / "bare.pth", f"{SECRETS[0]}x.pth", dry_run=True)
-    assert refused_output.value.path == f"{REMOTE}x.pth"
 
 
 def test_the_uri_of_a_local_file(folder: Path) -> None:

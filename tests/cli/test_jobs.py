@@ -20,7 +20,6 @@ from command_line import program, say
 from conftest import FIXTURES, ROOT
 
 import ckptool
-from ckptool.base import errors
 from ckptool.base.errors import CkptoolError, UnreadableError
 from ckptool.cli import runner
 from ckptool.cli.main import run
@@ -124,10 +123,6 @@ def upper(path: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     if path.startswith("leave"):
         os._exit(7)
-    if path.startswith("raise"):
-        raise ZeroDivisionError(path)
-    if path.startswith("refuse"):
-        raise errors.NotACheckpointError("it is a song", kind="song", path=path, next="sing it")
     return path.upper()
 
 

@@ -47,8 +47,6 @@ CONVERTING = {
     "--tied",
     "--max-shard-size",
     "--metadata",
-    "--jobs",
-    "--engine",
 }
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 
@@ -264,7 +262,9 @@ def test_every_option_of_every_command_has_a_transcript(name: str) -> None:
     missing = [option.opts for option in command.params if option.param_type_name == "option"]
     # test_options.py reads --help-all and holds --json against --format json, test_colour.py runs --no-color on a
     # terminal.
-    used |= {"--help", "--help-all", "--json", "--no-color", "--files-from", "--slice"}  # test_fleets.py: the last two
+    # test_fleets.py has lists and engines, saving/test_companions.py links.
+    used |= {"--help", "--help-all", "--json", "--no-color", "--files-from", "--slice", "--engine", "--jobs"}
+    used |= {"--follow-links"}
     if main._REMOTE[0] in command.params:  # tests/remote/test_commands.py runs them against a server
         used |= {option.opts[0] for option in main._REMOTE}
     if main._VERBOSE in command.params:  # test_messages.py runs it on every command
@@ -283,8 +283,9 @@ def test_every_error_class_has_a_transcript() -> None:
     }
     # ChangedError needs somebody who writes to the input at the right moment: see laws/test_atomic.py.
     # ReadBackError needs a bug: see formats/test_readback.py. PickleLimitError needs a crafted file of a megabyte.
-    # WorkerDiedError needs a process that is killed: see cli/test_jobs.py.
-    special = {errors.ChangedError, errors.ReadBackError, errors.PickleLimitError, errors.WorkerDiedError}
+    # WorkerDiedError needs a process that is killed: see cli/test_jobs.py. EngineError: see files/test_engines.py.
+    special = {errors.ChangedError, errors.ReadBackError, errors.PickleLimitError}
+    special |= {errors.WorkerDiedError, errors.EngineError}
     assert classes - said == {errors.CkptoolError, *special}
 
 

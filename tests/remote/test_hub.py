@@ -93,12 +93,6 @@ def test_ways_to_name_a_file(address: str, site: Hub) -> None:
     assert site.counts() == (1, 2, 2)
 
 
-def test_pages_of_a_repository_and_of_a_folder(site: Hub) -> None:
-    assert len(open_folder(f"{site.url}/org/model").names()) == 10
-    assert open_folder(f"{site.url}/org/model/tree/main/old").names() == {"model.pth"}
-    assert len(open_folder("hf://org/model/").names()) == 10
-
-
 def test_the_token_goes_to_the_hub_alone(site: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     site.put("org/private", "model.pth", DATA)
     with pytest.raises(CkptoolError) as caught:

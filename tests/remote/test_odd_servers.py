@@ -204,27 +204,6 @@ def test_answers_that_are_odd_but_legal(name: str) -> None:
         assert said.out == say("keys", FIXTURES / "bare.pth").out.replace(str(FIXTURES), f"{server.url}/run")
 
 
-@pytest.mark.parametrize("declared", [False, True], ids=["in chunks", "with a length"])
-def test_an_answer_that_never_ends(declared: bool) -> None:
-    """The client stops when it has what it asked for. The server sends no more than fits into the buffers between."""
-    sent = [0]
-
-    def endless(ask: Answers) -> None:
-        begin, end = ask.range(64 * MIB)
-        ask.send_response(206)
-        ask.send_header("Content-Range", f"bytes {begin}-{end - 1}/{64 * MIB}")
-        ask.send_header("ETag", '"one"')
-        ask.send_header(*(("Content-Length", str(1 << 40)) if declared else ("Transfer-Encoding", "chunked")))
-        ask.end_headers()
-        while sent[0] < 2000 * MIB:
-            ask.wfile.write(bytes(MIB) if declared else b"%x\r\n%s\r\n" % (MIB, bytes(MIB)))
-            sent[0] += MIB
-
-    with odd(endless) as server:
-        refused("keys", f"{server.url}/a.pth")
-    assert sent[0] < 400 * MIB
-
-
 @pytest.mark.parametrize("words", [["keys"], ["inspect"], ["scan"], ["validate"], ["hash"]], ids=" ".join)
 def test_a_file_of_an_absurd_size(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight exabytes of zeros: nobody reads them, and no more than the first and last bytes are asked for."""
