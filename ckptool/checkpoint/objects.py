@@ -23,6 +23,8 @@ _NEW: Final = (op.NEWOBJ, op.NEWOBJ_EX)
 _DISTINCT: Final = frozenset((str, int))
 #: The types of constants.
 _PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
+#: The most levels to follow when mappings are made from other mappings.
+_MAX_NESTED: Final = 4
 #: The most parts of one key to compare; a larger key is equal only to itself.
 _MAX_KEY_PARTS: Final = 1_000
 #: Nodes whose key identity is computed from their parts.
@@ -212,21 +214,24 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
     return None
 
 
-def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
+def initial_pairs(graph: Graph, node: Call, levels: int = _MAX_NESTED) -> Sequence[Ref] | None:
     """Return the alternating keys and values that a mapping class was called with and copies.
 
-    Return None if the node is not a call of a mapping class, or its argument is neither a dict nor a list of pairs (see
-    ``unsupported``).
+    Return None if the node is not a call of a mapping class, or its argument is neither a list of pairs nor a mapping
+    made in fewer than ``levels`` calls (see ``unsupported``).
     """
     name = callable_name(graph, node.func)
     place, args = _SOURCE_ARGUMENT.get(name), graph.nodes[node.args]
-    if place is None or type(args) is not tuple:
+    if place is None or type(args) is not tuple or not levels:
         return None
     if node.op in _NEW or len(args) <= place:
         return ()
     source = graph.nodes[args[place]] if len(args) == place + 1 and node.kwargs < 0 else None
     if isinstance(source, Dict):
         return source.pairs
+    if isinstance(source, Call):
+        inner = initial_pairs(graph, source, levels - 1)
+        return None if inner is None else [*inner, *source.pairs]
     counted = name == _COUNTER and list_items(source)
     return _pairs_in(graph, args[place]) if isinstance(source, List | tuple) and not counted else None
 

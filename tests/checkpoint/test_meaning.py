@@ -187,19 +187,22 @@ FORMS = ["dict", "OrderedDict", "list", "lists", "tuple", "tuples", "characters"
     new=st.booleans(),
     late=st.booleans(),
     built=st.booleans(),
+    levels=st.integers(0, 4),
 )
 def test_a_mapping_of_a_mapping_is_what_torch_makes_or_refused(
-    tmp_path: Path, pairs: Any, more: Any, form: str, cls: str, new: bool, late: bool, built: bool
+    tmp_path: Path, pairs: Any, more: Any, form: str, cls: str, new: bool, late: bool, built: bool, levels: int
 ) -> None:
     source = ["ab", "cd"] if form == "characters" else raw(b"c__builtin__\nset\n", (["ab"],), b"R")
     source = listed(pairs, form) if form not in ("characters", "set") else source
+    for _ in range(levels):
+        source = raw(name("collections", cls), (source,), b"R", b"(", "inner", A, b"u")
     made = raw(name("collections", cls), (source,), b"\x81" if new else b"R")
     if more:
         made = raw(made, b"(", *(part for pair in more for part in pair), b"u")
     if built:
         made = raw(made, {"_metadata": ordered()}, b"b")
     whole: Any = made
-    if late and form in ("list", "lists", "dict"):
+    if late and not levels and form in ("list", "lists", "dict"):
         # The argument is filled once more, after the call has copied it.
         again = raw(b"h\xfe", put("late"), put(1), b"s") if form == "dict" else raw(b"h\xfe", ["late", 1], b"a")
         whole = raw(b"]", name("collections", cls), source, b"q\xfe\x85", b"\x81" if new else b"R", b"a", again, b"a")
@@ -216,6 +219,19 @@ def test_a_mapping_of_a_mapping_is_what_torch_makes_or_refused(
         return
     assert takes(path)[1] == "pass"
     assert plainly(ours) == plainly(theirs)
+
+
+def test_a_mapping_of_mappings_is_read(tmp_path: Path) -> None:
+    made: Any = {"a": A}
+    for key in ("b", "c"):
+        made = raw(name("collections", "OrderedDict"), (made,), b"R", b"(", key, B, b"u")
+    path, out = written(tmp_path / "a.pth", made), tmp_path / "out.pth"
+    with ckptool.open(path) as checkpoint:
+        assert list(checkpoint) == ["a", "b", "c"]
+        ckptool.save(ckptool.add_prefix(checkpoint, "net."), out)
+    assert plainly(load(out)) == [
+        (repr(f"net.{key}"), value) for key, value in zip("abc", [[1, 2, 3, 4], *[[9] * 4] * 2])
+    ]
 
 
 def plainly(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice, product
 from typing import Final, TypeAlias
 
 from ...base.errors import NotACheckpointError
@@ -20,7 +21,7 @@ from ...checkpoint.objects import callable_name, list_items
 from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
 from ..folders import read_tag
-from .ranks import StepFolder, by_number, numbered
+from .ranks import MAX_RANKS, StepFolder, by_number, numbered
 
 OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3, each rank writes its own model file.
@@ -118,12 +119,14 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
     lacks = "" if zero3 or models else "the model's files, which have the names and shapes of the weights"
     lacks = lacks if optimizer or layers or experts else "the optimizer's files (zero_pp_rank_N_..._optim_states.pt)"
+    missing = _missing(optimizer, zero3, models, layers) + _missing_experts(experts) + [lacks] * bool(lacks)
     counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
     files = [*counts, (experts, "expert file")]
     what = (
         f"it is a DeepSpeed checkpoint of {join_limited([pluralize(len(part), noun) for part, noun in files if part])}"
     )
-    what += f"; missing: {lacks}" if lacks else "; its tensors are cut in ways that only the model knows: not joined"
+    what += f"; missing: {join_limited(missing)}" if missing else ""
+    what += "" if lacks else "; its tensors are cut in ways that only the model knows: not joined"
     step: AnyStep = "its files: " + command("inspect", folder.join("*.pt"))
     if zero_files(names) is not None:
         step = "it is read as one: " + command("inspect", folder.path)
@@ -134,6 +137,37 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     elif lacks:
         step = "no part of it is of use without the other: get the folder again"
     return NotACheckpointError(what, kind="deepspeed", path=folder.path, next=step)
+
+
+def _missing(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, layers: Sequence[re.Match[str]]) -> list[str]:
+    """Return the parts that other files of the ranks let expect."""
+    parts = (*optimizer, *zero3)
+    data = max((rank[0] + 1 for rank in parts), default=1)
+    model = max([*(rank[-1] for rank in (*parts, *models)), *(int(layer[2] or 0) for layer in layers)], default=0) + 1
+    grid = [*product(range(model), range(data))] if data * model <= MAX_RANKS else []
+    missing = [
+        f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
+        for part, ranks in (("optimizer", optimizer), ("model", zero3))
+        for two, one in (grid if ranks else ())
+        if (one, two) not in ranks
+    ]
+    if models and not zero3:
+        missing += [f"mp_rank_{two:02d}_model_states.pt" for two, one in grid if one == 0 and (two,) not in models]
+    return missing
+
+
+def _missing_experts(names: Collection[str]) -> list[str]:
+    """Return the names of expert files with lower numbers than another file of the same layer."""
+    last: dict[tuple[str, str], int] = {}
+    for match in filter(None, map(EXPERT.match, names)):
+        layer = f"layer_{match[1]}_" if match[1] else "", match[3]
+        last[layer] = max(last.get(layer, 0), int(match[2]))
+    files = (
+        f"{layer}expert_{number}_mp_rank_{rank}_model_states.pt"
+        for (layer, rank), end in last.items()
+        for number in range(end)
+    )
+    return sorted({*islice(files, MAX_RANKS)}.difference(names))
 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from math import prod
 from typing import Final, TypeAlias
 
@@ -18,7 +19,7 @@ from ...checkpoint.objects import callable_name, named_attributes
 from ...files.folders import Folder
 from ...pickles.nodes import CONSTANTS, Call, Global, Graph
 from ..folders import read_tag
-from .ranks import StepFolder, by_number, numbered
+from .ranks import MAX_RANKS, StepFolder, by_number, numbered
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
 ITERATION: Final = regex(r"(?:iter_\d+|release)\Z")
@@ -91,9 +92,13 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     if not ranks or not any(map(folder.is_folder, ranks.values())):
         return None
     empty = [name for name in sorted(ranks.values()) if not folder.inner(name).names() & {*_WEIGHTS}]
-    what = f"it is a Megatron-LM checkpoint of {pluralize(len(ranks), 'rank')}"
-    what += f"; without weights: {join_limited(empty)}" if empty else ""
-    what += "; the ranks of experts are not joined" if max(map(len, ranks)) > 2 else ""
+    length = max(map(len, ranks))
+    sizes = [max(rank[place] + 1 for rank in ranks if len(rank) > place) for place in range(length)]
+    lost = [rank for rank in product(*map(range, sizes)) if rank not in ranks] if prod(sizes) <= MAX_RANKS else []
+    missing = ["mp_rank_" + "_".join(f"{number:0{3 if at else 2}d}" for at, number in enumerate(rank)) for rank in lost]
+    what = f"it is a Megatron-LM checkpoint of {len(ranks):,} of {prod(sizes):,} ranks"
+    what += f"; missing: {join_limited(missing + empty)}" if missing or empty else ""
+    what += "; the ranks of experts are not joined" if length > 2 else ""
     if files_of_ranks(folder, names) is not None:
         step = "it is read as one: " + command("inspect", folder.path)
     else:

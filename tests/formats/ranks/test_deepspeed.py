@@ -25,6 +25,8 @@ from zero_folders import Model, random_model, write_zero
 import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.checkpoint.container import is_complete
+from ckptool.files.folders import LocalFolder
+from ckptool.formats.names.deepspeed import explain
 
 RANKS = FIXTURES / "ranks"
 FOLDERS = {
@@ -265,6 +267,28 @@ def test_what_is_not_joined_is_named(
     stage: int, change: Callable[[dict[str, Any]], object], words: str, tmp_path: Path
 ) -> None:
     assert words in refused(write_zero(tmp_path / "step", SMALL, 2, stage, change=change), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (
+            ["zero_pp_rank_2_mp_rank_01_optim_states.pt", "mp_rank_01_model_states.pt"],
+            ["optimizer state of rank 0 of mp_rank 00", "optimizer state of rank 1 of mp_rank 01", "mp_rank_00_model"],
+        ),
+        (
+            ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt", "layer_00-x"],
+            ["the optimizer state of rank 1", "the model state of rank 0"],
+        ),
+        (["mp_rank_00_model_states.pt", "layer_1_expert_2_mp_rank_00_model_states.pt"], ["layer_1_expert_1_mp_rank"]),
+        (["expert_1_mp_rank_00_model_states.pt"], ["expert_0_mp_rank_00_model_states.pt", "the model's files"]),
+    ],
+)
+def test_the_missing_files_of_a_folder_that_is_not_joined_are_named(
+    names: list[str], missing: list[str], tmp_path: Path
+) -> None:
+    error = explain(LocalFolder(str(tmp_path)), names)
+    assert error is not None and all(name in str(error) for name in missing), str(error)
 
 
 @pytest.mark.parametrize(

@@ -246,3 +246,11 @@ def test_what_is_not_joined_is_named(kind: str, folder: Path) -> None:
             path.parent.rename(path.parent.with_name(path.parent.name + "_000"))
     with pytest.raises(NotACheckpointError, match="stages" if kind == "stages" else "experts"):
         ckptool.open(folder)
+
+
+def test_the_missing_ranks_of_a_folder_that_is_not_joined_are_named(tmp_path: Path) -> None:
+    for name in ("mp_rank_00_000_000", "mp_rank_01_000_001"):
+        (tmp_path / name).mkdir()
+        torch.save({}, tmp_path / name / "model_optim_rng.pt")
+    with pytest.raises(NotACheckpointError, match="mp_rank_00_000_001 and mp_rank_01_000_000"):
+        ckptool.open(tmp_path)
