@@ -95,18 +95,12 @@ def array_layout(graph: Graph, ref: Ref) -> ArrayLayout | None:
     if shape < 0 or isinstance(graph.nodes[data], List):
         return None
     sizes = (graph.nodes[size] for size in list_items(graph.nodes[shape]))
-    return ArrayLayout(tuple(n for n in sizes if type(n) is int and 0 <= n < _LARGEST), _data_size(graph, data))
-
-
-def _data_size(graph: Graph, ref: Ref) -> int:
-    """Return the size of bytes, a bytearray or ``_codecs.encode(text, 'latin1')``; 0 for another node."""
-    node = graph.nodes[ref]
-    if isinstance(node, Call):
-        args = list_items(graph.nodes[node.args])
-        node = graph.nodes[args[0]] if args else b""
-    if isinstance(node, ByteArray):
-        return len(node.data)
-    return len(node) if isinstance(node, str | bytes) else 0
+    held = graph.nodes[data]
+    if isinstance(held, Call):  # _codecs.encode(text, 'latin1')
+        held = next((graph.nodes[arg] for arg in list_items(graph.nodes[held.args])), b"")
+    stored = held.data if isinstance(held, ByteArray) else held
+    nbytes = len(stored) if isinstance(stored, str | bytes | bytearray) else 0
+    return ArrayLayout(tuple(n for n in sizes if type(n) is int and 0 <= n < _LARGEST), nbytes)
 
 
 def unknown_call(

@@ -69,10 +69,6 @@ DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
 
 #: Cached attributes, computed on first use; not copied by ``replace``.
 _CACHED: Final = ("_contents", "_survey")
-#: The default for optional mappings.
-_EMPTY: Final[Mapping[str, Any]] = {}
-
-
 #: How to write tensors that share memory: refuse them, keep the first name and record the others, or copy each.
 Tied: TypeAlias = Literal["", "keep-first", "clone"]
 
@@ -151,45 +147,28 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     >>> checkpoint.close()
     """
 
+    changes: tuple[Change, ...] = ()
+    added: Mapping[str, StorageData] = MappingProxyType({})
+    needs_relayout: bool = False
+    others: tuple[Checkpoint, ...] = ()
+    deferred_changes: tuple[DeferredChanges, ...] = ()
+    root: str = ""
+    target: Target | None = None
+    is_lenient: bool = False
+    companions: Mapping[str, bytes] = MappingProxyType({})
+    texts: Mapping[str, str] | None = None
+    #: Storages that the file describes in two ways, with the description that torch uses. Filled by the first edit.
+    first_descriptions: Mapping[str, Storage] = MappingProxyType({})
+    by_name: bool = False
+
     # Not a dataclass: importing the module and creating the class would take a tenth of a short run.
-    def __init__(
-        self,
-        path: str,
-        source: Source,
-        container: Container,
-        graph: Graph,
-        changes: tuple[Change, ...] = (),
-        added: Mapping[str, StorageData] = _EMPTY,
-        needs_relayout: bool = False,
-        others: tuple[Checkpoint, ...] = (),
-        deferred_changes: tuple[DeferredChanges, ...] = (),
-        root: str = "",
-        target: Target | None = None,
-        is_lenient: bool = False,
-        companions: Mapping[str, bytes] = _EMPTY,
-        texts: Mapping[str, str] | None = None,
-        first_descriptions: Mapping[str, Storage] = _EMPTY,
-        cache: ReadCache | None = None,
-        by_name: bool = False,
-    ) -> None:
+    def __init__(self, path: str, source: Source, container: Container, graph: Graph, **others: Any) -> None:
         self.path: Final = path
         self.source: Final = source
         self.container: Final = container
         self.graph: Final = graph
-        self.changes: Final = changes
-        self.added: Final = added
-        self.needs_relayout: Final = needs_relayout
-        self.others: Final = others
-        self.deferred_changes: Final = deferred_changes
-        self.root: Final = root
-        self.target: Final = target
-        self.is_lenient: Final = is_lenient
-        self.companions: Final = companions
-        self.texts: Final = texts
-        #: Storages that the file describes in two ways, with the description that torch uses. Filled by the first edit.
-        self.first_descriptions: Final = first_descriptions
-        self.cache: Final = ReadCache() if cache is None else cache
-        self.by_name: Final = by_name
+        self.cache = ReadCache()
+        self.__dict__.update(others)
 
     @classmethod
     def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
@@ -334,8 +313,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     ) -> Checkpoint:
         """Return the checkpoint after an edit, with a new graph and more changes.
 
-        Raises RefusedError if a storage is described in two ways and the edit removes the first description, which
-        torch uses.
+        Raises RefusedError if the edit removes the first of two descriptions of a storage, which torch uses.
         """
         first = self.first_descriptions
         if self.graph is self.container.graph:
@@ -367,8 +345,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
 
     def replace(self, **changes: Any) -> Checkpoint:
         """Return a copy with other fields; it keeps the survey if the graph is the same."""
-        fields = {name: value for name, value in self.__dict__.items() if name not in _CACHED}
-        other = Checkpoint(**fields | changes)
+        other = Checkpoint(**{name: value for name, value in self.__dict__.items() if name not in _CACHED} | changes)
         if other.graph is self.graph and "_survey" in self.__dict__:
             other.__dict__["_survey"] = self.__dict__["_survey"]
         return other

@@ -91,7 +91,5 @@ def checksums(
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
-    """Return the CRC-32 of a record's inflated bytes; raise MalformedError if they do not inflate to the
-    record's size.
-    """
+    """Return the CRC-32 of a record's inflated bytes; raise MalformedError if their size is not the record's."""
     return checksum_of(record.span, record.size, record.compressed, record.name, progress)

@@ -60,22 +60,15 @@ def class_name(graph: Graph, ref: Ref) -> str:
     node = graph.nodes[ref]
     if isinstance(node, Call):
         name = callable_name(graph, node.func)
-        if name in ("copyreg._reconstructor", "copyreg.__newobj__"):
-            args = graph.nodes[node.args]
-            if type(args) is tuple and args:
-                return callable_name(graph, args[0]) or "object"
+        args = list_items(graph.nodes[node.args])
+        if args and name in ("copyreg._reconstructor", "copyreg.__newobj__"):
+            return callable_name(graph, args[0]) or "object"
         if name == "_codecs.encode":
             return "bytes"
         return "OrderedDict" if name == "collections.OrderedDict" else name.removeprefix("builtins.") or "object"
     if isinstance(node, Global):
         return "global"
     return "None" if node is None else type(node).__name__.lower()
-
-
-def is_ordered_dict(graph: Graph, ref: Ref) -> bool:
-    """Return whether the node is an OrderedDict."""
-    node = graph.nodes[ref]
-    return isinstance(node, Call) and callable_name(graph, node.func) == "collections.OrderedDict"
 
 
 def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
@@ -93,7 +86,8 @@ def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
     initial = initial_pairs(graph, node)
     if initial is not None:
         return last_pairs(graph, [*initial, *node.pairs])
-    return last_pairs(graph, node.pairs) if node.pairs or is_ordered_dict(graph, ref) else None
+    is_ordered = callable_name(graph, node.func) == "collections.OrderedDict"
+    return last_pairs(graph, node.pairs) if node.pairs or is_ordered else None
 
 
 def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
@@ -146,14 +140,10 @@ def key_identity(graph: Graph, ref: Ref) -> Hashable:
     if known is None:
         try:
             known = _compound_identity(graph, ref, [_MAX_KEY_PARTS])
-        except (_LongKeyError, RecursionError):
+        except RecursionError:
             known = ("own", ref)
         graph.cache["key", ref] = known
     return known
-
-
-class _LongKeyError(Exception):
-    """A key has more parts than ckptool compares."""
 
 
 def _plain_identity(node: Node, ref: Ref) -> Hashable:
@@ -163,10 +153,11 @@ def _plain_identity(node: Node, ref: Ref) -> Hashable:
 
 
 def _compound_identity(graph: Graph, ref: Ref, budget: list[int]) -> Hashable:
+    """Return the identity of a key; raise RecursionError if it nests too deeply, or has more parts than ``budget``."""
     node = graph.nodes[ref]
     budget[0] -= 1 if not isinstance(node, str | bytes) else 1 + (len(node) >> 10)
     if budget[0] < 0:
-        raise _LongKeyError
+        raise RecursionError
     if isinstance(node, tuple):
         return ("tuple", *(_compound_identity(graph, part, budget) for part in node))
     if isinstance(node, FrozenSet):
@@ -199,9 +190,7 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
     if not isinstance(node, Call) or node.filling is not None:
         return None
     name, args = callable_name(graph, node.func), graph.nodes[node.args]
-    if type(args) is not tuple:
-        return None
-    values = [graph.nodes[arg] for arg in args[:3]]
+    values = [graph.nodes[arg] for arg in args[:3]] if type(args) is tuple else [None]
     if name == "builtins.bytes" and not values:
         return b""
     try:
@@ -232,20 +221,14 @@ def initial_pairs(graph: Graph, node: Call, levels: int = _MAX_NESTED) -> Sequen
     if isinstance(source, Call):
         inner = initial_pairs(graph, source, levels - 1)
         return None if inner is None else [*inner, *source.pairs]
-    counted = name == _COUNTER and list_items(source)
-    return _pairs_in(graph, args[place]) if isinstance(source, List | tuple) and not counted else None
-
-
-def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
-    """Return the elements of all pairs in a list as one flat list; None if the elements are not pairs.
-
-    Memoized, because thousands of mappings can be made from one list.
-    """
-    if ("pairs", ref) not in graph.cache:
-        pairs = [list_items(graph.nodes[pair]) for pair in list_items(graph.nodes[ref])]
+    if not isinstance(source, List | tuple) or (name == _COUNTER and list_items(source)):
+        return None
+    known = "pairs", args[place]  # thousands of mappings can be made from one list
+    if known not in graph.cache:
+        pairs = [list_items(graph.nodes[pair]) for pair in list_items(source)]
         valid = all(len(pair) == 2 for pair in pairs)
-        graph.cache["pairs", ref] = [part for pair in pairs for part in pair] if valid else None
-    flat: list[Ref] | None = graph.cache["pairs", ref]
+        graph.cache[known] = [part for pair in pairs for part in pair] if valid else None
+    flat: list[Ref] | None = graph.cache[known]
     return flat
 
 
@@ -287,7 +270,7 @@ def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
 
 
 #: What every nn.Module has among its attributes.
-MODULE_FIELDS: Final = frozenset(("_parameters", "_buffers", "_modules"))
+_MODULE_FIELDS: Final = frozenset(("_parameters", "_buffers", "_modules"))
 #: Functions that make a module of the attributes in their first arguments, by the end of their names: torch.fx
 #: (torch/fx/graph_module.py), and StyleGAN, which has them under "state" (torch_utils/persistence.py).
 _MODULE_MAKERS: Final = (
@@ -302,10 +285,10 @@ def module_fields(graph: Graph, call: Call) -> list[tuple[Ref, Ref]]:
     """Return the (name, value) references of the attributes of an nn.Module, or [] for another object."""
     given = [attributes(graph, call)] if call.states else []
     if not given and callable_name(graph, call.func).endswith(_MODULE_MAKERS):
-        given = [items for ref in list_items(graph.nodes[call.args]) if (items := mapping(graph, ref)) is not None]
+        given = [mapping(graph, ref) or [] for ref in list_items(graph.nodes[call.args])]
         states = (by_name(graph, items).get("state", -1) for items in given)
-        given += [items for ref in states if ref >= 0 and (items := mapping(graph, ref)) is not None]
-    return next((items for items in given if by_name(graph, items).keys() >= MODULE_FIELDS), [])
+        given += [mapping(graph, ref) or [] for ref in states if ref >= 0]
+    return next((items for items in given if by_name(graph, items).keys() >= _MODULE_FIELDS), [])
 
 
 def named_attributes(graph: Graph, ref: Ref) -> dict[str, Ref]:
@@ -335,9 +318,9 @@ def device_text(graph: Graph, ref: Ref) -> str | None:
     node = graph.nodes[ref]
     if not isinstance(node, Call) or callable_name(graph, node.func) != "torch.device":
         return None
-    args = graph.nodes[node.args]
-    device = graph.nodes[args[0]] if type(args) is tuple and 1 <= len(args) <= 2 else None
-    if type(args) is not tuple or type(device) is not str:
+    args = list_items(graph.nodes[node.args])
+    device = graph.nodes[args[0]] if 1 <= len(args) <= 2 else None
+    if type(device) is not str:
         return None
     index = graph.nodes[args[1]] if len(args) == 2 else None
     # Torch keeps the index in eight bits; Python refuses to print very large numbers.
@@ -371,17 +354,3 @@ def local_shards(graph: Graph, state: Ref) -> list[dict[str, Ref]]:
     parts = graph.nodes[state]
     shards = list_items(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
     return [named_attributes(graph, shard) for shard in shards if class_name(graph, shard) in _SHARDS]
-
-
-def persistent_keys(graph: Graph) -> set[str]:
-    """Return the keys of the storages that a pickle names."""
-    nodes = graph.nodes
-    ids = [nodes[node.pid] for _, node in graph.of_type(Persistent)]
-    keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
-    return {key for key in keys if type(key) is str}
-
-
-def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
-    """Return the globals of a pickle as (name, whether it is called)."""
-    named = {(f"{node.module} {node.name}", False) for _, node in graph.of_type(Global)}
-    return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))

@@ -93,9 +93,8 @@ def _quoted(text: str) -> str:
 
 def _escaped(char: str) -> str:
     code = ord(char)
-    if char in _ESCAPES:
-        return _ESCAPES[char]
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    numbered = f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return _ESCAPES.get(char, numbered)
 
 
 def key_text(graph: Graph, ref: Ref) -> str:
@@ -107,9 +106,8 @@ def key_text(graph: Graph, ref: Ref) -> str:
         return str(node)
     known: str | None = graph.cache.get(("text", ref))
     if known is None:
-        text = _text(graph, ref, _MAX_DEPTH)
-        known = graph.cache["text", ref] = text if text is not None and len(text) <= LIMITS.path_chars else ""
-    return known
+        known = graph.cache["text", ref] = _text(graph, ref, _MAX_DEPTH) or ""
+    return known if len(known) <= LIMITS.path_chars else ""
 
 
 def _text(graph: Graph, ref: Ref, depth: int) -> str | None:
@@ -131,8 +129,7 @@ def _text(graph: Graph, ref: Ref, depth: int) -> str | None:
         return _call_text(graph, ref, node, depth)
     if not isinstance(node, tuple | FrozenSet):
         return None
-    texts = _texts(graph, node if isinstance(node, tuple) else node.items, depth)
-    return None if texts is None else _members_text(texts, isinstance(node, tuple))
+    return _members_text(graph, node if isinstance(node, tuple) else node.items, isinstance(node, tuple), depth)
 
 
 def _bytes_text(data: bytes) -> str | None:
@@ -142,7 +139,10 @@ def _bytes_text(data: bytes) -> str | None:
     return 'b"' + "".join(chars) + '"'
 
 
-def _members_text(texts: list[str], is_tuple: bool) -> str:
+def _members_text(graph: Graph, parts: Sequence[Ref], is_tuple: bool, depth: int) -> str | None:
+    texts = _texts(graph, parts, depth)
+    if texts is None:
+        return None
     if is_tuple:
         return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
     # A set has no order, and its order in the file changes from run to run.
@@ -174,8 +174,7 @@ def _call_text(graph: Graph, ref: Ref, node: Call, depth: int) -> str | None:
         return f"torch.device({_quoted(device)})"
     name, inside = callable_name(graph, node.func), _called_elements(graph, ref)
     if inside is not None and name in ("builtins.tuple", "builtins.frozenset"):
-        texts = _texts(graph, inside, depth)
-        return None if texts is None else _members_text(texts, name == "builtins.tuple")
+        return _members_text(graph, inside, name == "builtins.tuple", depth)
     args = graph.nodes[node.args]
     if node.op != REDUCE or node.filling is not None or type(args) is not tuple or not _DOTTED.fullmatch(name):
         return None
@@ -289,9 +288,7 @@ class PathStep(NamedTuple):
 
 
 def parse_path(text: str) -> list[Any]:
-    """Return the keys of a path as Python values; raise TargetError if the path is invalid or has steps other than
-    keys.
-    """
+    """Return the keys of a path as Python values; raise TargetError for an invalid path, or one with other steps."""
     steps = parse_steps(text)
     if any(step.value is NO_VALUE for step in steps):
         raise TargetError(f"{text!r} leads through an object, not by keys alone")
@@ -319,8 +316,8 @@ def parse_steps(text: str) -> list[PathStep]:
     return steps
 
 
-#: One step: a word, which only the first has without a dot; a number, the number of a child, a string without escapes,
-#: or another key in brackets; a step of an object; the number of a node, which only the first may be.
+#: One step: a word, without a dot only at the beginning; in brackets a number, the number of a child, a string without
+#: escapes, or another key; a step of an object; the number of a node, only at the beginning.
 _STEP: Final = regex(
     r"""(\.?)(?P<word>[A-Za-z_][A-Za-z0-9_-]*)|\[(?:(?P<number>-?\d{1,18})|(?P<child>#\d{1,18})|"(?P<text>[^"\\]*)"|"""
     r"""(?P<key>(?:[^]["']|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')+))\]|"""
@@ -330,10 +327,7 @@ _STEP: Final = regex(
 
 
 def _key_value(path: str, text: str) -> Any:
-    """Return the value of a key that is a Python literal, or NO_VALUE for one that only its spelling identifies.
-
-    Raise TargetError for a text that is not a key.
-    """
+    """Return the value of a Python literal, or NO_VALUE for another key; raise TargetError for what is not a key."""
     import ast
     import warnings
 

@@ -44,10 +44,6 @@ class Slot(NamedTuple):
     key: Any
 
 
-def _steps(path: str) -> list[PathStep]:
-    return [] if path in ("", ".") else parse_steps(path)
-
-
 def follow(graph: Graph, steps: Sequence[PathStep]) -> Located | None:
     """Return the node that the steps lead to from the root, or None."""
     path, ref = "", graph.root
@@ -80,11 +76,10 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
 
 def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -> Ref:
     """Add a node for a key, as a pickler writes it; raise TargetError if the key is not made of plain values."""
-    if key is None or isinstance(key, bool | int | float | str):
+    has_bytes = checkpoint.graph.style.protocol >= _BYTES
+    if key is None or isinstance(key, bool | int | float | str) or (has_bytes and isinstance(key, bytes)):
         return rewrite.add(key)
     if isinstance(key, bytes):
-        if checkpoint.graph.style.protocol >= _BYTES:
-            return rewrite.add(key)
         args = (rewrite.add(key.decode("latin-1")), rewrite.add("latin1"))
         return rewrite.add(Call(REDUCE, rewrite.named("_codecs", "encode"), rewrite.add(args)))
     if isinstance(key, tuple):
@@ -105,7 +100,7 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     state_dicts = checkpoint.state_dicts
     if key is None:
         return [item for item in state_dicts if item.confidence == "high"]
-    place = follow(checkpoint.graph, _steps(key))
+    place = follow(checkpoint.graph, parse_steps("" if key == "." else key))
     chosen = [item for item in state_dicts if place is not None and item.ref == place.ref]
     if not chosen:
         known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
@@ -170,7 +165,7 @@ class ChosenKeys:
 def normal_path(key: str) -> str:
     """Return the path as the survey spells it; "" and "." are the root."""
     path = ""
-    for step in _steps(key):
+    for step in parse_steps("" if key == "." else key):
         path = joined(path, step.step)
     return path
 

@@ -53,8 +53,7 @@ class Placement(NamedTuple):
 def ranges_of(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[tuple[Range, ...], ...] | None:
-    """Return the index ranges, per dimension, that the rank at ``coordinate`` of the mesh holds; None if unknown. Each
-    placement divides the ranges that the placements before it have left."""
+    """Return the index ranges, per dimension, that the rank at ``coordinate`` of the mesh holds; None if unknown."""
     if not len(mesh) == len(coordinate) == len(placements) <= _MAX_MESH_DIMENSIONS:
         return None
     dimensions: list[list[Range]] = [[(0, size)] if size else [] for size in shape]
@@ -154,8 +153,7 @@ class Mesh(NamedTuple):
 
 
 class ShardPart(NamedTuple):
-    """A part of a sharded tensor in the file: its local tensor, and its index ranges per dimension of the whole tensor.
-    ``ranges`` is None if unknown."""
+    """A part of a sharded tensor in the file: its local tensor, and its index ranges per dimension, None if unknown."""
 
     ref: Ref
     shape: tuple[int, ...]
@@ -285,19 +283,12 @@ def sharding(reader: TensorReader, ref: Ref, tensor: Tensor) -> Sharding | None:
     return read(reader, state, tensor)
 
 
-#: Attributes of a mesh that identify the part of a tensor.
-_MESH_ATTRIBUTES: Final = {
-    "_device_type": ".device_type",
-    "_layout": ".layout",
-    "_mesh_dim_names": ".dim_names",
-    "_rank": ".rank",
-    "_coordinate_on_dim": ".coordinate",
-}
+#: Attributes of a mesh that identify the part of a tensor, without their underscores.
+_MESH_ATTRIBUTES: Final = ("device_type", "layout", "mesh_dim_names", "rank", "coordinate_on_dim")
 
 
 def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, Ref]:
-    """Return the parts and placements of a sharded tensor by name; {} for another tensor. Other state, such as hashes
-    and the names of process groups, is ignored."""
+    """Return the parts and placements of a sharded tensor by name, without its other state; {} for another tensor."""
     how = sharding(reader, ref, tensor)
     if how is None:
         return {}
@@ -313,7 +304,7 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
     mesh = _fields(graph, spec, "mesh")
     named = {".local_tensor": how.parts[0].ref}
     named |= {".placements": spec["placements"]} if "placements" in spec else {}
-    return named | {f".mesh{name}": mesh[key] for key, name in _MESH_ATTRIBUTES.items() if key in mesh}
+    return named | {f".mesh.{name}": mesh[f"_{name}"] for name in _MESH_ATTRIBUTES if f"_{name}" in mesh}
 
 
 def _state(graph: Graph, ref: Ref) -> Ref:
@@ -344,9 +335,8 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
 def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
     """Read the ranks of the meshes in a file from torch 2.9 or earlier, which stores them in a tensor."""
     graph = reader.graph
-    if not any(node.name.endswith("DeviceMesh") for _, node in graph.of_type(Global)):
-        return
-    for ref, node in graph.of_type(Call):
+    has_meshes = any(node.name.endswith("DeviceMesh") for _, node in graph.of_type(Global))
+    for ref, node in graph.of_type(Call) if has_meshes else ():
         if not node.states or class_name(graph, ref) != MESH_CLASS:
             continue
         fields = named_attributes(graph, ref)
@@ -371,8 +361,7 @@ def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
 def _read_place(
     reader: TensorReader, ref: Ref, ranks: tuple[int, ...] = ()
 ) -> tuple[Mesh, tuple[int, ...] | None, int]:
-    """Read a mesh, and the coordinates and number of the rank that saved it. ``ranks`` are the ranks of the whole mesh,
-    used if the pickle does not list them."""
+    """Read a mesh, and the coordinates and number of the rank that saved it. ``ranks`` stand in for a missing list."""
     graph = reader.graph
     fields = named_attributes(graph, ref) if ref >= 0 else {}
     coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))
@@ -406,8 +395,8 @@ def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
 
 
 def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the sizes and strides of each mesh dimension, several for a flattened one; empty lists if unknown. Before
-    torch 2.13, one tuple has the sizes of all dimensions. Source: torch/distributed/_mesh_layout.py."""
+    """Return the sizes and strides of each mesh dimension; empty lists if unknown. Before torch 2.13, one tuple has the
+    sizes of all dimensions. Source: torch/distributed/_mesh_layout.py."""
     layout = named_attributes(graph, ref)
     parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
     for name, values in parts.items():
@@ -443,11 +432,8 @@ def _read_placement(graph: Graph, ref: Ref) -> Placement:
     fields = named_attributes(graph, ref)
     name = class_name(graph, ref).rpartition(".")[2]
     dim = _number(_value(graph, fields, "dim"))
-    words = [str(dim)] if dim >= 0 else []
-    pieces = 1
-    if "split_factor" in fields:
-        pieces = _number(_value(graph, fields, "split_factor"))
-        words.append(str(pieces))
+    pieces = _number(_value(graph, fields, "split_factor")) if "split_factor" in fields else 1
+    words = [str(dim)] * (dim >= 0) + [str(pieces)] * ("split_factor" in fields)
     words += [_name(reduced)] if (reduced := _value(graph, fields, "reduce_op")) else []
     return Placement(f"{cut(name, _MAX_NAME)}({', '.join(words)})", dim, pieces)
 
@@ -487,7 +473,7 @@ def _value(graph: Graph, fields: dict[str, Ref], name: str) -> Node:
 
 
 def _few(graph: Graph, fields: dict[str, Ref], name: str) -> tuple[Ref, ...]:
-    refs = list_items(graph.nodes[fields[name]]) if name in fields else ()
+    refs = list_items(_value(graph, fields, name))
     return refs if len(refs) <= LIMITS.dimensions else ()
 
 

@@ -137,7 +137,7 @@ class Survey(NamedTuple):
                 yield path, Tensor("dense", "uint8", (storage.nbytes,), (1,), 0, storage.key, storage.location, False)
 
     def inside(self, ref: Ref) -> set[Ref]:
-        """Return ``ref`` and the containers in it; a shared container belongs to the first one that holds it."""
+        """Return ``ref`` and the containers that it is the first to hold."""
         containers = {ref}
         for container, holder in self.holders.items():  # holders come first
             if holder in containers:
@@ -254,8 +254,10 @@ class _SurveyWalk:
                 if ref in holders:
                     continue
                 holders[ref] = holder
-                if node_type is Dict and self.is_barren(ref):
-                    continue
+                if node_type is Dict and ref != self.graph.root:
+                    parts = plain_parts(self.graph, ref)
+                    if parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2]):
+                        continue  # it holds neither containers nor devices
                 below = self.enter(task, node)
                 work.append(self.tops(below) if ref == self.graph.root else below)
                 break
@@ -263,11 +265,6 @@ class _SurveyWalk:
                 work.pop()
         if not any(item.confidence == "high" for item in result.state_dicts):
             self.find_mixed_root()
-
-    def is_barren(self, ref: Ref) -> bool:
-        """Return whether the node is a dict below the root that holds neither containers nor devices."""
-        parts = plain_parts(self.graph, ref) if ref != self.graph.root else None
-        return parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2])
 
     def is_listed(self, ref: Ref, is_tensor: bool) -> bool:
         """Return whether to list this path of a node: always the first path, and a limited number of repetitions."""
@@ -281,8 +278,7 @@ class _SurveyWalk:
         return True
 
     def tops(self, below: Iterator[_Task]) -> Iterator[_Task]:
-        """Yield the children of the root, numbered: each begins a top-level entry."""
-        # All of them are listed before the first one is entered.
+        """List the children of the root as top-level entries, and yield them with their numbers."""
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
         new = tuple.__new__
         self.survey.entries.extend([new(TopEntry, (task[2], task[1], task[0])) for task in tasks])
@@ -377,11 +373,8 @@ class _SurveyWalk:
         torchtitan and Megatron-LM save a model and the optimizer state in one mapping.
         """
         graph, nodes, survey = self.graph, self.graph.nodes, self.survey
-        root = nodes[graph.root]
-        items = mapping(graph, graph.root) if isinstance(root, Dict | Call) else None
-        if not items or self.reader.tensor(graph.root) or any(type(nodes[key]) is not str for key, _ in items):
-            return
-        if isinstance(root, Call) and callable_name(graph, root.func) != "collections.OrderedDict":
+        cls, items = class_name(graph, graph.root), mapping(graph, graph.root)
+        if not items or cls not in ("dict", "OrderedDict") or any(type(nodes[key]) is not str for key, _ in items):
             return
         model = self.of_model(items)
         names = [str(nodes[key]) for key, value in model if self.reader.tensor(value) is not None]
@@ -392,7 +385,7 @@ class _SurveyWalk:
         if not (training or any("." in name and _PARAMETER.match(name.rpartition(".")[2]) for name in names)):
             return
         number, inside = len(survey.state_dicts), {str(nodes[key]) for key, _ in model}
-        survey.state_dicts.append(StateDict("", graph.root, class_name(graph, graph.root), model, -1, "high"))
+        survey.state_dicts.append(StateDict("", graph.root, cls, model, -1, "high"))
         for place, entry in enumerate(survey.tensors):
             if entry.holder == graph.root and entry.key in inside:
                 survey.tensors[place] = entry._replace(state_dict=number)
@@ -400,11 +393,7 @@ class _SurveyWalk:
     def entries(
         self, task: _Task, entries: list[Child], eligible: bool, state_dict: int, inside: set[Ref] | None
     ) -> Iterator[_Task]:
-        """Yield the entries of a mapping.
-
-        ``state_dict`` is the number of the mapping if it is a state dict, else -1. If ``inside`` is not None, only
-        entries with these keys belong to the state dict.
-        """
+        """Yield the entries of a mapping. Those with a key in ``inside``, or all for None, belong to ``state_dict``."""
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         base, root = bounded(path, own), own == self.graph.root
@@ -539,7 +528,10 @@ def account(survey: Survey) -> Account:
             layout = (part.shape, part.stride, part.own_bytes)
             if layout not in sizes:
                 width = part.own_bytes // max(part.numel, 1) or 1
-                sizes[layout] = (width, extent(part.shape, part.stride) * width, _distinct_elements(part) * width)
+                # Dimensions with stride 0 repeat elements.
+                steps = zip(part.shape, part.stride or part.shape)
+                distinct = prod(size for size, step in steps if step or not size)
+                sizes[layout] = (width, extent(part.shape, part.stride) * width, distinct * width)
             width, size, distinct = sizes[layout]
             views.setdefault(key, []).append((part.offset * width, size, distinct))
     for path, ref, top in survey.storages:
@@ -569,23 +561,14 @@ def account(survey: Survey) -> Account:
     return Account(by_device, by_dtype, entry_bytes, entry_tensors, devices.total(), unused, shared, wasteful)
 
 
-def _distinct_elements(tensor: Tensor) -> int:
-    """Return the number of distinct storage elements that a view reads; dimensions with stride 0 repeat elements."""
-    return prod(size for size, step in zip(tensor.shape, tensor.stride or tensor.shape) if step or not size)
-
-
 def _covered(spans: list[tuple[int, int, int]]) -> int:
-    """Return how many bytes of a storage the views (offset, extent, distinct bytes) read.
-
-    Where views overlap, this is an upper bound.
-    """
-    spans = sorted(spans)
-    covered = 0
-    begin, end, alone = 0, 0, 0
-    for offset, size, distinct in spans:
-        if offset < end:
-            end, alone = max(end, offset + size), 0
-            continue
-        covered += min(alone, end - begin) if alone else end - begin
-        begin, end, alone = offset, offset + size, distinct
-    return covered + (min(alone, end - begin) if alone else end - begin)
+    """Return how many bytes the views (offset, extent, distinct bytes) read; at most, where they overlap."""
+    stretches: list[list[int]] = []  # begin, end, bytes in use
+    for offset, size, distinct in sorted(spans):
+        if stretches and offset < stretches[-1][1]:
+            begin, end, _ = stretches[-1]
+            end = max(end, offset + size)
+            stretches[-1] = [begin, end, end - begin]
+        else:
+            stretches.append([offset, offset + size, min(distinct, size)])
+    return sum(used for _, _, used in stretches)

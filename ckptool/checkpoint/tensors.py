@@ -174,10 +174,7 @@ class RebuildCall(NamedTuple):
 
 
 def typed_call(graph: Graph, args: tuple[Ref, ...]) -> tuple[str, Ref, Ref, tuple[Ref, ...]] | None:
-    """Return the call in the arguments of ``_rebuild_from_type_v2``: name, function, args_ref and args of RebuildCall.
-
-    Return None if there is no such call.
-    """
+    """Return the last four fields of a RebuildCall for the arguments of ``_rebuild_from_type_v2``; None if invalid."""
     function, inner = (graph.nodes[args[0]], graph.nodes[args[2]]) if len(args) > 2 else (None, None)
     if type(function) is not Global or type(inner) is not tuple or function.name in _FROM_TYPE:
         return None
@@ -379,8 +376,6 @@ class TensorReader:
         return offset, size
 
     def _rebuilt(self, name: str, args: tuple[Ref, ...], states: Sequence[Ref] = ()) -> Tensor | None:
-        if name == USUAL and len(args) >= 4:
-            return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         count = len(args)
         own = module in ("torch._utils", "torch._tensor", "torch.tensor")
@@ -388,14 +383,13 @@ class TensorReader:
             inner = self.tensor(args[0])
             return inner and inner._replace(cls=inner.cls or "Parameter", requires_grad=self._flag(args, 1))
         backend = backend_arguments(name)
-        if backend == FROM_STORAGE and count >= 4:
-            return self._dense(args, self._flag(args, 4), None)
         if backend == FROM_VALUES:
             return self._device_tensor(args)
+        usual = own and function in ("_rebuild_tensor_v2", "_rebuild_tensor")  # torch.tensor, old files
+        if (usual or backend == FROM_STORAGE) and count >= 4:
+            return self._dense(args, self._flag(args, 4), None)
         if not own:
             return self._other(name, args, states) if args else None
-        if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
-            return self._dense(args, self._flag(args, 4), None)
         if function == "_rebuild_tensor_v3" and count >= 7:
             return self._dense(args, self._flag(args, 4), self._dtype(args[6]))
         if function in _FROM_TYPE and count >= 3:
@@ -489,8 +483,8 @@ class TensorReader:
         layout, data = self.graph.nodes[args[0]], self.graph.nodes[args[1]]
         name = layout.name if isinstance(layout, Global) else ""
         if isinstance(layout, Call):
-            inner = self.graph.nodes[layout.args]
-            text = self.graph.nodes[inner[0]] if type(inner) is tuple and inner else ""
+            inner = list_items(self.graph.nodes[layout.args])
+            text = self.graph.nodes[inner[0]] if inner else ""
             name = text.rpartition(".")[2] if type(text) is str else ""
         members = 2 if name == "sparse_coo" else 3
         if name not in _LAYOUTS or type(data) is not tuple or len(data) <= members:
@@ -501,9 +495,7 @@ class TensorReader:
         return self._combined(name, data[:members], data[members - 1], shape)
 
     def _combined(self, kind: str, refs: tuple[Ref, ...], values: Ref, shape: tuple[int, ...] = ()) -> Tensor | None:
-        """Return a tensor made of tensors, with the dtype, location and requires_grad of ``values``; None if that is
-        invalid.
-        """
+        """Return a tensor made of tensors, which is like the part ``values``; None if that is no tensor."""
         main = self.tensor(values) if values >= 0 else None
         if main is None:
             return None
@@ -513,9 +505,7 @@ class TensorReader:
         return Tensor(kind, main.dtype, shape or main.shape, (), 0, "", location, grad, "", parts, size)
 
     def _device_tensor(self, args: tuple[Ref, ...]) -> Tensor | None:
-        """Return a tensor of a backend without storages; ``args`` is (CPU tensor or array, dtype, device,
-        requires_grad).
-        """
+        """Return a tensor of a backend without storages, given the arguments of FROM_VALUES."""
         device = self.graph.nodes[args[2]] if len(args) >= 4 else None
         if type(device) is not str:
             return None
@@ -550,10 +540,14 @@ class TensorReader:
         return Tensor("unknown", dtype, (), (), 0, "", location, False, name, tuple(calls), size)
 
     def _ints(self, ref: Ref) -> tuple[int, ...] | None:
+        """Return the integers in a tuple or ``torch.Size``; None for another node."""
         nodes = self.graph.nodes
         refs = nodes[ref]
+        if isinstance(refs, Call) and callable_name(self.graph, refs.func) == "torch.Size":
+            inner = list_items(nodes[refs.args])
+            refs = nodes[inner[0]] if inner else None
         if type(refs) is not tuple:
-            return self._size(ref)
+            return None
         # Equal numbers are one node, so tensors with one shape have equal tuples of references.
         known = self._shapes.get(refs)
         if known is None:
@@ -567,19 +561,10 @@ class TensorReader:
         shape = self._ints(ref)
         return None if shape is None or abs(prod(shape)) >= _TOO_LARGE else shape
 
-    def _size(self, ref: Ref) -> tuple[int, ...] | None:
-        """Return the shape in ``torch.Size((...,))``; None for another node."""
-        nodes, node = self.graph.nodes, self.graph.nodes[ref]
-        if not isinstance(node, Call) or callable_name(self.graph, node.func) != "torch.Size":
-            return None
-        inner = nodes[node.args]
-        return self._ints(inner[0]) if type(inner) is tuple and inner and type(nodes[inner[0]]) is tuple else None
-
     def _flag(self, args: tuple[Ref, ...], index: int) -> bool:
         return len(args) > index and self.graph.nodes[args[index]] is True
 
     def _global(self, ref: Ref) -> str:
-        """Return the name of a global; "" for another node."""
         node = self.graph.nodes[ref]
         return mapped_name(node) if type(node) is Global else ""
 

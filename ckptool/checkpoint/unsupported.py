@@ -126,9 +126,11 @@ def _call_text(
         return _mapping_text(graph, node, name, args) if name in MAPPING_CLASSES else ""
     if name in _PARAMETERS and (not args or (given and nodes[given[0]] is None)):
         return "a parameter is created without a tensor"
-    filled = node.filling is not None and (node.items or node.pairs or node.states)
-    if filled and not (name in OLD_PARAMETERS and _is_parameter_state(graph, node)):
-        return "a tensor is changed after it is created"
+    if node.filling is not None and (node.items or node.pairs or node.states):
+        # Torch 0.1 to 0.3 wrote the state (requires_grad, volatile, hooks) of a parameter.
+        state = list_items(nodes[node.states[0]]) if len(node.states) == 1 and not (node.items or node.pairs) else ()
+        if name not in OLD_PARAMETERS or len(state) != 3 or type(nodes[state[0]]) is not bool:
+            return "a tensor is changed after it is created"
     if name in OLD_PARAMETERS:
         return ""
     if name.endswith("Tensor"):
@@ -141,8 +143,7 @@ def _call_text(
 
 def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
     short = name.rpartition(".")[2]
-    is_empty = args == () or (short == "defaultdict" and type(args) is tuple and len(args) == 1)
-    if not is_empty and initial_pairs(graph, node) is None:
+    if initial_pairs(graph, node) is None:
         return f"a mapping is made from something other than pairs: {short}(...)"
     if node.items:
         return f"a mapping is filled like a list: {short}"
@@ -153,12 +154,6 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
         if state is not None and mapping(graph, node.states[0]) is None:
             return "a mapping has a state that is not a dict"
     return ""
-
-
-def _is_parameter_state(graph: Graph, node: Call) -> bool:
-    """Return whether the state is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it."""
-    state = graph.nodes[node.states[0]] if len(node.states) == 1 and not (node.items or node.pairs) else None
-    return type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
 
 
 def _sets_descriptor(graph: Graph, reader: TensorReader, name: str, args: Sequence[Ref]) -> bool:

@@ -13,11 +13,11 @@ from ..base.limits import LIMITS
 from ..base.steps import as_step
 from ..base.text import join_limited, pluralize
 from ..checkpoint.container import Container, FoundPickle, is_complete
-from ..checkpoint.objects import named_and_called
+from ..checkpoint.objects import callable_name
 from ..checkpoint.tensors import TensorReader
 from ..files.folders import Folder
 from ..files.sources import Source
-from ..pickles.nodes import Graph, Node, Persistent, Ref
+from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .foreign.identification import explain_placeholder
 
 T = TypeVar("T")
@@ -129,7 +129,9 @@ def grouped(pickles: Iterable[tuple[Hashable, FoundPickle]], noun: str) -> Itera
         if own is None or pickle.graph is None or pickle.graph.oddities or pickle.rest:
             yield pickle
             continue
-        key = own, named_and_called(pickle.graph)
+        named = {(f"{node.module} {node.name}", False) for _, node in pickle.graph.of_type(Global)}
+        called = {(callable_name(pickle.graph, node.func), True) for _, node in pickle.graph.of_type(Call)}
+        key = own, frozenset(named | called)
         first, count = alike.get(key, (pickle, 0))
         alike[key] = first, count + 1
     for pickle, count in alike.values():

@@ -176,9 +176,7 @@ class StorageReader(NamedTuple):
             first = begin
 
     def _cached(self, body: StorageData) -> Iterable[bytes]:
-        """Return the bytes of a storage that many views may read; the last such storage is cached unless it
-        is large.
-        """
+        """Return the bytes of a storage that many views may read. The last one is cached, unless it is large."""
         if body.size > _CACHED:
             return self._sequential(body)
         # Read the cache in one step, because another thread may replace it.
@@ -245,11 +243,9 @@ def swapped(data: bytes, width: int) -> bytes:
 
 
 def number_width(dtype: Dtype) -> int:
-    """Return the width in bytes of the numbers that torch byte-swaps in a storage class; a complex number is two
-    numbers.
+    """Return the width in bytes of the numbers that torch byte-swaps in a storage class, 1 for an untyped storage.
 
-    It is 1 if nothing is swapped: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
-    ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
+    A complex number is two numbers (torch/serialization.py, ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
     """
     return dtype.itemsize // 2 if is_complex(dtype.name) else dtype.itemsize
 
@@ -266,13 +262,10 @@ def added_storages(
     checkpoint: Checkpoint, contents_of: Mapping[str, bytes], storages: Mapping[str, Storage]
 ) -> dict[str, StorageData]:
     """Return new storages by key in the file's byte order, given their bytes in little-endian order."""
-    big = checkpoint.container.byteorder == "big"
-    bodies = {}
-    for key, data in contents_of.items():
-        if big and key in storages:
-            data = swapped(data, number_width(storages[key].dtype))
-        bodies[key] = StorageData(data, len(data), crc32(data))
-    return bodies
+    swaps = storages if checkpoint.container.byteorder == "big" else {}
+    widths = ((key, data, number_width(swaps[key].dtype) if key in swaps else 1) for key, data in contents_of.items())
+    stored = ((key, swapped(data, width)) for key, data, width in widths)
+    return {key: StorageData(data, len(data), crc32(data)) for key, data in stored}
 
 
 def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from ..base.errors import MalformedError, RefusedError
 from ..base.records import NamedTuple, new_tuple
 from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import callable_name, mapping
+from ..checkpoint.objects import mapping, state_items
 from ..checkpoint.tensors import Tensor, TensorReader, extent, is_contiguous, is_sharded, rebuild_calls
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Call, Graph, Ref
@@ -122,7 +122,9 @@ def resolved_bytes(reading: Reading) -> Iterator[bytes]:
         if signs:
             yield from (_flip(data[at : at + (1 << 20)], signs) for at in range(0, len(data), 1 << 20))
         elif reading.negated:
-            yield _negate_integers(data, dtype.itemsize)
+            width = dtype.itemsize
+            numbers = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
+            yield b"".join((-number % (1 << 8 * width)).to_bytes(width, "little") for number in numbers)
         else:
             yield data
 
@@ -130,11 +132,6 @@ def resolved_bytes(reading: Reading) -> Iterator[bytes]:
 def _flip(data: bytes, bits: bytes) -> bytes:
     pattern = int.from_bytes(bits * (len(data) // len(bits)), "little")
     return (int.from_bytes(data, "little") ^ pattern).to_bytes(len(data), "little")
-
-
-def _negate_integers(data: bytes, width: int) -> bytes:
-    numbers = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
-    return b"".join((-number % (1 << 8 * width)).to_bytes(width, "little") for number in numbers)
 
 
 def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
@@ -222,11 +219,8 @@ def _affine(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> Affine | None:
         if inner is None or inner.numel != tensor.shape[axis] or inner.numel > _SCALES:
             return None
         try:
-            values = [
-                value
-                for data in elements(storage_reader(checkpoint, inner.storage), inner)
-                for value in to_numbers(data, inner.dtype)
-            ]
+            pieces = numbers_in(Reading(inner, storage_reader(checkpoint, inner.storage), "elements"))
+            values = [value for piece in pieces for value in piece]
         except MalformedError:
             return None
         row = tuple(float(value) for value in values if isinstance(value, int | float))
@@ -238,36 +232,14 @@ def _affine(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> Affine | None:
 
 #: Classes that only say how a tensor takes gradients.
 _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
-#: The deepest nesting of rebuild calls that torch writes.
-_DEPTH: Final = 8
-#: Torch's functions that rebuild a tensor with a state, and the state's place among their arguments (torch/_utils.py).
-_STATES: Final = {"_rebuild_from_type_v2": 3, "_rebuild_parameter_with_state": 3}
 
 
 def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
     """Return whether a tensor has a class other than Parameter, or attributes set on it."""
-    if tensor.cls not in _PARAMETERS:
-        return True
-    for _ in range(_DEPTH):
-        node = graph.nodes[ref]
-        if not isinstance(node, Call):
-            return False
-        if node.states:
-            return True
-        args = graph.nodes[node.args]
-        name = callable_name(graph, node.func).rpartition(".")[2]
-        if not isinstance(args, tuple) or not name.startswith(("_rebuild_parameter", "_rebuild_from_type")):
-            return False
-        place = _STATES.get(name, len(args))
-        if place < len(args):
-            state = graph.nodes[args[place]]
-            parts = state if isinstance(state, tuple) else (args[place],)
-            if any(mapping(graph, part) for part in parts):
-                return True
-        if name != "_rebuild_parameter" and name != "_rebuild_parameter_with_state":
-            return False
-        ref = args[0]
-    return False
+    calls = list(rebuild_calls(graph, ref)) if tensor.cls in _PARAMETERS else []
+    nodes = (graph.nodes[call.ref] for call in calls)
+    changed = any(isinstance(node, Call) and node.states for node in nodes)
+    return not calls or changed or any(call.state >= 0 and state_items(graph, call.state) for call in calls)
 
 
 def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[Piece, int | None]:

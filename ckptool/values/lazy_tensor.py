@@ -16,7 +16,7 @@ from .elements import storage_reader
 from .interpretation import Reading, lazy_bits, numbers_in, resolved_bytes
 from .npy import WIDENED, array_of
 from .numeric import Number
-from .tensor_text import interpret_for_display
+from .tensor_text import interpret_for_display, nested
 
 #: The code for the CPU in DLPack (dlpack.h, ``kDLCPU``).
 _CPU = 1
@@ -89,17 +89,12 @@ class TensorValue:
 
         Raise RefusedError if the tensor has no numbers, MalformedError if bytes are missing.
         """
-        reading, name = interpret_for_display(self._checkpoint, self._ref), self.path or "the tensor"
-        if isinstance(reading, str):
-            raise RefusedError(f"{name}: {reading}", path=self._checkpoint.path)
-        if reading.of in ("values", "part"):
-            raise RefusedError(f"{name} is made of other tensors ({self.tensor.kind})", path=self._checkpoint.path)
-        for piece in numbers_in(reading._replace(tensor=self.tensor)):
+        for piece in numbers_in(self._reading("elements", "dequantized")):
             yield from piece
 
     def tolist(self) -> Any:
         """Return nested lists, or the number of a scalar, as torch's ``tolist()`` does."""
-        return _nested(self.numbers(), self.shape)
+        return nested(self.numbers(), list(map(range, self.shape)))
 
     def item(self) -> Number:
         """Return the only element as a Python number; raise ValueError if there are more."""
@@ -117,7 +112,6 @@ class TensorValue:
         if not tensor.storage or tensor.location == "meta" or tensor.dtype not in BY_NAME:
             reading = interpret_for_display(checkpoint, self._ref)
             what = f"its {reading.of} are in other tensors" if isinstance(reading, Reading) else reading
-            what = "it is on meta, without values" if tensor.location == "meta" else what
             raise RefusedError(f"{self.path or 'the tensor'} ({tensor.kind}): {what}", path=checkpoint.path)
         storage = storage_reader(checkpoint, tensor.storage)
         bits = lazy_bits(checkpoint.survey.reader, self._ref)
@@ -179,18 +173,18 @@ class TensorValue:
         """Return the capsule of a new, contiguous torch tensor on the CPU, made by its own ``__dlpack__``."""
         from .torch.loads import need_torch, torch_dtype
 
-        reading, torch = self._reading(), need_torch("making a tensor of it")
+        reading, torch = self._reading("elements"), need_torch("making a tensor of it")
         dtype, shape = torch_dtype(torch, reading.tensor.dtype), reading.tensor.shape
         data = bytearray().join(resolved_bytes(reading))
         tensor = torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
         return tensor.__dlpack__(**options)
 
-    def _reading(self) -> Reading:
-        """Return how to read the elements; raise RefusedError for anything but a dense tensor of numbers."""
+    def _reading(self, *roles: str) -> Reading:
+        """Return how to read the elements; raise RefusedError for a tensor without numbers in one of these roles."""
         reading, path = interpret_for_display(self._checkpoint, self._ref), self._checkpoint.path
         if isinstance(reading, str):
             raise RefusedError(f"{self.path or 'the tensor'}: {reading}", path=path)
-        if reading.of != "elements":
+        if reading.of not in roles:
             raise RefusedError(f"{self.path or 'the tensor'} is a tensor of the kind {self.tensor.kind}", path=path)
         return reading._replace(tensor=self.tensor)
 
@@ -231,11 +225,3 @@ def _sliced(tensor: Tensor, index: Any) -> Tensor:
             raise IndexError(f"index {place} is out of range for a dimension of {size}")
         offset += place % size * stride
     return tensor._replace(shape=tuple(shape), stride=tuple(strides), offset=offset)
-
-
-def _nested(values: Iterator[Number], shape: tuple[int, ...]) -> Any:
-    if not shape:
-        return next(values)
-    if len(shape) == 1:
-        return [next(values) for _ in range(shape[0])]
-    return [_nested(values, shape[1:]) for _ in range(shape[0])]

@@ -134,7 +134,9 @@ def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerVal
         for child in (*extra_children(graph, ref, entries), *entries)
         if child.step not in hidden and (child.key >= 0 or not child.step.startswith("(key "))
     ]
-    return ContainerValue("object", cls, sorted(members, key=_attributes_first))
+    # Attributes come first, then entries and elements, then arguments.
+    members.sort(key=lambda member: {"[": 1, "(": 2 - 2 * member.name.startswith("(state")}.get(member.name[:1], 0))
+    return ContainerValue("object", cls, members)
 
 
 def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember]:
@@ -151,11 +153,6 @@ def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember
             taken.add(name)
         members.append(ValueMember(name, step, ref, key))
     return members
-
-
-def _attributes_first(member: ValueMember) -> int:
-    """Return a sort key for an object's members: attributes, then entries and elements, then arguments."""
-    return 0 if member.name.startswith("(state") else {"[": 1, "(": 2}.get(member.name[:1], 0)
 
 
 def python_key(graph: Graph, ref: Ref) -> Hashable:
@@ -388,18 +385,14 @@ class _Values:
                 self.values[here] = self._convert(here, inside, where)
                 work.pop()
                 continue
-            missing = [
-                (member.ref, joined(where, member.step)) for member in inside.members if member.ref not in self.values
-            ]
+            missing = [(item.ref, joined(where, item.step)) for item in inside.members if item.ref not in self.values]
             if missing and self.values.get(here) is not _PENDING:
                 self.values[here] = _PENDING
                 work += missing
                 continue
             # A tuple cannot be among its own elements: a hostile pickle gets None there.
-            values = [
-                None if self.values.get(member.ref) is _PENDING else self.values[member.ref]
-                for member in inside.members
-            ]
+            values = [self.values[member.ref] for member in inside.members]
+            values = [None if value is _PENDING else value for value in values]
             self.values[here] = tuple(values) if inside.cls == "tuple" else _hashed(values, frozenset)
             work.pop()
         return self.values[ref]

@@ -43,10 +43,8 @@ Nested: TypeAlias = "list[Nested] | Number | None"
 def tensor_summary(tensor: Tensor) -> str:
     """Describe a tensor in one line: ``float32 4x3x1x1, cuda:0``."""
     kind = "" if tensor.kind in ("dense", "quantized", "meta") else tensor.kind
-    grad = "requires_grad" if tensor.requires_grad else ""
-    return ", ".join(
-        filter(None, (f"{tensor.dtype} {shape_text(tensor.shape)}", tensor.location, kind, tensor.cls, grad))
-    )
+    facts = f"{tensor.dtype} {shape_text(tensor.shape)}", tensor.location, kind, tensor.cls
+    return ", ".join(filter(None, (*facts, "requires_grad" if tensor.requires_grad else "")))
 
 
 def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
@@ -106,9 +104,7 @@ def shown_parts(reader: TensorReader, tensor: Tensor) -> Iterator[tuple[str, Ref
 
 
 def interpret_for_display(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """Return how to read a tensor as ``interpret`` does; bits, and quantized tensors without a scale, are integers
-    here.
-    """
+    """Return how to read a tensor as ``interpret`` does, but bits and quantized tensors without a scale as integers."""
     reading = interpret(checkpoint, ref)
     tensor = checkpoint.survey.reader.tensor(ref)
     if isinstance(reading, str) and tensor is not None and tensor.storage and tensor.dtype in BY_NAME:
@@ -144,7 +140,7 @@ def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> N
         edge, shape = 0, (tensor.numel,)
     if tensor.numel <= _WHOLE:
         values = [value for part in numbers_in(reading) for value in part]
-        return _nested(iter(values), [list(range(size)) for size in shape])
+        return nested(iter(values), [range(size) for size in shape])
     axes = [_edges(size, edge or _EDGE) for size in shape]
     # One tuple of indices for each number to show.
     places = product(*([index for index in axis if index is not None] for axis in axes))
@@ -158,7 +154,7 @@ def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> N
         steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         numbers = (sum(index * step for index, step in zip(place, steps)) for place in places)
         values = list(_at(numbers_in(reading), numbers))
-    return _nested(iter(values), axes)
+    return nested(iter(values), axes)
 
 
 def _edges(size: int, edge: int) -> list[int | None]:
@@ -177,10 +173,13 @@ def _at(pieces: Iterator[list[Number]], places: Iterator[int]) -> Iterator[Numbe
         yield piece[place - begin]
 
 
-def _nested(values: Iterator[Number], axes: Sequence[Sequence[int | None]]) -> Nested:
+def nested(values: Iterator[Number], axes: Sequence[Sequence[int | None]]) -> Nested:
+    """Return numbers in row-major order as nested lists, given the indices of each axis; None stays None."""
     if not axes:
         return next(values)
-    return [None if index is None else _nested(values, axes[1:]) for index in axes[0]]
+    if len(axes) == 1:
+        return [None if index is None else next(values) for index in axes[0]]
+    return [None if index is None else nested(values, axes[1:]) for index in axes[0]]
 
 
 # -- Drawing

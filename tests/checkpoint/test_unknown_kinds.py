@@ -232,7 +232,7 @@ def test_only_drop_with_its_path_gives_one_up(tmp_path: Path) -> None:
     path, out = written(tmp_path / "in.pth", "function", "storage"), tmp_path / "out.pth"
     with pytest.raises(RefusedError, match="hold values of tensors") as refusal:
         ckptool.sanitize(path, drop_unknown=True)
-    assert "load it with the library that wrote it" in refusal.value.next
+    assert "load it where its classes are" in refusal.value.next
     refused = say("sanitize", path, "--drop-unknown", "-o", out).all
     words = shlex.split(refused.partition("-> ckptool ")[2])
     assert words[:3] == ["drop", str(path), 'state_dict["a.weight"]']

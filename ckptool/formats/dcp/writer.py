@@ -18,7 +18,7 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import Manifest
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages, without_views
-from ...checkpoint.objects import class_name, is_ordered_dict, mapping
+from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
 from ...checkpoint.tensors import Tensor, is_contiguous, rebuild_calls
 from ...files.sources import AssembledSource, BytesSource, Computed, FolderPlan, Piece, Plan, Span, merge_pieces
@@ -46,7 +46,7 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     if target.tied == "keep-first":
         raise TargetError("a DCP folder cannot record other names of a tensor", next="`--tied clone` copies each")
     # DCP loads an OrderedDict as a dict.
-    ordered = any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
+    ordered = any(item.container == "OrderedDict" for item in checkpoint.state_dicts)
     notes = ("OrderedDicts come back as dicts, without the versions of modules",) if ordered else ()
     losses = _losses(checkpoint, tied=target.tied == "clone")
     return Fit("a DCP folder", target, losses, notes, {"sharing": "`--allow-loss sharing`"})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
@@ -18,7 +17,7 @@ from ...base.findings import Finding
 from ...base.lazy import regex
 from ...base.text import quoted
 from ...checkpoint.programs import ProgramFacts
-from ...checkpoint.tensors import TensorReader
+from ...checkpoint.tensors import Storage, TensorReader
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Ref
 from .archive import ProgramArchive, code_device, describe, name_parts
@@ -48,8 +47,7 @@ _MAX_PROGRAM: Final = 64 << 20
 
 
 class Pt2(ProgramArchive):
-    """A torch.export archive. The graph holds its models' state dicts; for a single model, its state dict is the
-    root."""
+    """A torch.export archive. The graph holds its models' state dicts; the only one is the root."""
 
     format = "pt2"
     kind = "a torch.export program"
@@ -76,14 +74,17 @@ class Pt2(ProgramArchive):
         if compiled and not models and not programs:
             self.kind, self.loader = "an AOTInductor package", "torch._inductor.aoti_load_package"
         pickled = name_parts("pickled object", objects)
-        old = [name for name in names if _OTHER_OLD.fullmatch(name) and self._has_tensors(name)]
+        old = [name for name in names if _OTHER_OLD.fullmatch(name)]
+        held = ((name, self._storages(name)) for name in old)
+        old = [name for name, storages in held if storages is None or any(storage.numel for storage in storages)]
         self.unnamed = [*name_parts("constant", constants), *name_parts("file", old, rest=" of constants"), *pickled]
         self._search_programs(programs)
         for name in names:
             if _CONSTANTS.fullmatch(name) or _COMPILED.fullmatch(name):
                 self._add_devices(name, self._read(name))
             elif name in inputs:
-                self._add_locations(name)
+                tags = Counter(storage.location for storage in self._storages(name) or ())
+                self.named_devices += [code_device(name, tag, tags[tag], "a sample input") for tag in sorted(tags)]
         what = f"it is {self.kind}, which holds code: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
@@ -100,16 +101,13 @@ class Pt2(ProgramArchive):
         # Nested torch.save files are normal here.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
 
-    def _has_tensors(self, name: str) -> bool:
-        """Return whether a nested torch.save file has nonempty tensors, also for one that cannot be read."""
+    def _storages(self, name: str) -> list[Storage] | None:
+        """Return the storages of a nested torch.save file; None for another file."""
         record = self.archive.find(name)
-        if record is None or not record.size:
-            return False
         try:
-            storages = TensorReader(self.nested_file(record).graph).storages
-            return any(storage.numel for storage in storages.values())
+            return [*TensorReader(self.nested_file(record).graph).storages.values()] if record and record.size else []
         except (MalformedError, PickleError):
-            return True
+            return None
 
     def _weights(self, name: str) -> Ref:
         items = []
@@ -167,19 +165,10 @@ class Pt2(ProgramArchive):
             what = "the compiled code" if key else "the program"
             self.named_devices.append(code_device(name, device, count, what))
 
-    def _add_locations(self, name: str) -> None:
-        """Add the devices of sample inputs, if they are a file of torch.save."""
-        record = self.archive.find(name)
-        with suppress(MalformedError, PickleError):
-            storages = TensorReader(self.nested_file(record).graph).storages.values() if record else ()
-            for tag, count in sorted(Counter(storage.location for storage in storages).items()):
-                self.named_devices.append(code_device(name, tag, count, "a sample input"))
-
 
 def _location(device: Any) -> str:
     kind, index = (device.get("type"), device.get("index")) if isinstance(device, dict) else ("cpu", None)
-    if type(kind) is not str:
-        return "cpu"
+    kind = kind if type(kind) is str else "cpu"
     return f"{kind}:{index}" if type(index) is int and kind != "cpu" else kind
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Final
 
 from ...base.errors import MalformedError
@@ -60,8 +59,7 @@ class ScriptClass(NamedTuple):
 
 
 class ScriptCode(NamedTuple):
-    """The code of a program: its classes by qualified name, how often each (file, device) is named, and the files that
-    are damaged or too large to be read completely."""
+    """The code of a program: classes by qualified name, how often each (file, device) is named, and unread files."""
 
     files: list[str]
     classes: dict[str, ScriptClass]
@@ -92,25 +90,23 @@ def read_code(archive: Archive) -> ScriptCode:
         left -= record.size
         code.devices.update({(file, device): number for device, number in devices_in(text).items()})
         module = file.removesuffix(".py").replace("/", ".")
-        code.classes.update((f"{module}.{name}", script_class) for name, script_class in _classes(text))
+        code.classes.update((f"{module}.{name}", script_class) for name, script_class in _classes(text).items())
     return code
 
 
-def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
-    name, found = "", ScriptClass(False, frozenset(), None)
+def _classes(text: str) -> dict[str, ScriptClass]:
+    name, classes = "", dict[str, ScriptClass]()
     for line in _LINE.finditer(text):
         if line["head"] is not None:
-            if name:
-                yield name, found
             match = _CLASS.match(line["head"])
             name = match[1] if match else ""
-            found = ScriptClass(match is not None and match[2] == "Module", frozenset(), None)
-        else:
+            if match:
+                classes[name] = ScriptClass(match[2] == "Module", frozenset(), None)
+        elif name:
             names = frozenset(match[1] for match in _QUOTED.finditer(line["names"]))
-            is_parameters = line["kind"] == "__parameters__"
-            found = found._replace(parameters=names) if is_parameters else found._replace(buffers=names)
-    if name:
-        yield name, found
+            field = "parameters" if line["kind"] == "__parameters__" else "buffers"
+            classes[name] = classes[name]._replace(**{field: names})
+    return classes
 
 
 class ModuleTensors(NamedTuple):
@@ -183,7 +179,8 @@ def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[st
     """Append a dict of the parameters and buffers to an arena, detached as in ``state_dict()``."""
     pairs: list[Ref] = []
     detached: dict[Ref, Ref] = {}
-    false = -1
+    false = len(nodes)
+    nodes.append(False)
     for name, ref in state:
         if ref not in detached:
             tensor = reader.tensor(ref)
@@ -192,9 +189,6 @@ def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[st
             args = nodes[node.args] if type(node) is Call else ()
             if type(node) is Call and type(args) is tuple and tensor is not None and tensor.requires_grad:
                 at = 5 if tensor.kind == "quantized" else 4
-                if false < 0:
-                    false = len(nodes)
-                    nodes.append(False)
                 nodes.append((*args[:at], false, *args[at + 1 :]))
                 nodes.append(Call(REDUCE, node.func, len(nodes) - 1))
                 detached[ref] = len(nodes) - 1
@@ -206,14 +200,7 @@ def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[st
 
 def _attributes(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
     """Return the attributes in class order, or None if the state does not consist of attributes."""
-    attributes: list[tuple[str, Ref]] = []
-    for state in node.states:
-        items = mapping(graph, state)
-        if items is None:
-            return None
-        for key, value in items:
-            name = graph.nodes[key]
-            if type(name) is not str:
-                return None
-            attributes.append((name, value))
-    return attributes
+    states = [mapping(graph, state) for state in node.states]
+    named = [(graph.nodes[key], value) for items in states for key, value in items or ()]
+    attributes = [(name, value) for name, value in named if type(name) is str]
+    return attributes if None not in states and len(attributes) == len(named) else None

@@ -80,8 +80,8 @@ class TorchScript(TorchZip, Program):
         root = add_state_dict(nodes, self.reader, self.modules.state)
         # Only the styles of the parts matter; this style is used by conversions.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
-        in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
-        self.constants = sum(type(node) is Persistent for nodes in in_code for node in nodes)
+        in_code = [part.graph for part in self.parts if part.record.name.endswith("/constants.pkl")]
+        self.constants = sum(1 for graph in in_code for _ in graph.of_type(Persistent))
         self.others = ()
         self.attribute_devices = [
             name._replace(ref=part.base + name.ref, path=_path(part, name.path, number))
@@ -116,11 +116,9 @@ class TorchScript(TorchZip, Program):
         places = range(base, base + len(graph.nodes))
         nodes += [relocated(node, places) for node in graph.nodes]
         keys: dict[Ref, Ref] = {}
-        for node in graph.nodes:
-            pid = graph.nodes[node.pid] if type(node) is Persistent else None
-            if type(node) is not Persistent or type(pid) is not tuple or len(pid) < 3:
-                continue
-            place, key = base + node.pid, graph.nodes[pid[2]]
+        for _, node in graph.of_type(Persistent):
+            pid, place = graph.nodes[node.pid], base + node.pid
+            key = graph.nodes[pid[2]] if type(pid) is tuple and len(pid) > 2 else None
             if place in keys or type(key) is not str:
                 continue
             name = f"{folder}{key}" if self.archive.find(f"{folder}{key}") is not None else f"{_CONSTANTS}{key}"
@@ -136,17 +134,13 @@ class TorchScript(TorchZip, Program):
         tensors = filter(None, (reader.tensor(ref) for _, ref in self.modules.state))
         named = {part.storage for tensor in tensors for part in reader.parts(tensor)}
         # A number in traced code, such as ``x * 0.5``, is stored as a tensor of one float64, int64 or bool.
+        numbers = ("float64", "int64", "bool")
+        others = [item for item in reader.storages.values() if item.nbytes and item.key not in named]
         left = [
-            storage.key
-            for storage in reader.storages.values()
-            if storage.nbytes
-            and storage.key not in named
-            and not storage.key.startswith("bytecode/")
-            and not (
-                storage.key.startswith(_CONSTANTS)
-                and storage.numel == 1
-                and storage.dtype.name in ("float64", "int64", "bool")
-            )
+            item
+            for item in others
+            if not item.key.startswith((_CONSTANTS, "bytecode/"))
+            or (item.key.startswith(_CONSTANTS) and (item.numel != 1 or item.dtype.name not in numbers))
         ]
         return [f"{pluralize(len(left), 'storage')} outside of its parameters and buffers"] if left else []
 
@@ -154,9 +148,7 @@ class TorchScript(TorchZip, Program):
         modules = self.modules
         what = f"it is {self.kind}, which holds code: torch.jit.load reads it, torch.load(weights_only=True) refuses"
         what += " it, and its code runs when it is called"
-        attributes: list[AttributeDevice] = [
-            {"path": name.path, "device": name.device} for name in self.attribute_devices
-        ]
+        devices: list[AttributeDevice] = [{"path": item.path, "device": item.device} for item in self.attribute_devices]
         facts: ProgramFacts = {
             "code_files": len(self.code.files),
             "parameters": sum(self.modules.parameters),
@@ -169,7 +161,7 @@ class TorchScript(TorchZip, Program):
             "extra_files": self.extra,
         }
         known = self.plain or self.constants or modules.hidden
-        describe(self, what, facts, () if known else self.unnamed, attributes)
+        describe(self, what, facts, () if known else self.unnamed, devices)
         if self.code.unread:
             names = join_limited([f"code/{name}" for name in self.code.unread], most=3)
             what = "too large or damaged, not searched to the end for devices and names of parameters"

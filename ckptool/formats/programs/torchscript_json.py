@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.text import quoted
-from ...checkpoint.objects import callable_name, list_items, scalar
+from ...checkpoint.objects import callable_name, list_items
 from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
 from .archive import ProgramArchive, describe, graph_of
@@ -81,10 +81,9 @@ class JsonScript(ProgramArchive):
         for number, ref in enumerate(list_items(graph.nodes[graph.root])):
             node = graph.nodes[ref]
             if type(node) is Call and callable_name(graph, node.func) == "torch.jit._pickle.build_tensor_from_id":
-                args = graph.nodes[node.args]
-                value = scalar(graph, args[0]) if type(args) is tuple and args else None
-                if type(value) is int:
-                    tensors[number] = value
+                values = [graph.nodes[arg] for arg in list_items(graph.nodes[node.args])]
+                if values and type(values[0]) is int:
+                    tensors[number] = values[0]
         return tensors
 
     def _tensor(self, number: int) -> Ref:

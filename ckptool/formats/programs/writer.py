@@ -27,7 +27,16 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     Raises RefusedError for an edit of anything except location tags.
     """
     container = editable(checkpoint)
-    pickles, exact = _encoded(checkpoint, container)
+    exact = True
+    pickles: dict[str, bytes] = {}
+    for part, graph in _edited_parts(checkpoint, container):
+        before = container.archive.read(part.record, part.record.size)
+        again = encode(part.graph)
+        data = pickles[part.record.name] = encode(graph)
+        if not before.startswith(again):
+            exact = False
+            prove(part.graph, again, "unedited", checkpoint.path)
+            prove(graph, data, "edited", checkpoint.path)
     return plan_rewrite(container.archive, pickles), exact
 
 
@@ -48,42 +57,19 @@ def editable(checkpoint: Checkpoint) -> TorchScript:
         step = f"{NO_WEIGHTS} that could be taken out: " + command("inspect", checkpoint.path)
     if not isinstance(container, TorchScript):
         raise RefusedError(f"{program.kind} is read-only in ckptool", path=checkpoint.path, next=step)
-    if (
-        any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
-        or checkpoint.needs_relayout
-        or checkpoint.added
-        or checkpoint.others
-        or not _keeps_state_dict(checkpoint.graph, container)
-    ):
+    # No edit may change the nodes of the state dict.
+    nodes, old = checkpoint.graph.nodes, container.graph
+    kept = all(nodes[ref] is old.nodes[ref] for ref in range(container.end_of_parts, len(old.nodes)))
+    others = any(change.number and change.edit not in _TAGS for change in checkpoint.changes) or checkpoint.others
+    if others or checkpoint.needs_relayout or checkpoint.added or not kept or checkpoint.graph.root != old.root:
         what = f"{program.kind} is a program: its code names what is in it, so only location tags can be edited"
         raise RefusedError(what, path=checkpoint.path, next=step)
     return container
 
 
-def _keeps_state_dict(graph: Graph, container: TorchScript) -> bool:
-    old = container.graph
-    same = all(graph.nodes[ref] is old.nodes[ref] for ref in range(container.end_of_parts, len(old.nodes)))
-    return same and graph.root == old.root
-
-
 def _edited_parts(checkpoint: Checkpoint, container: TorchScript) -> list[tuple[ScriptPickle, Graph]]:
     graphs = ((part, _edited(checkpoint.graph, container.graph, part)) for part in container.parts)
     return [(part, graph) for part, graph in graphs if graph is not None]
-
-
-def _encoded(checkpoint: Checkpoint, container: TorchScript) -> tuple[dict[str, bytes], bool]:
-    """Return the edited pickles by record name, and whether the unedited ones are reproduced byte for byte."""
-    exact = True
-    pickles: dict[str, bytes] = {}
-    for part, graph in _edited_parts(checkpoint, container):
-        before = container.archive.read(part.record, part.record.size)
-        again = encode(part.graph)
-        data = pickles[part.record.name] = encode(graph)
-        if not before.startswith(again):
-            exact = False
-            prove(part.graph, again, "unedited", checkpoint.path)
-            prove(graph, data, "edited", checkpoint.path)
-    return pickles, exact
 
 
 class _Places(dict[Ref, Ref]):

@@ -17,13 +17,12 @@ from ...base.records import new_tuple
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import ARCHIVE_RECORDS, Container, FoundPickle, Manifest, StorageLocation, StoredRecord
-from ...checkpoint.objects import persistent_keys
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source, Span
 from ...files.zips.reader import Archive, Record, end_record_oddities, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
-from ...pickles.nodes import Graph
+from ...pickles.nodes import Graph, Persistent
 from ..zip_kinds import kind_of
 
 if TYPE_CHECKING:
@@ -173,7 +172,10 @@ class TorchZip(Container):
         archive = self.archive
         if archive.end.tail < archive.source.size:
             yield from bare_pickles(archive.source, archive.end.tail, "after the archive")
-        storages = {f"{self.archive.prefix}data/{key}" for key in persistent_keys(self.graph)}
+        nodes = self.graph.nodes
+        ids = (nodes[node.pid] for _, node in self.graph.of_type(Persistent))
+        keys = (nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2)
+        storages = {f"{archive.prefix}data/{key}" for key in keys if type(key) is str}
         if quick:
             known = storages | {archive.prefix + name for name in _OWN}
             others = [record for record in archive.records if record.name not in known]

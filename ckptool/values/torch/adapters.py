@@ -16,6 +16,7 @@ from ...base.errors import RefusedError
 from ...base.records import NamedTuple
 from ...checkpoint.tensors import Tensor, extent, is_contiguous
 from ..elements import StorageReader, elements, gather, swapped
+from .compute import as_bytes
 from .loads import need_torch, one_thread, torch_dtype
 
 #: Elements of a weight that are computed at once, and the fewest rows of a block.
@@ -125,7 +126,7 @@ def merged_elements(
                 raise RefusedError(f"{weight.name} of the base holds NaN or infinity", path=path)
             way = "cast the base to a dtype with a larger range first, such as float32"
             raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=way)
-        data = swapped(_bytes(torch, values), width)
+        data = swapped(as_bytes(torch, values, values.dtype), width)
         yield data[max(begin - first * row, 0) : begin + size - first * row]
 
 
@@ -358,11 +359,3 @@ _STEPS: Final = {
 ORDER: Final = tuple(_STEPS)
 #: Those that replace or multiply values.
 NOT_ADDED: Final = ("copy", "butterfly", "rotation", "scale", "rows")
-
-
-def _bytes(torch: Any, values: Any) -> bytes:
-    """Return the elements as bytes, without NumPy."""
-    out = bytearray(values.numel() * values.element_size())
-    if out:
-        torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
-    return bytes(out)

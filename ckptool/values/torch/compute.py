@@ -120,9 +120,7 @@ def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str) 
     for data, weight in zip(parts, weights):
         values = torch.frombuffer(bytearray(data), dtype=own).double()
         total = values * weight if total is None else total.add_(values, alpha=weight)
-    out, mean = _empty(torch, total.numel(), own)
-    mean.copy_(total / sum(weights))
-    return bytes(out)
+    return as_bytes(torch, total / sum(weights), own)
 
 
 def add_differences(parts: Sequence[bytes], weights: Sequence[float], dtype: str) -> bytes:
@@ -135,9 +133,7 @@ def add_differences(parts: Sequence[bytes], weights: Sequence[float], dtype: str
     total, *others, base = (torch.frombuffer(bytearray(data), dtype=own).to(torch.float64, copy=True) for data in parts)
     for values, weight in zip(others, weights):
         total += (values - base) * weight  # not add_(alpha=): some processors would skip the rounding of the product
-    out, result = _empty(torch, total.numel(), own)
-    result.copy_(total)
-    return bytes(out)
+    return as_bytes(torch, total, own)
 
 
 def mean_row(blocks: Iterable[bytes], length: int, dtype: str) -> bytes:
@@ -151,9 +147,7 @@ def mean_row(blocks: Iterable[bytes], length: int, dtype: str) -> bytes:
     for data in blocks:
         rows = torch.frombuffer(bytearray(data), dtype=own).to(torch.float64).view(-1, length)
         total, number = total.add_(rows.sum(0)), number + len(rows)
-    out, mean = _empty(torch, length, own)
-    mean.copy_(total / number)
-    return bytes(out)
+    return as_bytes(torch, total / number, own)
 
 
 def normalized(
@@ -163,12 +157,17 @@ def normalized(
     torch = need_torch("folding weight norms")
     own = torch_dtype(torch, dtype)
     v, g = (torch.frombuffer(bytearray(data), dtype=own) for data in (direction, magnitude))
-    out, weight = _empty(torch, v.numel(), own)
-    weight.copy_(torch._weight_norm(v.view(tuple(shape)), g.view(tuple(norms)), axis).flatten())
+    return as_bytes(torch, torch._weight_norm(v.view(tuple(shape)), g.view(tuple(norms)), axis), own)
+
+
+def as_bytes(torch: Any, values: Any, dtype: Any) -> bytes:
+    """Return the elements of a tensor, rounded to a dtype, as bytes; without NumPy."""
+    out, result = _empty(torch, values.numel(), dtype)
+    result.copy_(values.reshape(-1))
     return bytes(out)
 
 
 def _empty(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
-    """Return memory for elements, and a tensor over it. This is how to get bytes without NumPy."""
+    """Return memory for elements, and a tensor over it."""
     out = bytearray(count * torch.empty((), dtype=dtype).element_size())
-    return out, torch.frombuffer(out, dtype=dtype)
+    return out, torch.frombuffer(out, dtype=dtype) if out else torch.empty(0, dtype=dtype)

@@ -144,7 +144,6 @@ def _blocks(
 
 
 def _bytes_of(reading: Reading) -> Iterable[bytes] | Filling:
-    """Return the resolved bytes of a tensor, or a function that reads them straight into memory."""
     as_stored = not (reading.negated or reading.conjugated) and reading.tensor.dtype not in PACKED
     return (filling(reading.storage, reading.tensor) if as_stored else None) or resolved_bytes(reading)
 

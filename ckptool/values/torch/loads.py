@@ -169,7 +169,6 @@ def model_state(spec: str) -> Mapping[str, Any]:
     This imports and runs the user's own code. The current folder is on the path, as with ``python -m``, and output of
     the code goes to stderr. Raise TargetError if the result is not a model or state dict.
     """
-    import os
     import sys
     from contextlib import redirect_stdout
     from importlib import import_module

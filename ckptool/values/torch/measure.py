@@ -20,8 +20,6 @@ from .loads import need_torch, torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
-#: Numbers for which a thread keeps memory.
-_ROOM: Final = STEP
 #: Dtypes that torch cannot compute with -> a dtype of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
@@ -42,13 +40,13 @@ class _Scratch(threading.local):
     def take(self, torch: Any, name: str, count: int, dtype: Any) -> Any:
         """Return memory for numbers; the same name gives the same memory."""
         if (name, dtype) not in self.kept:
-            self.kept[name, dtype] = torch.empty(_ROOM, dtype=dtype)
+            self.kept[name, dtype] = torch.empty(STEP, dtype=dtype)
         return self.kept[name, dtype][:count]
 
     def bytes(self, name: str, width: int) -> bytearray:
         """Return memory for elements of ``width`` bytes; the same name gives the same memory."""
         if (name, width) not in self.kept:
-            self.kept[name, width] = bytearray(_ROOM * width)
+            self.kept[name, width] = bytearray(STEP * width)
         return cast("bytearray", self.kept[name, width])
 
 
@@ -90,18 +88,6 @@ def rule_of(reading: Reading) -> ElementRule:
     return ElementRule(tensor.dtype, scales, zero_points, inner, reading.negated, numel)
 
 
-def raw_blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, size: int, name: str) -> Iterator[Any]:
-    """Yield the elements in torch dtypes, ``size`` at a time; each block is valid until the next one is requested.
-
-    Packed elements become codes, one byte each. ``name`` selects the memory.
-    """
-    dtype, width = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
-    block = memoryview(SCRATCH.bytes(name, width))[: size * width]
-    fill = pieces if callable(pieces) else _filling(_unpacked(pieces, rule.dtype))
-    while done := fill(block):
-        yield torch.frombuffer(block[:done], dtype=dtype)
-
-
 def _filling(pieces: Iterable[bytes]) -> Filling:
     """Return a function that copies the next bytes into memory, as many as fit, and returns their number."""
     unread, rest = iter(pieces), memoryview(b"")
@@ -119,28 +105,12 @@ def _filling(pieces: Iterable[bytes]) -> Filling:
     return fill
 
 
-def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:
-    """Return the pieces with one byte for each number of a packed dtype."""
-    bits = PACKED.get(dtype)
-    return pieces if bits is None else (_codes(data, bits) for data in pieces)
-
-
 def _codes(data: bytes, bits: int) -> bytes:
+    """Return one byte for each number of a packed dtype."""
     codes = bytearray(len(data) * 8 // bits)
     for number, shift in enumerate(range(0, 8, bits)):
         codes[number :: 8 // bits] = data.translate(bytes(byte >> shift & (1 << bits) - 1 for byte in range(256)))
     return bytes(codes)
-
-
-def numbers_of(torch: Any, raw: Any, rule: ElementRule, at: int, name: str = "a") -> tuple[Any, int]:
-    """Return a block as float64 or complex128 numbers, or as int64 and the integer that must be added to them.
-
-    ``at`` is the index of the first number in the tensor. ``name`` selects the memory, which the next block overwrites.
-    """
-    numbers, bias = _plain(torch, raw, rule.dtype, name)
-    if rule.scales:
-        numbers = _dequantized(torch, numbers, rule, at)
-    return (-numbers, -bias) if rule.negated else (numbers, bias)
 
 
 def doubles(torch: Any, numbers: Any, bias: int) -> Any:
@@ -249,11 +219,17 @@ def blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, nam
     Each block is valid until the next one is requested. ``name`` selects the memory; a thread that reads two tensors
     alternately needs two names.
     """
-    at = 0
-    for raw in raw_blocks(torch, pieces, rule, STEP, name):
+    dtype, width, bits = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width, PACKED.get(rule.dtype)
+    memory, at = memoryview(SCRATCH.bytes(name, width)), 0
+    if not callable(pieces):
+        pieces = _filling(pieces if bits is None else (_codes(data, bits) for data in pieces))
+    while done := pieces(memory):
+        raw = torch.frombuffer(memory[:done], dtype=dtype)
         raw = raw if rule.numel is None else raw[: rule.numel - at]
-        numbers, bias = numbers_of(torch, raw, rule, at, name)
-        yield Block(numbers, bias, raw)
+        numbers, bias = _plain(torch, raw, rule.dtype, name)
+        if rule.scales:
+            numbers = _dequantized(torch, numbers, rule, at)
+        yield Block(-numbers, -bias, raw) if rule.negated else Block(numbers, bias, raw)
         at += len(numbers)
 
 

@@ -281,7 +281,10 @@ def test_what_is_not_joined_is_named(
             ["the optimizer state of rank 1", "the model state of rank 0"],
         ),
         (["mp_rank_00_model_states.pt", "layer_1_expert_2_mp_rank_00_model_states.pt"], ["layer_1_expert_1_mp_rank"]),
-        (["expert_1_mp_rank_00_model_states.pt"], ["expert_0_mp_rank_00_model_states.pt", "the model's files"]),
+        (
+            ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "expert_1_mp_rank_00_model_states.pt"],
+            ["expert_0_mp_rank_00_model_states.pt", "the model's files"],
+        ),
     ],
 )
 def test_the_missing_files_of_a_folder_that_is_not_joined_are_named(
