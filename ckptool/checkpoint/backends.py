@@ -108,9 +108,8 @@ def unknown_call(
 ) -> tuple[str, list[Ref], list[Ref]]:
     """Return the name of the unknown function or class in a call, and the storages and arrays in what it is given.
 
-    ``is_storage`` returns whether a persistent id is a storage. ``budget`` holds the number of nodes that may still be
-    searched, shared by all such calls. Two kinds of array do not count, because objects of any class have them:
-    attributes in a state, and arguments of ``__new__``, which are the fields of a named tuple.
+    ``budget`` holds the number of nodes that may still be searched. Two kinds of array do not count, because objects of
+    any class have them: attributes in a state, and arguments of ``__new__``, the fields of a named tuple.
     """
     nodes = graph.nodes
     name, given = callable_name(graph, node.func), [node.args, *([node.kwargs] if node.kwargs >= 0 else ())]

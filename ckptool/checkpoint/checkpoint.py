@@ -311,10 +311,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         target: Target | None = None,
         by_name: bool = False,
     ) -> Checkpoint:
-        """Return the checkpoint after an edit, with a new graph and more changes.
-
-        Raises RefusedError if the edit removes the first of two descriptions of a storage, which torch uses.
-        """
+        """Return the checkpoint after an edit; raise RefusedError if it removes the first description of a storage."""
         first = self.first_descriptions
         if self.graph is self.container.graph:
             # This raises if the pickle has constructs that ckptool does not follow. In such a pickle, any storage may

@@ -11,7 +11,7 @@ from ..base.records import NamedTuple
 from ..files.downloads import expect_reads
 from ..files.sources import Span
 from ..files.threads import run_in_threads
-from ..files.zips.reader import checksum as checksum_of
+from ..files.zips.reader import checksum
 from .container import Container, StoredRecord
 
 #: Maximum number of records held at a time; a folder may have millions.
@@ -37,10 +37,7 @@ class Checksums(NamedTuple):
 def checksums(
     container: Container, progress: Callable[[int], None] | None = None, known: Mapping[Span, int] | None = None
 ) -> Checksums:
-    """Read every record that has a checksum; ``progress`` is called with numbers of bytes.
-
-    ``known`` has the checksums of spans that were already read.
-    """
+    """Read every record that has a checksum, except ``known`` spans; ``progress`` is called with numbers of bytes."""
     lost: list[tuple[str, str]] = []
     wrong: list[StoredRecord] = []
     uncomputed = without = checked = nbytes = 0
@@ -59,8 +56,9 @@ def checksums(
             record = batch[number]
             whole = not record.compressed and record.size == record.span.size
             crc = known.get(record.span) if known and whole else None
+            stored, told = (record.span, record.size, record.compressed, record.name), advance if progress else None
             try:
-                results[number] = crc if crc is not None else checksum(record, advance if progress else None)
+                results[number] = crc if crc is not None else checksum(*stored, told)
             except MalformedError as error:
                 results[number] = error.what
 
@@ -88,8 +86,3 @@ def checksums(
         lost.append((error.where, str(error)))
     read_batch()
     return Checksums(checked, nbytes, wrong, lost, uncomputed, without)
-
-
-def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
-    """Return the CRC-32 of a record's inflated bytes; raise MalformedError if their size is not the record's."""
-    return checksum_of(record.span, record.size, record.compressed, record.name, progress)

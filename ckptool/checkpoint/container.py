@@ -228,9 +228,7 @@ class Container:
 
     @property
     def pickle(self) -> bytes:
-        """The pickle of the object, up to its STOP or further; without a pickle, the one that ``torch.save`` would
-        write.
-        """
+        """The pickle of the object, up to its STOP or further; without one, the one that ``torch.save`` would write."""
         from ..pickles.encode import encode  # inspecting needs no encoder
 
         return encode(self.graph)
@@ -254,18 +252,14 @@ class Container:
         raise NotImplementedError
 
     def outer_records(self, touched: Callable[[Span], bool] | None = None) -> Iterable[StoredRecord]:
-        """Yield the records, except the ones whose checksums a storage's ``AssembledSource`` knows.
+        """Yield the records whose checksums no storage's ``AssembledSource`` knows.
 
-        ``touched`` returns whether any bytes of a span matter. Records elsewhere may be left out: to find each takes
-        a read.
+        ``touched`` returns whether any bytes of a span matter. Other records may be left out: each takes a read.
         """
         return self.records()
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return the metadata of all stored records. With ``checked``, read each record at its place.
-
-        Raises MalformedError if a record is not at its place.
-        """
+        """Return the metadata of all stored records; raise MalformedError if a ``checked`` one is not at its place."""
         return {record.name: (record.size, record.crc, record.compressed) for record in self.records()}
 
     def audit(self, keys: Collection[str]) -> Sequence[Finding]:
@@ -273,23 +267,17 @@ class Container:
         return ()
 
     def compare_copies(self, storages: Collection[str] | None = None) -> None:
-        """Compare the copies that several files hold of these storages, or of all storages for None.
+        """Read the copies that several files hold of these storages, or of all, and add a problem for unequal ones.
 
-        Add a problem for unequal copies. Only copies that recorded checksums cannot compare are read, each once.
+        Copies that recorded checksums compare are not read.
         """
 
     def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
-        """Yield every pickle in the file, the object itself first.
-
-        ``quick`` yields only the pickles that a reader of the format reaches, not unreferenced ones.
-        """
+        """Yield every pickle in the file, the object itself first; for ``quick`` only those that a reader reaches."""
         return ()
 
     def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield (file name in the folder or "", texts) for each file that stores texts with its tensors.
-
-        Skip a file whose only text is "format", which every safetensors file has.
-        """
+        """Yield (file name in the folder or "", texts) for each file that stores texts other than "format"."""
         return [("", self.metadata)] if self.metadata.keys() - {"format"} else []
 
     def other_dtypes(self, name: str) -> Mapping[str, str]:
@@ -305,11 +293,10 @@ class Container:
         raise RefusedError(f"files of the format {self.format} are read-only in ckptool")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        """Return the plan that appends a version with another pickle to the file.
+        """Return the plan that appends a version with another pickle; raise RefusedError if there is no room.
 
         ``keys`` are the storages in use, in the order of the pickle; ``gone`` are the storages no longer in use.
-        ``edit`` describes the edit; ``time`` is in seconds since 1970. Raises RefusedError if the format has no room
-        for another version.
+        ``edit`` describes the edit; ``time`` is in seconds since 1970.
         """
         what = f"only zips of torch.save are edited in place, and this is of the format {self.format}"
         raise RefusedError(what, next="write a new file with `-o=`")

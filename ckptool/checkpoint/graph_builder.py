@@ -172,8 +172,7 @@ class Constants:
         places: dict[Ref, Ref] | None = None,
         copied_node: Callable[[Ref], Node] | None = None,
     ) -> Ref:
-        """Copy everything reachable from ``root``, a reference of another graph, and return the new reference of the
-        root.
+        """Copy everything reachable from ``root`` of another graph, and return its new reference.
 
         ``places`` maps references that were copied earlier to the new ones, and is extended. ``copied_node`` returns
         the node to add for a reference of the other graph.

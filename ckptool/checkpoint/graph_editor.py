@@ -107,10 +107,9 @@ def _sequence(like: Node, refs: Sequence[Ref]) -> Node:
 
 
 def storage_mentions(graph: Graph, reader: TensorReader | None = None) -> Sequence[tuple[Ref, Storage | None]]:
-    """Return each persistent id that is reachable from the root, with its storage, in the order of reading.
+    """Return each persistent id that is reachable from the root, except of modules, in the order of reading.
 
-    The storage is None if the id does not describe one. Ids of modules are omitted. ``reader`` may be an existing
-    reader of this graph. The graph keeps the result, because planning, numbering and the promise all need it.
+    Each comes with its storage, or None if it describes none. Planning, numbering and the promise share the result.
     """
     place = "storage mentions", graph.root
     if place not in graph.cache:
@@ -124,8 +123,6 @@ def storage_mentions(graph: Graph, reader: TensorReader | None = None) -> Sequen
 
 def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = None) -> dict[str, Storage]:
     """Return the storages reachable from the root, by key, in the order in which a reader meets them.
-
-    ``reader`` may be an existing reader of this graph; ``path`` is for the error message.
 
     Raises RefusedError for a persistent id that does not describe a storage as torch does: the bytes that it needs are
     unknown, and must not be treated as unused.
@@ -141,10 +138,7 @@ def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = No
 
 
 def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
-    """Return ``lost``, and all calls that depend on a lost or removed node.
-
-    Lists, mappings and sets stay, with fewer elements; so do tuples that are values.
-    """
+    """Return ``lost``, and all calls that depend on a lost or removed node. Containers stay, with fewer elements."""
     nodes = graph.nodes
     gone = set(lost)
     holding: set[Ref] = set()
@@ -181,10 +175,7 @@ def leading_to(graph: Graph, refs: Collection[Ref]) -> set[Ref]:
 
 
 def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:
-    """Remove the nodes ``gone`` from every container (see ``removed_with``).
-
-    Each of them becomes None, so that checks of the whole graph do not see their arguments, which lead nowhere.
-    """
+    """Remove the nodes ``gone`` from every container (see ``removed_with``), and make each of them None."""
     graph = editor.graph
     editor.changed.update(_without_lost(graph, gone))
     for ref, old in enumerate(graph.nodes):
@@ -229,29 +220,23 @@ def _without_lost(graph: Graph, gone: AbstractSet[Ref]) -> dict[Ref, Node]:
     """Return the shortened lists in ``OrderedDict([[k, v], ...])`` and ``set([...])``; these hold no placeholders."""
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
-    sets: dict[Ref, Node] = {}
-    for node in nodes:
-        if type(node) is not Call:
+    for _, node in graph.of_type(Call):
+        is_set = callable_name(graph, node.func) == "builtins.set"
+        if not is_set and pair_list(graph, node) is None:
             continue
-        listed = pair_list(graph, node)
-        kept = [pair for pair in listed or () if gone.isdisjoint(list_items(nodes[pair]))]
-        if len(kept) < len(listed or ()):
-            (holder,) = list_items(nodes[node.args])
-            changes[holder] = _sequence(nodes[holder], kept)
-        if callable_name(graph, node.func) == "builtins.set":
-            for holder in list_items(nodes[node.args])[:1]:
-                members = list_items(nodes[holder])
-                if not gone.isdisjoint(members):
-                    sets[holder] = List([member for member in members if member not in gone])
-    return changes | sets
+        for holder in list_items(nodes[node.args])[:1]:
+            members = list_items(nodes[holder])
+            kept = [one for one in members if one not in gone and (is_set or gone.isdisjoint(list_items(nodes[one])))]
+            if len(kept) < len(members):
+                changes[holder] = _sequence(nodes[holder], kept)
+    return changes
 
 
 def without_views(graph: Graph) -> Graph:
     """Return the graph with the persistent ids of the zip format, which have five elements and describe only storages.
 
     A legacy id ends with None or (view key, offset, size), with the offset in elements; a tensor's own offset counts
-    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view outside of tensors, because no
-    other format has a storage that is part of another.
+    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view outside of tensors.
     """
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}

@@ -44,10 +44,7 @@ def mapped_name(node: Global) -> str:
 
 
 def callable_name(graph: Graph, ref: Ref) -> str:
-    """Return the mapped name of the function of a call, or "" if the function is not a global.
-
-    The legacy format wraps the classes of modules in a persistent id, ('module', class, file, source).
-    """
+    """Return the mapped name of a function or class, also in a legacy ('module', class, file, source); else ""."""
     node = graph.nodes[ref]
     if isinstance(node, Persistent):
         pid = graph.nodes[node.pid]
@@ -91,10 +88,7 @@ def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
 
 
 def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
-    """Return the alternating keys and values of a dict of constants; None for another node.
-
-    Nothing below such a dict needs a visit, and a file of a few megabytes can hold hundreds of thousands of them.
-    """
+    """Return the alternating keys and values of a dict of constants, which may be frequent; None for another node."""
     node = graph.nodes[ref]
     if type(node) is not Dict:
         return None
@@ -182,10 +176,7 @@ def _compound_identity(graph: Graph, ref: Ref, budget: list[int]) -> Hashable:
 
 
 def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
-    """Return the bytes or complex number that a call makes; None for another node.
-
-    Protocols before 3 write bytes as calls.
-    """
+    """Return the bytes (as protocols before 3 write them) or complex number of a call; None for another node."""
     node = graph.nodes[ref]
     if not isinstance(node, Call) or node.filling is not None:
         return None
@@ -204,10 +195,9 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
 
 
 def initial_pairs(graph: Graph, node: Call, levels: int = _MAX_NESTED) -> Sequence[Ref] | None:
-    """Return the alternating keys and values that a mapping class was called with and copies.
+    """Return the alternating keys and values that a mapping class was called with and copies; None for another call.
 
-    Return None if the node is not a call of a mapping class, or its argument is neither a list of pairs nor a mapping
-    made in fewer than ``levels`` calls (see ``unsupported``).
+    None also for an argument that is neither a list of pairs nor a mapping made in fewer than ``levels`` calls.
     """
     name = callable_name(graph, node.func)
     place, args = _SOURCE_ARGUMENT.get(name), graph.nodes[node.args]
@@ -347,10 +337,7 @@ def state_values(graph: Graph, state: Ref) -> Iterator[Ref]:
 
 
 def local_shards(graph: Graph, state: Ref) -> list[dict[str, Ref]]:
-    """Return each shard in a ShardedTensor's state as a dict of its attributes, such as "tensor" and "metadata".
-
-    The state is (shards, metadata, group, spec, rrefs).
-    """
+    """Return the attributes of each shard in a ShardedTensor's state (shards, metadata, group, spec, rrefs)."""
     parts = graph.nodes[state]
     shards = list_items(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
     return [named_attributes(graph, shard) for shard in shards if class_name(graph, shard) in _SHARDS]

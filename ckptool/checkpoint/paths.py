@@ -341,10 +341,7 @@ def _key_value(path: str, text: str) -> Any:
 
 
 def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
-    """Return the child that a step leads to, or None. A step such as ``(#7)`` names any node by its number.
-
-    In a list, a negative number counts from the end.
-    """
+    """Return the child of a step, or None. ``(#7)`` is any node; a negative number counts from the end of a list."""
     if step.step.startswith("(#"):
         place = int(step.step[2:-1])
         return Child(step.step, place) if place < len(graph.nodes) else None

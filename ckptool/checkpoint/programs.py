@@ -115,10 +115,7 @@ def program_of(checkpoint: Checkpoint) -> Program | None:
 
 
 def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the size and checksum, by name, of a program's records other than its weights (code, constants, objects).
-
-    Skip records that differ between two runs of the same writer, such as debug information.
-    """
+    """Return size and checksum, by name, of a program's records other than weights, except those that always differ."""
     reader = checkpoint.survey.reader
     weights = {part.storage for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)}
     root = f"{checkpoint.container.root}/"
@@ -132,10 +129,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that extracts the weights of a program, moved to the CPU if its device tags can be edited.
-
-    If the state dict lacks tensors of the program, return the advice to keep the program instead.
-    """
+    """Return the command that extracts the weights of a program, to the CPU if possible; else the advice to keep it."""
     path, program = checkpoint.path, program_of(checkpoint)
     if program is not None and program.unnamed:
         return as_step(f"{program.lacking}: {program.keeping}")

@@ -57,10 +57,7 @@ def follow(graph: Graph, steps: Sequence[PathStep]) -> Located | None:
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
-    """Return the slot of the entry at a path, whether or not the entry exists; None if no mapping would hold it.
-
-    Raises TargetError for the path of the root.
-    """
+    """Return the slot of the entry at a path; None if no mapping would hold it. Raises TargetError for the root."""
     steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
@@ -93,10 +90,7 @@ _BYTES: Final = 3
 
 
 def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
-    """Return the state dict at the path ``key``; for None, all state dicts of high confidence.
-
-    Raises TargetError if there is no state dict at that path; the message lists the existing ones.
-    """
+    """Return the state dict at the path ``key``, or raise TargetError; for None, all of high confidence."""
     state_dicts = checkpoint.state_dicts
     if key is None:
         return [item for item in state_dicts if item.confidence == "high"]

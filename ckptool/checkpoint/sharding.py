@@ -395,8 +395,7 @@ def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
 
 
 def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the sizes and strides of each mesh dimension; empty lists if unknown. Before torch 2.13, one tuple has the
-    sizes of all dimensions. Source: torch/distributed/_mesh_layout.py."""
+    """Return sizes and strides of each mesh dimension, [] if unknown. Before torch 2.13, one tuple has all sizes."""
     layout = named_attributes(graph, ref)
     parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
     for name, values in parts.items():

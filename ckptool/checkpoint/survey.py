@@ -120,8 +120,7 @@ class Survey(NamedTuple):
     def byte_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, tensor part and bare storage that may hold the bytes of a pickle, with its path.
 
-        They have one-byte elements, or a key that ends with ``_extra_state``: TransformerEngine unpickles it in any
-        dtype.
+        They have one-byte elements, or a key that ends with ``_extra_state``, which TransformerEngine unpickles.
         """
         for entry in self.tensors:
             extra = str(entry.key).endswith(EXTRA_STATE)
@@ -303,12 +302,11 @@ class _SurveyWalk:
             found.devices.append(DeviceName(path, ref, device, True))
             return iter(())
         items = mapping(graph, ref)
-        if isinstance(node, Call):
-            name = class_name(graph, ref)
-            if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
-                found.objects.setdefault(name, path)
-            if name == COMPILED or (name != "OrderedDict" and module_fields(graph, node)):
-                found.modules.append(path)
+        name = class_name(graph, ref) if isinstance(node, Call) else ""
+        if items is None and "." in name and not name.startswith(("torch.", "numpy.", "collections.")):
+            found.objects.setdefault(name, path)
+        if isinstance(node, Call) and (name == COMPILED or (name != "OrderedDict" and module_fields(graph, node))):
+            found.modules.append(path)
         return self.filled(task, node, items)
 
     def spend(self, count: int) -> None:
@@ -354,24 +352,14 @@ class _SurveyWalk:
         return chain(self.entries(task, entries, eligible, number, inside), self.others(task, entries))
 
     def of_model(self, items: list[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
-        """Return the entries of a root that belong to a model.
-
-        These are tensors that are not optimizer state, and the other values that modules keep.
-        """
+        """Return the entries of a root that belong to a model: no optimizer state, but other values of modules."""
         nodes, tensor = self.graph.nodes, self.reader.tensor
-        named = ((item, str(nodes[item[0]])) for item in items)
-        model = [
-            item
-            for item, key in named
-            if (tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS) and not _BESIDE_MODEL.search(key)
-        ]
+        own = [(item, key) for item in items if not _BESIDE_MODEL.search(key := str(nodes[item[0]]))]
+        model = [item for item, key in own if tensor(item[1]) or key.rpartition(".")[2] in _NOT_TENSORS]
         return items if len(model) == len(items) else model
 
     def find_mixed_root(self) -> None:
-        """List the root as a state dict if nothing in it is one, and its tensors belong to a model.
-
-        torchtitan and Megatron-LM save a model and the optimizer state in one mapping.
-        """
+        """List a root with a model and training state (of torchtitan, Megatron-LM) if nothing in it is a state dict."""
         graph, nodes, survey = self.graph, self.graph.nodes, self.survey
         cls, items = class_name(graph, graph.root), mapping(graph, graph.root)
         if not items or cls not in ("dict", "OrderedDict") or any(type(nodes[key]) is not str for key, _ in items):

@@ -182,11 +182,7 @@ def typed_call(graph: Graph, args: tuple[Ref, ...]) -> tuple[str, Ref, Ref, tupl
 
 
 def rebuild_calls(graph: Graph, ref: Ref) -> Iterator[RebuildCall]:
-    """Yield the calls that make a tensor, from the outermost wrapper to the call that makes its data.
-
-    Follow Parameters and tensors of devices without storages to their first argument, and ``_rebuild_from_type_v2`` to
-    the call in its arguments.
-    """
+    """Yield the calls that make a tensor, from the outermost wrapper to the call that makes its data."""
     for _ in range(LIMITS.tensor_depth):
         node = graph.nodes[ref]
         args = graph.nodes[node.args] if isinstance(node, Call) else None
@@ -357,10 +353,7 @@ class TensorReader:
                 self._views.setdefault((type(view_key), view_key), view)
 
     def view(self, ref: Ref) -> tuple[int, int | None]:
-        """Return the offset and size, in elements, of the view in a storage's legacy persistent id.
-
-        (0, None) means the whole storage; (-1, None) means an invalid view.
-        """
+        """Return offset and size, in elements, of a legacy id's view; (0, None) without one, (-1, None) if invalid."""
         nodes = self.graph.nodes
         node = nodes[ref]
         pid = nodes[node.pid] if isinstance(node, Persistent) else ()

@@ -157,10 +157,7 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
 
 
 def _sets_descriptor(graph: Graph, reader: TensorReader, name: str, args: Sequence[Ref]) -> bool:
-    """Return whether the state of a tensor sets more than plain attributes (``_set_obj_state`` in torch/_utils.py).
-
-    ``Params4bit`` of bitsandbytes sets the values and ``requires_grad`` that the parameter has already.
-    """
+    """Return whether the state of a tensor sets more than plain attributes (``_set_obj_state`` in torch/_utils.py)."""
     nodes = graph.nodes
     for key, value in state_items(graph, args[3]):
         attribute = nodes[key]

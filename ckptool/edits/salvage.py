@@ -10,13 +10,12 @@ from ..base.records import NamedTuple, TypedDict
 from ..base.steps import command
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint, rescue_step
-from ..checkpoint.checksums import checksum
 from ..checkpoint.container import Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
 from ..files.sources import Source
-from ..files.zips.reader import read_archive
+from ..files.zips.reader import checksum, read_archive
 from ..formats import folder_format, read_container
 from ..formats.foreign.identification import explain, explain_zip
 from ..formats.opening import CheckpointOrPath, file_of, open_checkpoint
@@ -165,7 +164,11 @@ def _sound_container(source: Source) -> Container | None:
             return None
         # The storages' checksums were already verified. Verify the small records too.
         small = [record for record in container.records() if record.crc and not record.key]
-        return container if all(checksum(record) == record.crc for record in small) else None
+        return (
+            container
+            if all(checksum(each.span, each.size, each.compressed, each.name) == each.crc for each in small)
+            else None
+        )
     except UnreadableError:
         return None
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ...base.dtypes import Dtype
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import PROGRAM, Finding
+from ...base.lazy import regex
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
@@ -24,12 +25,17 @@ from ...pickles.nodes import Graph, Node, Ref, relocated
 from ..folders import with_storage_keys
 from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, read_whole, stored_in, stored_records
-from .script_modules import devices_in
 
 #: The most bytes of JSON that describe weights: 200,000 weights take about 60 MB.
 _MAX_JSON: Final = 256 << 20
 #: The most bytes of source code that are searched for devices.
 _MAX_SOURCES: Final = 32 << 20
+_DEVICE_TYPES: Final = "cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta"
+#: ``torch.device("cuda:0")``, or any other string that is a device. The string ``"cpu"`` alone may mean anything. Torch
+#: keeps the index in eight bits.
+_DEVICE: Final = regex(
+    rf'torch\.device\("((?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"|"((?!cpu)(?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"'
+)
 #: Sizes and strides as a reader of JSON gives them.
 Parse = Callable[[Any], int | None]
 
@@ -206,6 +212,11 @@ def describe(
         places = f"{join_limited(names, most=3)} in {join_limited(list(files), most=3)}"
         what = f"its program names devices: {places}; neither remap nor map_location changes them"
         program.problems.append(Finding("code-devices", "warning", what))
+
+
+def devices_in(text: str) -> Counter[str]:
+    """Return how often a text of code names each device."""
+    return Counter(match[1] or match[2] for match in _DEVICE.finditer(text))
 
 
 def code_device(where: str, device: str, number: int, what: str = "the code") -> CodeDevice:
