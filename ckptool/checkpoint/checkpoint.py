@@ -77,9 +77,8 @@ class Target(NamedTuple):
     """The format of the output.
 
     ``key`` is the path of the state dict to write, for formats that hold one; "" for the whole checkpoint. ``tied``
-    says how to write tensors that share memory. ``metadata`` holds texts that are stored
-    with the tensors. ``shard_size`` is the maximum size of a shard in bytes, 0 for a single file. ``stem`` and
-    ``variant`` are parts of the file names; "" means the usual names.
+    says how to write tensors that share memory. ``metadata`` holds texts that are stored with the tensors.
+    ``shard_size`` is in bytes, 0 for a single file. ``stem`` and ``variant`` are parts of file names; "" if usual.
     """
 
     format: str
@@ -94,10 +93,9 @@ class Target(NamedTuple):
 class ReadCache:
     """Results of reading that later reads use.
 
-    ``last`` holds the storage that was inflated or computed last and its bytes, because further views of it usually
-    follow. ``checksums`` is None unless a caller asks for them; then it maps each span that was read completely to its
-    CRC-32. Later edits of the checkpoint share it. ``flaws`` are the findings of ``safety.storages``, with the reader
-    and the number of problems for which they are true.
+    ``last`` holds the storage that was inflated or computed last, and its bytes. ``checksums`` is None unless a caller
+    asks for them; then it maps each span that was read completely to its CRC-32, also for later edits. ``flaws`` are
+    the findings of ``safety.storages``, with the reader and the number of problems for which they are true.
     """
 
     def __init__(self, checksums: dict[Span, int] | None = None) -> None:
@@ -378,15 +376,11 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
 
 def _check_first(first: Mapping[str, Storage], graph: Graph, path: str) -> None:
     reader = TensorReader(graph)
-    left = set(first)
-    for ref in graph.reachable():
-        used = reader.storage(ref)
-        if used is None or used.key not in left:
-            continue
-        left.discard(used.key)
-        was, now = first[used.key], storage_mention(graph, ref)
-        if now != (was.cls, was.numel):
-            message = f"storage {used.key!r} is described in two ways, and the one that torch takes would be left out"
+    used = [(storage.key, ref) for ref in graph.reachable() if (storage := reader.storage(ref)) is not None]
+    # In reverse, the first description of each storage is the one that stays.
+    for key, ref in {key: ref for key, ref in reversed(used) if key in first}.items():
+        if storage_mention(graph, ref) != (first[key].cls, first[key].numel):
+            message = f"storage {key!r} is described in two ways, and the one that torch takes would be left out"
             raise RefusedError(message, path=path)
 
 
@@ -438,14 +432,12 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
     container = class_name(graph, graph.root)
     if any(state_dict.path == "" for state_dict in survey.state_dicts):
         return "bare", container
-    if survey.tensors and survey.tensors[0].path == "" and survey.tensors[0].ref == graph.root:
+    if survey.reader.tensor(graph.root) is not None:
         return "tensor", "Tensor"
     if "" in survey.modules:
         return "module", container
     sure = any(item.confidence == "high" for item in survey.state_dicts)
-    if sure and mapping(graph, graph.root) is not None:
-        return "wrapped", container
-    return "other", container
+    return "wrapped" if sure and mapping(graph, graph.root) is not None else "other", container
 
 
 def file_mode(source: Source) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from ..base.dtypes import Dtype
 from ..base.records import NamedTuple
@@ -41,29 +41,13 @@ def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
     return PlainTensor(dtype, shape, contiguous_strides(shape), key, prod(shape) * dtype.itemsize)
 
 
-class _Common(NamedTuple):
-    """References that tensors of the same kind and shape share.
-
-    ``storage`` is the persistent id without its third part, the key. ``shape`` and ``strides`` refer to their numbers.
-    """
-
-    storage: tuple[Ref, ...]
-    offset: Ref
-    shape: tuple[Ref, ...]
-    strides: tuple[Ref, ...]
-    requires_grad: Ref
-    hooks: Ref
-    empty: Ref
-    function: Ref
-    dtype: tuple[Ref, ...]
-
-
 class Constants:
     """Add nodes to an arena; equal constants and globals become one node, as through the pickler's memo."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str | int], Ref] = {}
-        self._alike: dict[tuple[object, ...], _Common] = {}
+        #: What tensors share that differ only in their keys: the arguments, as references.
+        self._alike: dict[tuple[object, ...], Any] = {}
 
     def add(self, node: Node) -> Ref:
         """Add a node to the arena."""
@@ -117,35 +101,25 @@ class Constants:
     def new_tensor(self, tensor: PlainTensor) -> Call:
         """Return a tensor: ``_rebuild_tensor_v2``, or v3 for dtypes without a storage class (torch/_tensor.py)."""
         alike = tensor[:3] + tensor[4:]
-        known = self._alike.get(alike)
-        if known is None:
-            known = self._alike[alike] = self._common(tensor)
-        storage = self.add((*known.storage[:2], self.add(tensor.key), *known.storage[2:]))
-        args = (
-            self.add(Persistent(storage)),
-            known.offset,
-            self.add(known.shape) if known.shape else known.empty,
-            self.add(known.strides) if known.strides else known.empty,
-            known.requires_grad,
-            self.add(Call(REDUCE, known.hooks, known.empty)),
-            *known.dtype,
-        )
-        return Call(REDUCE, known.function, self.add(args))
-
-    def _common(self, tensor: PlainTensor) -> _Common:
-        """Return the references shared by all tensors that differ from this one only in their storage key."""
-        dtype = tensor.dtype
-        return _Common(
-            self._storage_parts(dtype, tensor.location, tensor.nbytes),
-            self.constant(tensor.offset),
-            tuple(map(self.constant, tensor.shape)),
-            tuple(map(self.constant, tensor.strides)),
-            self.constant(tensor.requires_grad),
-            self.named("collections", "OrderedDict"),
-            self.constant(()),
-            self.named("torch._utils", f"_rebuild_tensor_v{2 if dtype.storage else 3}"),
-            () if dtype.storage else (self.named("torch", dtype.name),),
-        )
+        if alike not in self._alike:
+            dtype = tensor.dtype
+            self._alike[alike] = (
+                self._storage_parts(dtype, tensor.location, tensor.nbytes),
+                self.constant(tensor.offset),
+                tuple(map(self.constant, tensor.shape)),
+                tuple(map(self.constant, tensor.strides)),
+                self.constant(tensor.requires_grad),
+                self.named("collections", "OrderedDict"),
+                self.constant(()),
+                self.named("torch._utils", f"_rebuild_tensor_v{2 if dtype.storage else 3}"),
+                () if dtype.storage else (self.named("torch", dtype.name),),
+            )
+        parts, offset, shape, strides, grad, ordered, empty, function, rest = self._alike[alike]
+        storage = self.add(Persistent(self.add((*parts[:2], self.add(tensor.key), *parts[2:]))))
+        sizes = self.add(shape) if shape else empty
+        steps = self.add(strides) if strides else empty
+        hooks = self.add(Call(REDUCE, ordered, empty))
+        return Call(REDUCE, function, self.add((storage, offset, sizes, steps, grad, hooks, *rest)))
 
     def tensor(self, tensor: PlainTensor) -> Ref:
         """Add a tensor."""
@@ -199,12 +173,10 @@ class Builder(Constants):
         self.nodes: list[Node] = []
 
     def add(self, node: Node) -> Ref:
-        """Add a node."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def put(self, ref: Ref, node: Node) -> None:
-        """Replace a node."""
         self.nodes[ref] = node
 
     def graph(self, root: Ref, protocol: int = 0) -> Graph:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from ..base.lazy import regex
 from ..base.limits import LIMITS
@@ -25,7 +25,6 @@ from .objects import by_name, class_name, list_items, local_shards, named_attrib
 from .survey import TensorEntry
 from .tensors import SHARDED_CLASSES, Tensor, TensorReader, contiguous_strides, is_contiguous, is_sharded, rebuild_calls
 
-_T = TypeVar("_T")
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
 
@@ -418,12 +417,11 @@ def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Seque
     return total
 
 
-def _cached(graph: Graph, what: str, ref: Ref, read: Callable[[Ref], _T]) -> _T:
+def _cached(graph: Graph, what: str, ref: Ref, read: Callable[[Ref], Any]) -> Any:
     """Read a node once: most tensors share their mesh and placements."""
     if (what, ref) not in graph.cache:
         graph.cache[what, ref] = read(ref)
-    found: _T = graph.cache[what, ref]
-    return found
+    return graph.cache[what, ref]
 
 
 def _read_placement(graph: Graph, ref: Ref) -> Placement:

@@ -85,7 +85,7 @@ class TorchScript(TorchZip, Program):
     edits = frozenset(("remap",))
 
     def __init__(self, archive: Archive, record: Record, data: bytes) -> None:
-        self.code = read_code(archive)
+        self.code = _read_code(archive)
         super().__init__(archive, record, data)
         self._check_protocol(record, data)
         self.mobile = archive.find("bytecode.pkl") is not None
@@ -101,11 +101,11 @@ class TorchScript(TorchZip, Program):
         self.end_of_parts = len(nodes)
         # One reader for the whole arena: the survey uses it too, and the state dict adds no storage.
         self.reader = TensorReader(Graph(nodes, own.root, own.style))
-        self.modules = module_tensors(own, self.reader, self.code)
-        root = add_state_dict(nodes, self.reader, self.modules.state)
+        self.modules = _module_tensors(own, self.reader, self.code)
+        root = _add_state_dict(nodes, self.reader, self.modules.state)
         # Only the styles of the parts matter; this style is used by conversions.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
-        in_code = [part.graph for part in self.parts if part.record.name.endswith("/constants.pkl")]
+        in_code = (part.graph for part in self.parts if part.record.name.endswith("/constants.pkl"))
         self.constants = sum(1 for graph in in_code for _ in graph.of_type(Persistent))
         self.others = ()
         self.attribute_devices = [
@@ -115,10 +115,6 @@ class TorchScript(TorchZip, Program):
         ]
         literals = sorted(self.code.devices.items())
         self.named_devices = [code_device(f"code/{file}", device, number) for (file, device), number in literals]
-        start = f"{archive.prefix}extra/"
-        self.extra = [name.removeprefix(start) for name in archive.by_name if name.startswith(start)]
-        named = {ref for _, ref in self.modules.state}
-        self.plain = [name for name, ref in self.modules.plain if ref not in named]
         self.unnamed = self._unnamed(self.reader)
         self._add_problems()
 
@@ -170,22 +166,24 @@ class TorchScript(TorchZip, Program):
         return [f"{pluralize(len(left), 'storage')} outside of its parameters and buffers"] if left else []
 
     def _add_problems(self) -> None:
-        modules = self.modules
+        modules, start = self.modules, f"{self.archive.prefix}extra/"
+        named = {ref for _, ref in modules.state}
+        plain = [name for name, ref in modules.plain if ref not in named]
         what = f"it is {self.kind}, which holds code: torch.jit.load reads it, torch.load(weights_only=True) refuses"
         what += " it, and its code runs when it is called"
         devices: list[AttributeDevice] = [{"path": item.path, "device": item.device} for item in self.attribute_devices]
         facts: ProgramFacts = {
             "code_files": len(self.code.files),
-            "parameters": sum(self.modules.parameters),
-            "buffers": len(self.modules.state) - sum(self.modules.parameters),
-            "attributes": self.plain,
+            "parameters": sum(modules.parameters),
+            "buffers": len(modules.state) - sum(modules.parameters),
+            "attributes": plain,
             "constants": self.constants,
             "traced": self.archive.find(_TRACED) is not None,
             "mobile": self.mobile,
             "restored_by_code": self.modules.hidden,
-            "extra_files": self.extra,
+            "extra_files": [name.removeprefix(start) for name in self.archive.by_name if name.startswith(start)],
         }
-        known = self.plain or self.constants or modules.hidden
+        known = plain or self.constants or modules.hidden
         describe(self, what, facts, () if known else self.unnamed, devices)
         if self.code.unread:
             names = join_limited([f"code/{name}" for name in self.code.unread], most=3)
@@ -284,8 +282,7 @@ class ScriptCode(NamedTuple):
     unread: list[str]
 
 
-def read_code(archive: Archive) -> ScriptCode:
-    """Read the records ``code/**.py`` of an archive, bounded in number and size."""
+def _read_code(archive: Archive) -> ScriptCode:
     code = ScriptCode([], {}, Counter(), [])
     start = f"{archive.prefix}code/"
     left = _MAX_CODE
@@ -336,7 +333,7 @@ class ModuleTensors(NamedTuple):
     guessed: list[str]
 
 
-def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> ModuleTensors:
+def _module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> ModuleTensors:
     """Walk the modules from the root, parents before children; raise MalformedError for endless nesting."""
     tensors = ModuleTensors([], [], [], [], [])
     work = [(graph.root, "")]
@@ -387,7 +384,7 @@ def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Modu
     return tensors
 
 
-def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]]) -> Ref:
+def _add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]]) -> Ref:
     """Append a dict of the parameters and buffers to an arena, detached as in ``state_dict()``."""
     pairs: list[Ref] = []
     detached: dict[Ref, Ref] = {}
