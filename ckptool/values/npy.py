@@ -87,16 +87,13 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str, view: Tensor | None = 
 
 def npy_plan(array: Array) -> Plan:
     """Return the plan of the file: header and elements."""
-    return Plan((_header(array.descr, array.shape), array.elements))
-
-
-def _header(descr: str, shape: tuple[int, ...]) -> bytes:
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+    text = f"{{'descr': '{array.descr}', 'fortran_order': False, 'shape': {array.shape}, }}"
     # The elements begin at a multiple of 64, so that they can be memory-mapped.
     short = len(text) < 65_000
     start = 10 if short else 12
     text += " " * (-(start + len(text) + 1) % 64) + "\n"
-    return b"\x93NUMPY" + (pack("<BBH", 1, 0, len(text)) if short else pack("<BBI", 2, 0, len(text))) + text.encode()
+    version = pack("<BBH", 1, 0, len(text)) if short else pack("<BBI", 2, 0, len(text))
+    return Plan((b"\x93NUMPY" + version + text.encode(), array.elements))
 
 
 def _chunks(reading: Reading) -> Iterator[bytes]:

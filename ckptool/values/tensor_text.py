@@ -125,8 +125,8 @@ def _affine_words(affine: Affine) -> str:
 def _is_addressable(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     """Return whether single elements can be read without reading everything before them."""
     body = checkpoint.body(tensor.storage)
-    packed = BY_NAME[tensor.dtype].packed if tensor.dtype in BY_NAME else 1
-    return body is not None and isinstance(body.piece, Span) and not body.compressed and packed == 1
+    in_file = body is not None and isinstance(body.piece, Span) and not body.compressed
+    return in_file and BY_NAME[tensor.dtype].packed == 1
 
 
 def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> Nested:

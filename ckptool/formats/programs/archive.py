@@ -187,8 +187,7 @@ def describe(
 ) -> None:
     """Report that a file is a program and what it contains, and set its JSON-ready facts.
 
-    ``others`` are contents that are no facts. ``attributes`` lists devices named by objects outside the code, None if
-    the program has no such objects.
+    ``others`` are contents that are no facts; ``attributes`` are devices of objects outside the code, None without any.
     """
     named = list(program.named_devices)
     devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}

@@ -174,8 +174,8 @@ class TorchScript(TorchZip, Program):
         devices: list[AttributeDevice] = [{"path": item.path, "device": item.device} for item in self.attribute_devices]
         facts: ProgramFacts = {
             "code_files": len(self.code.files),
-            "parameters": sum(modules.parameters),
-            "buffers": len(modules.state) - sum(modules.parameters),
+            "parameters": len(modules.state) - len(modules.buffers),
+            "buffers": len(modules.buffers),
             "attributes": plain,
             "constants": self.constants,
             "traced": self.archive.find(_TRACED) is not None,
@@ -244,11 +244,8 @@ def _as_script(graph: Graph) -> Graph:
 
 
 def _path(part: ScriptPickle, path: str, number: int) -> str:
-    """Return the path of a value in a pickle; for pickles other than data.pkl it begins with the record name.
-
-    Lists and dicts are arguments of a call that names their type: the call is not a step of the path.
-    """
-    path = path.replace("(0)", "")
+    """Return the path of a value in a pickle; for pickles other than data.pkl it begins with the record name."""
+    path = path.replace("(0)", "")  # lists and dicts are arguments of a call that names their type
     name = part.record.name.rpartition("/")[2]
     return path if not number else name + path if path[:1] in ("[", "(") else f"{name}.{path}"
 
@@ -321,13 +318,13 @@ def _classes(text: str) -> dict[str, ScriptClass]:
 class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
-    - ``state``: the state dict, in the order of ``state_dict()``; ``parameters`` tells whether each is a parameter.
+    - ``state``: the state dict, in the order of ``state_dict()``; ``buffers`` are those that are no parameters.
     - ``plain``: other tensor attributes.
     - ``hidden``: modules whose state only their code restores; ``guessed``: modules whose code is missing.
     """
 
     state: list[tuple[str, Ref]]
-    parameters: list[bool]
+    buffers: list[tuple[str, Ref]]
     plain: list[tuple[str, Ref]]
     hidden: list[str]
     guessed: list[str]
@@ -365,7 +362,6 @@ def _module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Mod
                 characters += len(full)
                 if script_class is None or name in script_class.parameters:
                     tensors.state.append((full, value))
-                    tensors.parameters.append(True)
                 elif script_class.buffers is not None and name in script_class.buffers:
                     buffers.append((full, value))
                 else:
@@ -379,7 +375,7 @@ def _module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Mod
             elif native:
                 tensors.hidden.append(full)
         tensors.state.extend(buffers)
-        tensors.parameters.extend([False] * len(buffers))
+        tensors.buffers.extend(buffers)
         work.extend(reversed(submodules))
     return tensors
 

@@ -22,10 +22,7 @@ _TAGS: Final = frozenset(("remap", "remap-objects", "device-string"))
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """Return the archive with the edited pickles, and whether its unedited pickles are reproduced byte for byte.
-
-    Raises RefusedError for an edit of anything except location tags.
-    """
+    """Return the archive with other location tags, and whether its unedited pickles are reproduced byte for byte."""
     container = editable(checkpoint)
     exact = True
     pickles: dict[str, bytes] = {}
