@@ -401,9 +401,8 @@ def wanted_storages(checkpoint: Checkpoint) -> set[str]:
 def damage_of(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems that prevent any output: damage to storages that the edits have kept."""
     damage = [problem for problem in checkpoint.container.problems if problem.blocks_edits]
-    if not any(problem.storages is not None for problem in damage):
-        return damage
-    used = wanted_storages(checkpoint)
+    partial = any(problem.storages is not None for problem in damage)
+    used = wanted_storages(checkpoint) if partial else set[str]()
     return [problem for problem in damage if problem.storages is None or not used.isdisjoint(problem.storages)]
 
 

@@ -278,7 +278,7 @@ class TensorReader:
             return None
         name, args = self._functions.get(node.func), nodes[node.args]
         if name is None:
-            name = self._functions[node.func] = self._global(node.func)
+            name = self._functions[node.func] = callable_name(self.graph, node.func)
         if name == USUAL and type(args) is tuple and len(args) > 4 and self._depth < LIMITS.tensor_depth:
             plain = self._dense(args, nodes[args[4]] is True, None)  # nearly every tensor, and no other is inside
             if plain is not None:
@@ -459,7 +459,7 @@ class TensorReader:
             tensor = self._wrapper(inner_args, tuple(filter(self.tensor, values)))
         else:
             tensor = self._rebuilt(name, inner_args)
-        cls = self._global(args[1])
+        cls = callable_name(self.graph, args[1])
         if tensor is None or cls in ("torch.Tensor", "torch._tensor.Tensor"):
             return tensor
         return tensor._replace(cls="Parameter" if cls == "torch.nn.parameter.Parameter" else cls)
@@ -468,7 +468,11 @@ class TensorReader:
         shape, stride, offset = self._shape(args[2]), self._ints(args[3]), self.graph.nodes[args[4]]
         if shape is None or stride is None or type(offset) is not int or abs(offset) >= _TOO_LARGE:
             return None
-        dtype, device, cls = self._dtype(args[1]), device_text(self.graph, args[6]) or "", self._global(args[0])
+        dtype, device, cls = (
+            self._dtype(args[1]),
+            device_text(self.graph, args[6]) or "",
+            callable_name(self.graph, args[0]),
+        )
         size = sum(part.own_bytes for part in map(self.tensor, parts) if part)
         return Tensor("wrapper", dtype, shape, stride, offset, "", device, self._flag(args, 7), cls, parts, size)
 
@@ -556,10 +560,6 @@ class TensorReader:
 
     def _flag(self, args: tuple[Ref, ...], index: int) -> bool:
         return len(args) > index and self.graph.nodes[args[index]] is True
-
-    def _global(self, ref: Ref) -> str:
-        node = self.graph.nodes[ref]
-        return mapped_name(node) if type(node) is Global else ""
 
     def _dtype(self, ref: Ref) -> str:
         node = self.graph.nodes[ref]
