@@ -8,7 +8,7 @@ from typing import Final
 from ..base.records import TypedDict
 from ..base.steps import NextStep, as_step, command, suggested_output
 from ..base.text import join_limited
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, wanted_storages
 from .container import ARCHIVE_RECORDS, Container
 from .survey import DeviceName
 
@@ -116,9 +116,7 @@ def program_of(checkpoint: Checkpoint) -> Program | None:
 
 def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
     """Return size and checksum, by name, of a program's records other than weights, except those that always differ."""
-    reader = checkpoint.survey.reader
-    weights = {part.storage for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)}
-    root = f"{checkpoint.container.root}/"
+    weights, root = wanted_storages(checkpoint), f"{checkpoint.container.root}/"
     records = [record for record in checkpoint.container.records() if record.key not in weights]
     named = [(record.name.removeprefix(root), record) for record in records]
     return {
