@@ -18,11 +18,6 @@ def engine_address(spec: str) -> str | None:
     """Return the address of the scheduler: "" to start Dask workers on this machine, None for a local process pool.
 
     Raises TargetError for any other spec.
-
-    >>> engine_address("dask=tcp://127.0.0.1:8786")
-    'tcp://127.0.0.1:8786'
-    >>> engine_address("local") is None
-    True
     """
     kind, given, address = spec.partition("=")
     if kind not in (LOCAL, DASK) or (given and (kind == LOCAL or not all(address.partition("://")))):

@@ -24,7 +24,6 @@ REGEX: Final = "re:"
 _MOST_NESTED: Final = 50
 #: The most combinations of alternatives in braces.
 _MOST_COMBINED: Final = 256
-_RENAME_STEP: Final = "write OLD=NEW such as 'backbone.*=encoder.*'"
 #: One pattern, or several.
 Patterns: TypeAlias = Sequence[str] | str
 
@@ -133,7 +132,6 @@ def split_globs(text: str) -> list[str]:
     return parts
 
 
-#: Selects every name.
 MATCH_ALL: Final = Globs()
 
 
@@ -313,7 +311,7 @@ class Renaming:
         free = [source in ("*", "?") for source in wildcards]
         if repeated != wildcards and repeated != [source for source, kept in zip(wildcards, free) if kept]:
             message = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wildcards) or 'none'}"
-            raise TargetError(message, next=_RENAME_STEP)
+            raise TargetError(message, next="write OLD=NEW such as 'backbone.*=encoder.*'")
         self._new = [part.text for part in new_parts]
         self._kept = [kept or repeated == wildcards for kept in free]
         numbers = count()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -15,11 +14,6 @@ from typing import Any, AnyStr, cast
 def module(name: str) -> ModuleType:
     """Import and return ``ckptool.NAME``; no other module imports by name."""
     return import_module(f"ckptool.{name}")
-
-
-def is_loaded(name: str) -> bool:
-    """Return whether ``ckptool.NAME`` was imported already."""
-    return f"ckptool.{name}" in sys.modules
 
 
 def table(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Source: ``torch/serialization.py``, ``_get_restore_location``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from .errors import TargetError
 from .lazy import regex
@@ -56,24 +56,6 @@ def parse_map_location(text: str | None) -> MapLocation:
         check_device(target)
         pairs[origin] = target
     return pairs
-
-
-def as_map_location(given: Any) -> MapLocation:
-    """Return a ``map_location`` with the names of devices: None, a string, a torch.device, or a dict of them.
-
-    Raise TargetError for a device that torch cannot restore, or for a function, which only torch can call.
-    """
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        pairs = {str(origin): str(target) for origin, target in given.items()}
-        for target in pairs.values():
-            check_device(target)
-        return pairs
-    if callable(given):
-        raise TargetError("a function as map_location can only be called by torch", next="give a device, or a dict")
-    check_device(str(given))
-    return str(given)
 
 
 def restored_location(tag: str, location: MapLocation) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice, repeat
+from os.path import commonprefix
 from typing import Final
 
 from .globs import REGEX, Glob, escaped, is_pattern
 from .lazy import regex
 from .limits import LIMITS
-from .prefixes import common_length
 from .suffixes import WEIGHTS
 
 #: The most names to compare letter by letter; of more, those with the longest common beginning or end are compared.
@@ -43,7 +43,7 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     containing = containing or [name for name in short if words[name] and words[name] < asked]
 
     def likeness(name: str) -> int:
-        return max(common_length(name, wanted), common_length(name[::-1], wanted[::-1]))
+        return max(len(commonprefix(pair)) for pair in ((name, wanted), (name[::-1], wanted[::-1])))  # noqa: RUF071
 
     if len(short) > _COMPARED:
         short = nlargest(_COMPARED, short, key=likeness)

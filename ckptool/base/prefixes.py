@@ -62,14 +62,6 @@ def wrapper_prefix(names: Sequence[str]) -> Prefix:
     return Prefix(prefix, len(wrapped) if prefix else 0, total)
 
 
-class Naming(NamedTuple):
-    """The keys of a state dict in order, their wrapper prefix, and the result of ``wrapper_counts``."""
-
-    names: list[str]
-    prefix: Prefix
-    wrappers: dict[str, int]
-
-
 def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     """Count the names that contain each wrapper segment, anywhere before the last segment."""
     keys = list(names)
@@ -150,11 +142,6 @@ class _NameTree:
             kept += name[at:start]
             at = end + 1
         return kept + name[at:]
-
-
-def common_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """Return the length of the common beginning of two strings, or of two lists of segments."""
-    return next((at for at, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
 
 
 def common_prefix(names: Sequence[str]) -> str:

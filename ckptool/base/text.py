@@ -66,15 +66,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def human_count(count: int) -> str:
-    """Format a number of parameters as ``3,205``, ``11.2 M``, ``6.74 B``."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if count >= limit:
-            value = count / limit
-            return f"{value:.{2 if value < 10 else 1}f} {unit}"
-    return f"{count:,}"
-
-
 def visible(text: str) -> str:
     """Escape everything in a text that could be invisible, or change how the rest is shown."""
     return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_escape, text)
@@ -197,16 +188,6 @@ def json_value(value: object) -> object:
     """Return a value that JSON can hold: without NaN, infinity, or integers too long for Python to print."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
-    if isinstance(value, int) and is_huge(value):
-        return huge_text(value)
+    if isinstance(value, int) and value.bit_length() > LIMITS.int_digits * 3:
+        return f"an integer of {value.bit_length():,} bits"
     return repr(value) if isinstance(value, bytes | complex) else value
-
-
-def is_huge(value: int) -> bool:
-    """Return whether an integer has more digits than Python prints."""
-    return value.bit_length() > LIMITS.int_digits * 3
-
-
-def huge_text(value: int) -> str:
-    """Return a text to show instead of a huge integer."""
-    return f"an integer of {value.bit_length():,} bits"

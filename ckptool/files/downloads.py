@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Final, TypeVar
@@ -85,7 +86,7 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 
 def _any_remote() -> bool:
     """Return whether any file may be remote. If not, there is no need to look at every piece of an output."""
-    return lazy.is_loaded("remote.source")
+    return "ckptool.remote.source" in sys.modules
 
 
 def missing_of(spans: Iterable[Span]) -> list[Span]:

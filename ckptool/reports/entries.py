@@ -29,7 +29,7 @@ from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.errors import MalformedError, RefusedError
-from ..base.text import huge_text, is_huge, pluralize
+from ..base.text import json_value, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.paths import bounded, joined
 from ..checkpoint.selection import Located, lookup
@@ -241,8 +241,8 @@ def _json_leaf(leaf: ScalarValue) -> object:
         return {"base64": b64encode(value).decode()}
     if leaf.type in ("global", "storage"):
         return {leaf.type: value}
-    if isinstance(value, int) and is_huge(value):
-        return huge_text(value)
+    if isinstance(value, int):
+        return json_value(value)
     return value if isinstance(value, str) else json_number(value)
 
 
@@ -343,7 +343,7 @@ def _text_leaf(leaf: ScalarValue, limit: int) -> str:
         return _cut(json.dumps(value, ensure_ascii=False), limit, f"{len(value):,} characters")
     if isinstance(value, bytes):
         return _cut(repr(value[:limit]), limit, f"{len(value):,} bytes")
-    return huge_text(value) if isinstance(value, int) and is_huge(value) else str(value)
+    return str(json_value(value))
 
 
 def _cut(text: str, limit: int, size: str) -> str:

@@ -33,7 +33,7 @@ from ..base.findings import (
 from ..base.globs import escaped
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
-from ..base.prefixes import Naming, adapter_keys
+from ..base.prefixes import Prefix, adapter_keys
 from ..base.records import NamedTuple
 from ..base.steps import RENAME_BACK, AnyStep, advised, as_step, command, option, rename_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize, quoted, shown
@@ -70,6 +70,14 @@ _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torc
 #: Codes of damage for which ``salvage`` helps. Compressed or encrypted values are not damaged.
 _BLOCKING: Final = {name for name, code in codes().items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 _LEVELS: Final = ("error", "warning", "note")
+
+
+class Naming(NamedTuple):
+    """The keys of a state dict in order, their wrapper prefix, and the result of ``wrapper_counts``."""
+
+    names: list[str]
+    prefix: Prefix
+    wrappers: dict[str, int]
 
 
 class Facts(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from ..base.map_location import MapLocation, as_map_location, restored_location
-from ..base.prefixes import Naming, common_prefix, wrapper_counts, wrapper_prefix
+from ..base.errors import TargetError
+from ..base.map_location import MapLocation, check_device, restored_location
+from ..base.prefixes import common_prefix, wrapper_counts, wrapper_prefix
 from ..base.records import TypedDict
 from ..base.steps import as_step
 from ..base.text import json_value
@@ -25,7 +26,7 @@ from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.rules import UNKNOWN
 from ..safety.verdict import Verdict
 from ..safety.weights_only import LoadPrediction
-from .findings import facts, findings
+from .findings import Naming, facts, findings
 from .loads import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
@@ -407,6 +408,24 @@ def inspect(path: CheckpointOrPath, *, map_location: MapLocation = None) -> Insp
     >>> report["format"], report["tensors"], report["weights_only"]["loads"]
     ('torch-zip', 38, True)
     """
-    location = as_map_location(map_location)
+    location = _as_map_location(map_location)
     with opened(path) as checkpoint:
         return inspection(checkpoint, location)
+
+
+def _as_map_location(given: Any) -> MapLocation:
+    """Return a ``map_location`` with the names of devices: None, a string, a torch.device, or a dict of them.
+
+    Raise TargetError for a device that torch cannot restore, or for a function, which only torch can call.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        pairs = {str(origin): str(target) for origin, target in given.items()}
+        for target in pairs.values():
+            check_device(target)
+        return pairs
+    if callable(given):
+        raise TargetError("a function as map_location can only be called by torch", next="give a device, or a dict")
+    check_device(str(given))
+    return str(given)

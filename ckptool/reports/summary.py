@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..base.findings import Effect, codes
 from ..base.lazy import regex
-from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pluralize, shape_text, shown, step_words
+from ..base.text import cut, cut_key, human_bytes, join_limited, pluralize, shape_text, shown, step_words
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, QuantizedReport, StateDictReport
@@ -116,7 +116,7 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
     lines = [] if is_safe else [safety]  # a warning comes first
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
-        elements = f"{human_count(report['parameters'])} parameters and buffers"
+        elements = f"{_human_count(report['parameters'])} parameters and buffers"
         lines.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
         dtypes = [f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"]]
         rest = len(dtypes) - shown(_DTYPES)
@@ -254,3 +254,12 @@ def _value(entry: EntryReport, report: InspectReport) -> str:
 def _counts(entries: int | None, tensors: int) -> str:
     counts = ((entries, "entry"), (tensors or None, "tensor"))
     return ", ".join(pluralize(count, noun) for count, noun in counts if count is not None)
+
+
+def _human_count(count: int) -> str:
+    """Format a number of parameters as ``3,205``, ``11.2 M``, ``6.74 B``."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= limit:
+            value = count / limit
+            return f"{value:.{2 if value < 10 else 1}f} {unit}"
+    return f"{count:,}"
