@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 from ..base.addresses import parse
 from ..base.lazy import regex
 from ..base.limits import LIMITS
+from ..base.text import words
 from .store import Answer, Facts, Failed, Settings, Spend, Store, at_once, check_bucket, check_server, failures
 from .web import etag_of
 from .wire import certificates
@@ -125,7 +126,7 @@ def failed_of(error: BaseException) -> Failed:
     if isinstance(error, FileNotFoundError):
         return Failed("", 404)
     plain = _FOREIGN.sub("", debug or text)
-    return Failed(next((kind for kind, words in failures()["words"].items() if regex(words).search(plain)), ""))
+    return Failed(next((kind for kind, text in failures()["words"].items() if regex(text).search(plain)), ""))
 
 
 def asked(do: Callable[[], T], facts_of: Callable[[BaseException], Failed] = failed_of) -> T:
@@ -209,21 +210,12 @@ class ObStore(Store):
 # -- fsspec
 
 #: Protocols of fsspec that read local files, keep caches on the disk, or wrap other protocols.
-_LOCAL: Final = frozenset(
-    ("file", "local", "asynclocal", "git", "simplecache", "filecache", "blockcache", "cached", "reference", "zip")
-) | frozenset(("tar", "libarchive", "dir", "generic", "async_wrapper", "asyncwrapper", "data", "dask"))
+_LOCAL: Final = words(
+    "file local asynclocal git simplecache filecache blockcache cached reference zip tar libarchive dir generic "
+    "async_wrapper asyncwrapper data dask"
+)
 #: What file systems call the ETag, or the time of the last change.
 _MARKS: Final = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "modify", "created")
-#: The failures by the exceptions of Python.
-_EXCEPTIONS: Final[tuple[tuple[type[Exception], str, int], ...]] = (
-    (FileNotFoundError, "", 404),
-    (PermissionError, "", 403),
-    (TimeoutError, "timeout", 0),
-    (OSError, "route", 0),
-    (ImportError, "package", 0),
-    (ValueError, "scheme", 0),
-    (Exception, "", 0),
-)
 
 
 def _open_system(address: str) -> tuple[Store, str]:
@@ -243,10 +235,13 @@ def _open_system(address: str) -> tuple[Store, str]:
 
 
 def _ask(do: Callable[[], T]) -> T:
-    """Return the result of a call of fsspec; raises Failed."""
-    return asked(
-        do, lambda error: next(Failed(kind, code) for known, kind, code in _EXCEPTIONS if isinstance(error, known))
-    )
+    """Return the result of a call of fsspec; raises Failed by the nearest class of its exception in the table."""
+    known = failures()["exceptions"]
+
+    def facts_of(error: BaseException) -> Failed:
+        return next(Failed(*known[each.__name__]) for each in type(error).__mro__ if each.__name__ in known)
+
+    return asked(do, facts_of)
 
 
 class _System(Store):

@@ -147,10 +147,7 @@ def publish(
         what = f"an object can have {human_bytes(LIMITS.object_bytes)}, not {human_bytes(plan.size)}"
         raise OutputError(what, path=target.name, next="write several files: add a maximum shard size")
     writing = _Writing(target, plan, sources, former, target.copier(plan), check, expect, progress or ignore)
-    try:
-        return writing.write(writing.copier)
-    except _CannotCopy:
-        return writing.write(None)
+    return writing.write(writing.copier)
 
 
 def planned_traffic(plan: Plan, path: str, sources: Sequence[Source]) -> Traffic:
@@ -235,10 +232,6 @@ def _is_copied(piece: Span, copier: S3 | None, plan: Plan) -> bool:
     return not any(span.offset < begin + size and span.offset + span.size > begin for span in read)
 
 
-class _CannotCopy(Exception):
-    """The server cannot copy parts of objects."""
-
-
 class _Writing(NamedTuple):
     """An object that is being written. ``former`` is what was there before, or None; ``copier`` sends parts, if any."""
 
@@ -265,6 +258,8 @@ class _Writing(NamedTuple):
                     stream_pieces(cut.streamed, putting.put)
                     self._complete(putting.finish)
         except Failed as failed:
+            if failed.kind == "copy":
+                return self.write(None)
             raise self.target.error(failed) from None
         return traffic
 
@@ -279,9 +274,7 @@ class _Writing(NamedTuple):
             try:
                 copier.abort(key, upload)
             except Failed:
-                what = (
-                    f"nothing was written, but the server refuses to remove the parts that were sent: upload {upload}"
-                )
+                what = f"nothing was written, but the server keeps the parts that were sent: upload {upload}"
                 step = "remove it with the s3api command abort-multipart-upload, or by a lifecycle rule of the bucket"
                 raise OutputError(what, path=self.target.name, next=step) from error
             raise
@@ -327,7 +320,7 @@ class _Writing(NamedTuple):
             return copier.copy(self.target.key, upload, number, source.origin(), span[1:])
         except Failed as failed:
             if {failed.status, failed.code} & _CANNOT_COPY:
-                raise _CannotCopy from None
+                failed.kind = "copy"
             if failed.status == 412:
                 source.check_unchanged()
             raise

@@ -6,6 +6,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from ..base import lazy
@@ -162,14 +163,13 @@ class RemoteSource(Source):
         self._begun = True
         ends = next((number for suffix, number in _ENDS.items() if self.name.endswith(suffix)), 2)
         if not (self.size or self._etag):
-            self._ask_unknown(ends == 2 and self._store.has_tail)
+            self._ask_unknown([0, None] if ends == 2 and self._store.has_tail else [0])
         self.prefetch([(0, ENDS), (max(self.size - ENDS, 0), ENDS)][:ends])
 
-    def _ask_unknown(self, tail: bool) -> None:
+    def _ask_unknown(self, begins: Sequence[int | None]) -> None:
         """Ask for the ends of an object whose size is not known."""
-        first, last = (lambda: self._store.get(self._key, 0, ENDS)), (lambda: self._store.get(self._key, None, ENDS))
         try:
-            answers = together([first, last] if tail else [first])
+            answers = together([partial(self._store.get, self._key, begin, ENDS) for begin in begins])
         except Failed as failed:
             if failed.status == 416 or failed.kind == "whole":  # an empty object has no first byte
                 self.size, self._etag = self._head()[1:]
@@ -196,7 +196,8 @@ class RemoteSource(Source):
             self.start()
         with self._allowance.lock:
             kept, gaps = self._blocks.split(offset, offset + size)
-            while gaps and self._is_under_way(gaps):
+            # Another thread asked for some of these bytes.
+            while any(at < begin + count and begin < at + asked for at, asked in self._asked for begin, count in gaps):
                 self._arrived.wait()
                 kept, gaps = self._blocks.split(offset, offset + size)
             if gaps:
@@ -214,10 +215,6 @@ class RemoteSource(Source):
                         self._asked.remove(each)
                     self._arrived.notify_all()
         return _cut(sorted(kept), offset, size)
-
-    def _is_under_way(self, gaps: Sequence[Range]) -> bool:
-        """Return whether another thread asked for bytes of these ranges."""
-        return any(at < begin + size and begin < at + count for at, count in self._asked for begin, size in gaps)
 
     def _wanted(self, begin: int, end: int) -> list[Range]:
         """Return what to ask for to read a range: also what was announced behind it, or what a reader comes to next."""
