@@ -226,7 +226,7 @@ def _even(size: int, count: int) -> Iterator[int]:
 def _is_copied(piece: Span, copier: S3 | None, plan: Plan) -> bool:
     """Return whether the server can copy a piece, and no checksum of its bytes must be verified."""
     source, begin, size = piece
-    if copier is None or not isinstance(source, RemoteSource) or not copier.copies_from(source.origin().store):
+    if copier is None or not isinstance(source, RemoteSource) or not copier.copies_from(source.origin()[0]):
         return False
     read = [expected.span for expected in plan.expected_checksums if expected.span.source is source]
     return not any(span.offset < begin + size and span.offset + span.size > begin for span in read)
@@ -317,7 +317,7 @@ class _Writing(NamedTuple):
         source = span.source
         assert isinstance(source, RemoteSource)
         try:
-            return copier.copy(self.target.key, upload, number, source.origin(), span[1:])
+            return copier.copy(self.target.key, upload, number, *source.origin(), span[1:])
         except Failed as failed:
             if {failed.status, failed.code} & _CANNOT_COPY:
                 failed.kind = "copy"

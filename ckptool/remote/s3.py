@@ -19,7 +19,7 @@ from ..base.lazy import regex
 from ..base.limits import LIMITS
 from ..base.records import NamedTuple
 from . import wire
-from .store import Facts, Failed, Origin, Range, Settings, Spend, Store, at_once, check_bucket, check_server
+from .store import Facts, Failed, Range, Settings, Spend, Store, at_once, check_bucket, check_server
 from .web import Web, etag_of
 
 #: Seconds to wait for the answer that makes an upload visible, or that copies a part of up to 5 GiB.
@@ -301,14 +301,14 @@ class S3(Web):
             raise Failed("answer")
         return reply.headers["etag"]
 
-    def copy(self, key: str, upload: str, number: int, origin: Origin, span: Range) -> str:
-        """Let the server copy a part from an object, unless that was replaced, and return the ETag of the part."""
+    def copy(self, key: str, upload: str, number: int, store: Store, other: Facts, span: Range) -> str:
+        """Let the server copy a part from another object, unless that was replaced, and return the ETag of the part."""
         query = {"partNumber": str(number), "uploadId": upload}
-        assert isinstance(origin.store, S3)
-        headers = {"x-amz-copy-source": f"/{quote(f'{origin.store.name}/{origin.key}')}"}
+        assert isinstance(store, S3)
+        headers = {"x-amz-copy-source": f"/{quote(f'{store.name}/{other.key}')}"}
         headers["x-amz-copy-source-range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
-        if not origin.etag.startswith("W/"):
-            headers["x-amz-copy-source-if-match"] = origin.etag
+        if not other.etag.startswith("W/"):
+            headers["x-amz-copy-source-if-match"] = other.etag
         reply = wire.retried(lambda: self.request("PUT", key, query, headers, patience=_SLOW))
         return _field(reply.body, "ETag")
 

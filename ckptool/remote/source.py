@@ -16,20 +16,7 @@ from ..base.limits import ANNOUNCED, LIMITS
 from ..base.text import human_bytes
 from ..files.downloads import GAP
 from ..files.sources import Source, Span
-from .store import (
-    Answer,
-    Facts,
-    Failed,
-    Origin,
-    Range,
-    Recent,
-    Settings,
-    Store,
-    at_once,
-    current,
-    error_of,
-    together,
-)
+from .store import Answer, Facts, Failed, Range, Recent, Settings, Store, at_once, current, error_of, together
 
 T = TypeVar("T")
 #: Bytes at both ends of an object that are asked for first: they hold all that lists of tensors need, as a rule.
@@ -241,9 +228,9 @@ class RemoteSource(Source):
         with self._allowance.lock:
             self._announced += (part for begin, size in ranges for part in _requests(begin, size))
 
-    def origin(self) -> Origin:
+    def origin(self) -> tuple[Store, Facts]:
         """Return where the server finds the bytes, if it can copy them."""
-        return Origin(self._store, self._key, self._etag)
+        return self._store, Facts(self._key, self.size, self._etag)
 
     def received(self) -> tuple[int, int]:
         """Return how many answers had bytes of the object, and how many bytes."""

@@ -106,14 +106,6 @@ class Store:
         raise Failed("writing")
 
 
-class Origin(NamedTuple):
-    """An object whose bytes a server may copy."""
-
-    store: Store
-    key: str
-    etag: str
-
-
 class Failed(Exception):
     """A request that failed: the HTTP status (0 without an answer), the server's code, and the kind of failure.
 
