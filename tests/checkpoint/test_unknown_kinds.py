@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import say
+from stand_ins import called, put_away, stand_in
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
@@ -273,48 +274,27 @@ def test_what_the_user_names_may_leave_none(command: str, tmp_path: Path) -> Non
 # -- tensors of other devices
 
 
-def _device_calls() -> dict[str, Call]:
+def _device_calls() -> dict[str, Any]:
     """Return tensors as other devices pickle them, all of the values 1 to 6."""
     values = torch.arange(6.0).reshape(2, 3) + 1
-    storage = CONTENTS["storage"](values)
-    dense = (storage, 0, (2, 3), (3, 1), False, collections.OrderedDict())
+    dense = (CONTENTS["storage"](values), 0, (2, 3), (3, 1), False, collections.OrderedDict())
     given = (torch.float32, "cpu", False)
+    from_array = torch._utils._rebuild_device_tensor_from_numpy
     return {
-        "npu": Call(_function("torch_npu.utils.storage", "_rebuild_npu_tensor"), (*dense, 2)),
-        "npu with metadata": Call(_function("torch_npu.utils.storage", "_rebuild_npu_tensor"), (*dense, True)),
-        "xla of torch 1.0": Call(_function("torch._utils", "_rebuild_xlatensor"), (*dense, "xla:0")),
-        "xla": Call(_function("torch._utils", "_rebuild_xla_tensor"), (values.numpy(), *given)),
-        "xla from a tensor": Call(_function("torch._utils", "_rebuild_xla_tensor"), (values, *given)),
-        "array": Call(torch._utils._rebuild_device_tensor_from_numpy, (values.numpy(), *given)),
-        "array in Fortran order": Call(
-            torch._utils._rebuild_device_tensor_from_numpy, (np.asfortranarray(values.numpy()), *given)
-        ),
+        "npu": called("torch_npu.utils.storage._rebuild_npu_tensor", *dense, 2),
+        "npu with metadata": called("torch_npu.utils.storage._rebuild_npu_tensor", *dense, True),
+        "xla of torch 1.0": called("torch._utils._rebuild_xlatensor", *dense, "xla:0"),
+        "xla": called("torch._utils._rebuild_xla_tensor", values.numpy(), *given),
+        "xla from a tensor": called("torch._utils._rebuild_xla_tensor", values, *given),
+        "array": Call(from_array, (values.numpy(), *given)),
+        "array in Fortran order": Call(from_array, (np.asfortranarray(values.numpy()), *given)),
         "CPU tensor": Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, (values, *given)),
-        "hpu": Call(_function("habana_frameworks.torch.core", "_rebuild_hpu_tensor"), (values.numpy(), *given)),
-        "mlc": Call(_function("torch._utils", "_rebuild_mlc_tensor"), (values.numpy(), *given)),
-        "bfloat16": Call(
-            torch._utils._rebuild_device_tensor_from_numpy, (values.numpy(), torch.bfloat16, "cpu", False)
-        ),
+        "hpu": called("habana_frameworks.torch.core._rebuild_hpu_tensor", values.numpy(), *given),
+        "mlc": called("torch._utils._rebuild_mlc_tensor", values.numpy(), *given),
+        "bfloat16": Call(from_array, (values.numpy(), torch.bfloat16, "cpu", False)),
     }
 
 
-def _function(module: str, name: str) -> Any:
-    """Return a function under a name that can be pickled while the file is written."""
-    function = types.FunctionType(_rebuild.__code__, globals(), name)
-    function.__module__, function.__qualname__ = module, name
-    for end in range(1, module.count(".") + 2):
-        part = ".".join(module.split(".")[:end])
-        if part not in sys.modules:
-            _ADDED.append((part, ""))
-            sys.modules[part] = types.ModuleType(part)
-    if not hasattr(sys.modules[module], name):
-        _ADDED.append((module, name))
-        setattr(sys.modules[module], name, function)
-    return getattr(sys.modules[module], name)
-
-
-#: Modules, and functions in modules, that a test has added.
-_ADDED: list[tuple[str, str]] = []
 DEVICES = [
     *("npu", "npu with metadata", "xla of torch 1.0", "xla", "xla from a tensor", "array", "array in Fortran order"),
     *("CPU tensor", "hpu", "mlc", "bfloat16"),
@@ -325,12 +305,7 @@ DEVICES = [
 def _modules_are_removed() -> Iterator[None]:
     """Remove what a test has added: transformers takes a module torch_npu for an installed library."""
     yield
-    while _ADDED:
-        module, name = _ADDED.pop()
-        if name:
-            delattr(sys.modules[module], name)
-        else:
-            del sys.modules[module]
+    put_away()
 
 
 def test_every_device_is_tested() -> None:
@@ -354,17 +329,11 @@ def test_tensors_of_other_devices_become_plain(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("module,name", [("torchao.dtypes", "AffineTensor"), ("bitsandbytes.nn.modules", "Params4bit")])
-def test_quantized_subclasses_are_kept_and_named(
-    module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_subclasses_are_kept_and_named(module: str, name: str, tmp_path: Path) -> None:
     """Without their class, quantized values mean nothing: no plain tensor is made of them."""
     path = tmp_path / "in.pth"
     data, scale = torch.arange(6, dtype=torch.uint8), torch.ones(2)
-    cls = type(name, (), {"__module__": module})
-    for end in range(1, module.count(".") + 2):
-        part = ".".join(module.split(".")[:end])
-        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-    setattr(sys.modules[module], name, cls)
+    cls = stand_in(f"{module}.{name}")
     dense = (CONTENTS["storage"](data), 0, (6,), (1,), False, {})
     whole = Call(
         torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, cls, dense, {"scale": scale, "bits": 4})
