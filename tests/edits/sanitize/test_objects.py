@@ -11,7 +11,6 @@ import functools
 import pathlib
 import re
 import shlex
-import sys
 import types
 import uuid
 import zoneinfo
@@ -25,6 +24,7 @@ import torch
 from command_line import say
 from naive_sanitize import agrees, original, sanitized, saved
 from safetensors.torch import save_file
+from stand_ins import called, place, put_away
 
 import ckptool
 from ckptool.base.errors import RefusedError
@@ -194,42 +194,22 @@ def test_subclasses_of_tensors_become_plain_tensors(protocol: int, tmp_path: Pat
     assert result.loaded["w"].data_ptr() == result.loaded["v"].data_ptr() + 16
 
 
-class Block:
-    """As pandas pickles a block: a function and its arguments."""
-
-    def __reduce__(self) -> Any:
-        return _unpickle_block, (numpy.arange(3.0), slice(0, 1), 2)
-
-
 class Backed:
     """As Cython pickles a class: a function, its arguments, and a state that is a tuple."""
 
     def __reduce__(self) -> Any:
-        return pyx_unpickle_Backed, (Block, 7, None), ("dtype", numpy.arange(2))
+        function = place("pandas._libs.internals.pyx_unpickle_Backed", lambda *_: None)
+        return function, (Namespace, 7, None), ("dtype", numpy.arange(2))
 
 
-def _unpickle_block(*args: Any) -> Any:
-    raise AssertionError("nothing is run")
-
-
-def pyx_unpickle_Backed(*args: Any) -> Any:
-    raise AssertionError("nothing is run")
-
-
-def test_what_a_function_makes_of_its_arguments_alone_becomes_these(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = types.ModuleType("pandas._libs.internals")
-    for function in (_unpickle_block, pyx_unpickle_Backed):
-        monkeypatch.setattr(function, "__module__", module.__name__)
-        setattr(module, function.__name__, function)
-    with monkeypatch.context() as patch:
-        for name in ("pandas", "pandas._libs", module.__name__):
-            patch.setitem(sys.modules, name, module)
-        torch.save({"block": Block(), "backed": Backed()}, tmp_path / "in.pth")
+def test_what_a_function_makes_of_its_arguments_alone_becomes_these(tmp_path: Path, out: Path) -> None:
+    """As pandas pickles a block, and Cython a class."""
+    block = called("pandas._libs.internals._unpickle_block", numpy.arange(3.0), slice(0, 1), 2)
+    torch.save({"block": block, "backed": Backed()}, tmp_path / "in.pth")
+    put_away()
     loaded = sanitized(tmp_path / "in.pth", out).loaded
-    values, place, dimensions = loaded["block"]
-    assert values.tolist() == [0, 1, 2] and place == (0, 1, None) and dimensions == 2
+    values, rows, dimensions = loaded["block"]
+    assert values.tolist() == [0, 1, 2] and rows == (0, 1, None) and dimensions == 2
     assert [*loaded["backed"][1:4], loaded["backed"][4].tolist()] == [7, None, "dtype", [0, 1]]
 
 
