@@ -79,6 +79,3 @@ def test_the_example_says_what_it_leaves_unchanged(path: Path) -> None:
     assert "model.weight" in chosen and not any(name.startswith("optimizer") for name in chosen)
     assert work.spared == ["optimizer"]
     assert work.left == ["model.quantized (quantized)", "model.negative (it carries a conjugate or negative bit)"]
-
-
-# -- results of other shapes, and from several tensors ----------------------------------------------------------

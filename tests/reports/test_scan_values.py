@@ -199,6 +199,3 @@ def test_a_folder_that_is_not_entered_is_unknown(kind: str, checkpoint: bool, tm
         report = ckptool.scan(folder)
         assert report["verdict"] == "unknown"
         assert any("not followed" in reason for item in report["files"] for reason in item["reasons"])
-
-
-# -- small pickles: plain data are weights-only, and one that hides something in a string or in bytes is not ----------

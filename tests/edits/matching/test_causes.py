@@ -98,9 +98,6 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
         LANGUAGE[name](wanted).load_state_dict(torch.load(shlex.split(report["next"])[-1]))
 
 
-# -- the other side
-
-
 # -- positions
 
 
@@ -145,9 +142,6 @@ def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_pa
         assert found == kind
         assert f"layers.0.{whole}.weight" in message and "the order of rows is not known" in message
         assert all(name.rpartition(".")[2] in message for name in names)
-
-
-# -- what others add to the names
 
 
 # -- adapters
