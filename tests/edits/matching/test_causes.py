@@ -98,9 +98,6 @@ def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, t
         LANGUAGE[name](wanted).load_state_dict(torch.load(shlex.split(report["next"])[-1]))
 
 
-# -- positions
-
-
 # -- fused, split, and transposed
 
 #: Names for the whole, and for its parts.
@@ -144,9 +141,6 @@ def test_fused_and_split_projections(family: str, prefix: str, axis: int, tmp_pa
         assert all(name.rpartition(".")[2] in message for name in names)
 
 
-# -- adapters
-
-
 # -- tied weights
 
 TIED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
@@ -185,7 +179,7 @@ def test_a_tied_weight_that_is_missing(name: str, form: str, tmp_path: Path) -> 
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
 
 
-# -- programs
+# -- time
 
 
 def test_the_work_does_not_grow_with_the_square_of_the_keys(tmp_path: Path) -> None:
