@@ -11,6 +11,7 @@ import torch
 from stand_ins import STATE, Net, state, trained
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
+from trained_models import model_of
 
 from .situation import Situation, error_of, fits, register
 
@@ -22,6 +23,13 @@ def not_loading(model: nn.Module, path: str, entry: str = "") -> str:
     """Load a file into a model, and return the error of torch."""
     value = torch.load(path, weights_only=True)
     return error_of(model.load_state_dict, value[entry] if entry else value)
+
+
+def of_shapes(name: str, shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """Return a model of a class with this name, with parameters of these shapes."""
+    model = model_of({key: torch.rand(shape) for key, shape in shapes.items()})
+    model.__class__ = type(name, (nn.Module,), {})
+    return model
 
 
 @situation(ends=fits(Net))
@@ -67,21 +75,16 @@ def thop_many() -> str:
     return not_loading(Large(), "model.pth")
 
 
-class Vit(nn.Module):
-    """The layers of a ViT whose names and shapes matter here."""
-
-    def __init__(self, tokens: int = 5) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
-        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, 8))
-        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
-        self.norm = nn.LayerNorm(8)
+def vit(tokens: int) -> nn.Module:
+    """Return the layers of a ViT whose names and shapes matter here."""
+    shapes = {"cls_token": (1, 1, 8), "pos_embed": (1, tokens, 8), "blocks.0.weight": (8, 8), "blocks.0.bias": (8,)}
+    return of_shapes("Vit", {**shapes, "norm.weight": (8,), "norm.bias": (8,)})
 
 
-@situation(ends=fits(lambda: Vit(17)))
+@situation(ends=fits(lambda: vit(17)))
 def image_size() -> str:
-    torch.save(Vit(5).state_dict(), "vits14.pth")
-    return not_loading(Vit(17), "vits14.pth")
+    torch.save(vit(5).state_dict(), "vits14.pth")
+    return not_loading(vit(17), "vits14.pth")
 
 
 def in_a_file(message: str) -> str:
@@ -147,54 +150,34 @@ def no_counters() -> str:
     return not_loading(Net(), "model.pth")
 
 
-class Llama(nn.Module):
-    def __init__(self, rows: int = 32) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(rows, 4)
-        self.model.norm = nn.LayerNorm(4)
-        self.lm_head = nn.Linear(4, rows, bias=False)
+def llama(rows: int = 32) -> nn.Module:
+    shapes = {"model.embed_tokens.weight": (rows, 4), "model.norm.weight": (4,), "model.norm.bias": (4,)}
+    return of_shapes("Llama", {**shapes, "lm_head.weight": (rows, 4)})
 
 
-@situation(ends=fits(Llama))
+@situation(ends=fits(llama))
 def vocabulary() -> str:
-    torch.save(Llama(33).state_dict(), "pytorch_model.bin")
-    return not_loading(Llama(32), "pytorch_model.bin")
+    torch.save(llama(33).state_dict(), "pytorch_model.bin")
+    return not_loading(llama(32), "pytorch_model.bin")
 
 
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.Module()
-        self.attn.qkv = nn.Linear(4, 12)
-        self.attn.proj = nn.Linear(4, 4)
+def attention(name: str, rows: dict[str, int]) -> nn.Module:
+    """Return an attention with linear layers of these numbers of rows."""
+    weights: dict[str, tuple[int, ...]] = {f"attn.{key}.weight": (size, 4) for key, size in rows.items()}
+    return of_shapes(name, weights | {f"attn.{key}.bias": (size,) for key, size in rows.items()})
 
 
-class Split(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.Module()
-        for name in ("q_proj", "k_proj", "v_proj", "proj"):
-            self.attn.add_module(name, nn.Linear(4, 4))
+def split() -> nn.Module:
+    return attention("Split", {"q_proj": 4, "k_proj": 4, "v_proj": 4, "proj": 4})
 
 
-@situation(ends=fits(Split))
+@situation(ends=fits(split))
 def fused_qkv() -> str:
-    torch.save(Fused().state_dict(), "sam_vit_b.pth")
-    return not_loading(Split(), "sam_vit_b.pth")
+    torch.save(attention("Fused", {"qkv": 12, "proj": 4}).state_dict(), "sam_vit_b.pth")
+    return not_loading(split(), "sam_vit_b.pth")
 
 
-class Conv1D(nn.Module):
-    """A layer of GPT-2 in transformers, which stores the transpose."""
-
-    def __init__(self, inside: int = 4, outside: int = 12) -> None:
-        super().__init__()
-        self.c_attn = nn.Module()
-        self.c_attn.weight = nn.Parameter(torch.zeros(inside, outside))
-        self.c_attn.bias = nn.Parameter(torch.zeros(outside))
-
-
-@situation(ends=fits(lambda: Conv1D(12, 4)))
+@situation(ends=fits(lambda: of_shapes("Conv1D", {"c_attn.weight": (12, 4), "c_attn.bias": (4,)})))
 def conv1d() -> str:
     torch.save({"c_attn.weight": torch.ones(4, 12), "c_attn.bias": torch.ones(12)}, "gpt2.bin")
     model = nn.Module()
