@@ -13,6 +13,7 @@ from command_line import say
 from conftest import FIXTURES, Fixture
 from output_checks import checked, every, saved
 from tensor_storages import tensors
+from zip_copies import deflated
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
@@ -111,13 +112,7 @@ def test_large_tensors_are_averaged_in_pieces(tmp_path: Path, out: Path) -> None
     """The files are read in pieces that do not go together: one of them has its storages compressed."""
     states = [{"a.w": torch.randn(700_001), "b.w": torch.randn(300_003).half()} for _ in range(2)]
     paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
-    packed = tmp_path / "deflated.pth"
-    import zipfile
-
-    with zipfile.ZipFile(paths[1]) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    found = averaged([paths[0], packed], out)
+    found = averaged([paths[0], deflated(paths[1], tmp_path / "deflated.pth")], out)
     assert oracle.difference({k: mean([s[k] for s in states], [1, 1]) for k in states[0]}, found) == ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from rank_files import save_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from zip_copies import deflated
 
 import ckptool
 from ckptool.base.errors import MalformedError
@@ -69,16 +69,6 @@ def retagged(path: Path) -> Path:
     return path
 
 
-def deflated(path: Path) -> Path:
-    with (
-        zipfile.ZipFile(saved(path.with_suffix(".x"), STATE)) as old,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return path
-
-
 def swapped(path: Path) -> Path:
     as_big_endian(saved(path.with_suffix(".x"), STATE), path, {"0": 4, "1": 4, "2": 8})
     return path
@@ -95,7 +85,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     "with other strides": lambda path: saved(path, STATE | STRIDED),
     "in one storage": lambda path: saved(path, STATE | SHARED),
     "on another device": retagged,
-    "deflated": deflated,
+    "deflated": lambda path: deflated(saved(path.with_suffix(".x"), STATE), path),
     "big-endian": swapped,
 }
 

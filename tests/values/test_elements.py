@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zip_copies import deflated
 
 import ckptool
 from ckptool.base.errors import MalformedError
@@ -47,21 +47,13 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return torch.arange(size).to(dtype).as_strided(shape, stride, offset)
 
 
-def deflated(path: Path) -> Path:
-    """The same archive, its records compressed."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return path.with_suffix(".zip")
-
-
 @pytest.mark.parametrize("compressed", [False, True])
 @settings(max_examples=examples(150))
 @given(tensor=views(), step=st.integers(1, 300))
 def test_memory_is_filled_with_the_elements(compressed: bool, tensor: torch.Tensor, step: int, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     torch.save(tensor, path)
-    with ckptool.open(deflated(path) if compressed else path) as checkpoint:
+    with ckptool.open(deflated(path, path.with_suffix(".zip")) if compressed else path) as checkpoint:
         (entry,) = checkpoint.survey.tensors
         reader = storage_reader(checkpoint, entry.tensor.storage)
         reader.cache.checksums = expected = {}
@@ -83,7 +75,7 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
     path = tmp_path / "a.pth"
     torch.save(tensor, path)
     width = tensor.element_size()
-    with ckptool.open(deflated(path) if compressed else path) as checkpoint:
+    with ckptool.open(deflated(path, path.with_suffix(".zip")) if compressed else path) as checkpoint:
         (entry,) = checkpoint.survey.tensors
         found = list(elements(storage_reader(checkpoint, entry.tensor.storage), entry.tensor))
         assert b"".join(found) == tensor.contiguous().numpy().tobytes()
