@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import FIXTURES, MANIFEST, ROOT, corpus_files, sample
+from crafted_files import Code, put, storage, tensor
 
 import ckptool
 from ckptool.checkpoint.quantized import _OTHER_CONFIGS
@@ -237,51 +238,36 @@ NASTY = "a\x1b[2J\r\n\x00\x9b31m\x7f\u202e\u2066\u2028\u061c\ufeff\udce4|\t,\"'z
 def nasty_checkpoint(path: Path) -> None:
     """A checkpoint in which every name is nasty: keys, paths, classes, locations, storages, records, strings."""
     plain = NASTY.replace("\udce4", "")
-    items = [
-        (_text("module." + NASTY + ".weight"), _tensor(plain, "\x1b[31mcuda:0\n")),
-        (_text("module." + NASTY + ".weight2"), _tensor("missing\x1b\u202e", "cuda:1")),
-        (_text("module.huge"), _tensor(plain + "2", "cpu", 1 << 40)),
-    ]
-    config = [(_text(NASTY), _text("x\x1b[31m")), (_text("\u202edevice"), _text("cuda:1")), (_text(""), b"\x88")]
-    call = _global("os" + plain, "sys\x1btem\n") + _text(NASTY) + b"\x85R" + _dict([(_text(NASTY), b"K\x01")]) + b"b"
-    root = [
-        (_text("state" + NASTY), _dict(items)),
-        (_text("config\x1b"), _dict(config)),
-        (_text("hook\n\u202e"), call),
-        (_text("class"), _global("evil\x1b", "Cla\u2028ss")),
-        (b"C\x04\x1b[1m", b"K\x02"),
-        (_text("bytes"), b"C\x04\x1b[1m"),
-        (_text("float"), b"G\x7f\xf0\x00\x00\x00\x00\x00\x00"),
-        (_text("list"), b"](" + _text(NASTY) + b"G\xff\xf8\x00\x00\x00\x00\x00\x00" + b"e"),
-    ]
+    root = {
+        f"state{NASTY}": {
+            f"module.{NASTY}.weight": _vector(plain, "\x1b[31mcuda:0\n"),
+            f"module.{NASTY}.weight2": _vector("missing\x1b\u202e", "cuda:1"),
+            "module.huge": _vector(plain + "2", "cpu", 1 << 40),
+        },
+        "config\x1b": {NASTY: "x\x1b[31m", "\u202edevice": "cuda:1", "": True},
+        "hook\n\u202e": Code(put(_named(f"os{plain}", "sys\x1btem\n")) + put((NASTY,)) + b"R" + put({NASTY: 1}) + b"b"),
+        "class": _named("evil\x1b", "Cla\u2028ss"),
+        b"\x1b[1m": 2,
+        "bytes": b"\x1b[1m",
+        "float": Code(b"G\x7f\xf0" + bytes(6)),  # infinity
+        "list": [NASTY, Code(b"G\xff\xf8" + bytes(6))],  # NaN
+    }
     with zipfile.ZipFile(path, "w") as archive:
         top = "ro\x1bot\u202e"
-        archive.writestr(f"{top}/data.pkl", b"\x80\x04" + _dict(root) + b".")
+        archive.writestr(f"{top}/data.pkl", b"\x80\x04" + put(root) + b".")
         archive.writestr(f"{top}/version", b"\x1b[31m\n")
         archive.writestr(f"{top}/byteorder", b"\x9b\x1b")
         archive.writestr(f"{top}/data/{plain.partition(chr(0))[0]}", bytes(8))
         archive.writestr("second\x1b\u202e/notes", b"")
 
 
-def _text(value: str) -> bytes:
-    data = value.encode("utf-8", "surrogatepass")
-    return b"X" + len(data).to_bytes(4, "little") + data
+def _named(module: str, name: str) -> Code:
+    """STACK_GLOBAL, which takes any name."""
+    return Code(put(module) + put(name) + b"\x93")
 
 
-def _global(module: str, name: str) -> bytes:
-    return _text(module) + _text(name) + b"\x93"
-
-
-def _dict(items: list[tuple[bytes, bytes]]) -> bytes:
-    return b"}(" + b"".join(key + value for key, value in items) + b"u"
-
-
-def _tensor(key: str, location: str, elements: int = 2) -> bytes:
-    count = b"\x8a\x08" + elements.to_bytes(8, "little", signed=True)
-    storage = b"(" + _text("storage") + _global("torch", "FloatStorage") + _text(key) + _text(location) + count + b"tQ"
-    size = count + b"\x85K\x01\x85"
-    empty = _global("collections", "OrderedDict") + b")R"
-    return _global("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + b"K\x00" + size + b"\x89" + empty + b"tR"
+def _vector(key: str, location: str, elements: int = 2) -> Code:
+    return tensor((elements,), of=storage(key, elements, location=location))
 
 
 @pytest.fixture
