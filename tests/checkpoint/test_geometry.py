@@ -218,6 +218,8 @@ def test_arguments_that_make_no_tensor_fail(value: Code, tmp_path: Path) -> None
 # -- where a tensor may hide ------------------------------------------------------------------------------------
 
 BAD = tensor((5,))
+#: The arguments of a good tensor before its hooks.
+VIEW = (storage(), 0, (4,), (1,), False)
 PLACES = {
     "the root": BAD,
     "a dict": {"w": BAD},
@@ -234,16 +236,8 @@ PLACES = {
     "the arguments of an unknown call": call(name("who", "knows"), BAD),
     "the arguments of an unknown object": Code(name("who", "Knows").raw + put((BAD,)) + b"\x81"),
     "what is popped": Code(BAD.raw + b"0N"),
-    "backward hooks": call(
-        name(UTILS, "_rebuild_tensor_v2"),
-        storage(),
-        0,
-        (4,),
-        (1,),
-        False,
-        call(name("collections", "OrderedDict"), [["w", BAD]]),
-    ),
-    "metadata": call(name(UTILS, "_rebuild_tensor_v2"), storage(), 0, (4,), (1,), False, ordered(), {"w": BAD}),
+    "backward hooks": with_arguments(*VIEW, call(name("collections", "OrderedDict"), [["w", BAD]])),
+    "metadata": with_arguments(*VIEW, ordered(), {"w": BAD}),
 }
 
 

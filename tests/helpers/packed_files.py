@@ -9,6 +9,7 @@ import zipfile
 from typing import Any
 
 import numpy as np
+import torch
 
 
 class Recorded:
@@ -32,6 +33,15 @@ def tarred(data: bytes, member: str = "x/policy.dat", mode: str = "w") -> bytes:
         info = tarfile.TarInfo(member)
         info.size = len(data)
         archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def beside_tensors(data: bytes, record: str = "config") -> bytes:
+    """A file of torch.save with another record."""
+    out = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, out)
+    with zipfile.ZipFile(out, "a") as archive:
+        archive.writestr(f"archive/extra/{record}", data)
     return out.getvalue()
 
 

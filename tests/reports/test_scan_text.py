@@ -24,7 +24,7 @@ import torch
 from conftest import sample
 from crafted_files import by_key
 from dcp_folders import archive
-from packed_files import tarred, zipped
+from packed_files import beside_tensors, tarred, zipped
 from safetensors.torch import save
 
 from ckptool.formats.search.inert import encoding_of
@@ -172,17 +172,8 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zip in a zip in a tar": lambda data: tarred(
         member="a.zip", data=zipped(member="b.zip", data=zipped(member="data", data=data))
     ),
-    "torch archive": lambda data: _beside_tensors(data),
+    "torch archive": beside_tensors,
 }
-
-
-def _beside_tensors(data: bytes) -> bytes:
-    """A file of torch.save with another record."""
-    out = io.BytesIO()
-    torch.save({"w": torch.ones(2)}, out)
-    with zipfile.ZipFile(out, "a") as archive:
-        archive.writestr("archive/extra/config", data)
-    return out.getvalue()
 
 
 def _scanned(data: bytes, folder: Path, name: str = "download") -> tuple[str | None, str]:

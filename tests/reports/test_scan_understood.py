@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import sample
-from packed_files import tarred, zipped
+from packed_files import beside_tensors, tarred, zipped
 from safetensors.torch import save, save_file
 
 from ckptool.reports.scan import scan, scan_file
@@ -46,19 +45,12 @@ def _saved(value: Any, new: bool = True) -> bytes:
     return out.getvalue()
 
 
-def _beside_tensors(name: str, data: bytes) -> bytes:
-    out = io.BytesIO(_saved(1))
-    with zipfile.ZipFile(out, "a") as archive:
-        archive.writestr(f"archive/extra/{name}", data)
-    return out.getvalue()
-
-
 #: Files that hold the text: a function of its file name and text, and the name of the file that it makes.
 PLACES: dict[str, tuple[Callable[[str, str], bytes], str]] = {
     "zip": (lambda name, text: zipped(member=name, data=text.encode()), "x.zip"),
     "tar": (lambda name, text: tarred(member=f"./{name}", data=text.encode()), "x.tar"),
     "tar.gz": (lambda name, text: gzip.compress(tarred(member=name, data=text.encode())), "x.tar.gz"),
-    "torch archive": (lambda name, text: _beside_tensors(name, text.encode()), "x.pt"),
+    "torch archive": (lambda name, text: beside_tensors(text.encode(), name), "x.pt"),
     "torch.save": (lambda name, text: _saved({"cfg": text}), "x.pth"),
     "legacy": (lambda name, text: _saved({"cfg": text}, False), "x.pth"),
     "pickle": (lambda name, text: pickle.dumps({"cfg": text}, 2), "x.pkl"),
