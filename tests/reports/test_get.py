@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, examples
+from crafted_files import Code, legacy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import command
@@ -337,9 +338,7 @@ def write_pickle(path: Path, value: Any) -> None:
     while isinstance(inner, list) and len(inner) == 1 and isinstance(inner[0], list):
         inner, depth = inner[0], depth + 1
     body = pickle.dumps(inner, 2)
-    deep = b"\x80\x02" + b"]" * depth + body[2:-1] + b"a" * depth + b"."
-    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001}))
-    path.write_bytes(head + deep + pickle.dumps([], 2))
+    path.write_bytes(legacy(Code(b"]" * depth + body[2:-1] + b"a" * depth), {}))
 
 
 # -- a tensor as text -------------------------------------------------------------------------------------------------

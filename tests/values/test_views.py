@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
+from crafted_files import Code, legacy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,9 +165,7 @@ def test_what_is_in_itself_ends(tmp_path: Path) -> None:
 
 def test_depth_is_no_recursion(tmp_path: Path) -> None:
     depth = 10_000
-    body = b"\x80\x02}U\x01a" + b"(" * depth + b"K\x01" + b"t" * depth + b"s."
-    head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001}))
-    (tmp_path / "a.pth").write_bytes(head + body + pickle.dumps([], 2))
+    (tmp_path / "a.pth").write_bytes(legacy({"a": Code(b"(" * depth + b"K\x01" + b"t" * depth)}, {}))
     with ckptool.open(tmp_path / "a.pth") as checkpoint:
         value, levels = checkpoint["a"], 0
         while isinstance(value, tuple):
