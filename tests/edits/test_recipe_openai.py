@@ -40,24 +40,12 @@ WIDTH, ROWS = 16, 30
 
 
 def whisper_config() -> Any:
-    return pytest.importorskip("transformers").WhisperConfig(
-        d_model=WIDTH,
-        encoder_layers=3,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=4 * WIDTH,
-        decoder_ffn_dim=4 * WIDTH,
-        vocab_size=ROWS,
-        num_mel_bins=4,
-        max_source_positions=8,
-        max_target_positions=6,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        decoder_start_token_id=1,
-        attn_implementation="eager",
-    )
+    sizes = {"d_model": WIDTH, "vocab_size": ROWS, "num_mel_bins": 4, "encoder_layers": 3, "decoder_layers": 2}
+    sizes |= {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_ffn_dim": 4 * WIDTH for side in ("encoder", "decoder")}
+    sizes |= {"max_source_positions": 8, "max_target_positions": 6, "decoder_start_token_id": 1}
+    sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    return pytest.importorskip("transformers").WhisperConfig(**sizes, attn_implementation="eager")
 
 
 def whisper_folder(folder: Path) -> dict[str, torch.Tensor]:
