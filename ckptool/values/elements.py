@@ -271,10 +271,9 @@ def added_storages(
 def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
     """Yield a tensor's elements in row-major order, little-endian, in pieces of whole elements.
 
-    A few pieces are in memory. For a strided view that cannot be read in stretches (transposed and large, or in a
-    deflated storage) everything between its first and last element is. Yield nothing for a tensor that has no storage
-    of its own, or is on meta. Raise MalformedError if bytes are missing, the dtype is unknown, or shape and strides are
-    impossible.
+    A few pieces are in memory; for a strided view that cannot be read in stretches (transposed and large, or deflated)
+    everything between its first and last element. Yield nothing for a tensor without a storage of its own, or on meta.
+    Raise MalformedError if bytes are missing, the dtype is unknown, or shape and strides are impossible.
     """
     dtype = BY_NAME.get(tensor.dtype)
     if not tensor.storage or tensor.location == "meta" or 0 in tensor.shape:

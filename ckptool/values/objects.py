@@ -177,14 +177,14 @@ def members_by_key(graph: Graph, container: ContainerValue) -> dict[Hashable, Va
     """Return the members of a mapping by keys as Python values; keys that need a module are strings."""
     keys: list[Hashable] = []
     texts: list[int] = []
+    taken: set[Hashable] = set()
     for number, member in enumerate(container.members):
         try:
             keys.append(python_key(graph, member.key))
+            taken.add(keys[-1])
         except ValueError:
             keys.append(member.name)
             texts.append(number)
-    as_text = set(texts)
-    taken = {key for number, key in enumerate(keys) if number not in as_text} if texts else set()
     for number in texts:
         name = str(keys[number])
         while name in taken:

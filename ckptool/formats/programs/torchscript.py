@@ -316,11 +316,9 @@ def _classes(text: str) -> dict[str, ScriptClass]:
 
 
 class ModuleTensors(NamedTuple):
-    """The tensors of the modules, as (name, reference).
+    """The tensors of the modules, as (name, reference): in the order of ``state_dict()``, and ``plain`` attributes.
 
-    - ``state``: the state dict, in the order of ``state_dict()``; ``buffers`` are those that are no parameters.
-    - ``plain``: other tensor attributes.
-    - ``hidden``: modules whose state only their code restores; ``guessed``: modules whose code is missing.
+    ``hidden`` are modules whose state only their code restores, ``guessed`` those whose code is missing.
     """
 
     state: list[tuple[str, Ref]]

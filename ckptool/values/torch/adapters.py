@@ -261,10 +261,8 @@ def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
 
 
 def _cayley(torch: Any, skew: Any) -> Any:
-    """Return the rotations (I - S) / (I + S) of skew-symmetric matrices.
-
-    MKL of torch 2.13 returns wrong values for batches of large matrices with more than one thread.
-    """
+    """Return the rotations (I - S) / (I + S) of skew-symmetric matrices."""
+    # MKL of torch 2.13 returns wrong values for batches of large matrices with more than one thread.
     unit = torch.eye(skew.shape[1], dtype=skew.dtype).expand_as(skew)
     with one_thread(torch):
         return torch.linalg.solve(unit + skew, unit - skew, left=False)

@@ -20,6 +20,8 @@ from .loads import need_torch, torch_dtype
 
 #: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
+#: Numbers for which a thread keeps memory.
+_ROOM: Final = STEP
 #: Dtypes that torch cannot compute with -> a dtype of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
@@ -40,13 +42,13 @@ class _Scratch(threading.local):
     def take(self, torch: Any, name: str, count: int, dtype: Any) -> Any:
         """Return memory for numbers; the same name gives the same memory."""
         if (name, dtype) not in self.kept:
-            self.kept[name, dtype] = torch.empty(STEP, dtype=dtype)
+            self.kept[name, dtype] = torch.empty(_ROOM, dtype=dtype)
         return self.kept[name, dtype][:count]
 
     def bytes(self, name: str, width: int) -> bytearray:
         """Return memory for elements of ``width`` bytes; the same name gives the same memory."""
         if (name, width) not in self.kept:
-            self.kept[name, width] = bytearray(STEP * width)
+            self.kept[name, width] = bytearray(_ROOM * width)
         return cast("bytearray", self.kept[name, width])
 
 
@@ -220,7 +222,7 @@ def blocks(torch: Any, pieces: Iterable[bytes] | Filling, rule: ElementRule, nam
     alternately needs two names.
     """
     dtype, width, bits = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width, PACKED.get(rule.dtype)
-    memory, at = memoryview(SCRATCH.bytes(name, width)), 0
+    memory, at = memoryview(SCRATCH.bytes(name, width))[: STEP * width], 0
     if not callable(pieces):
         pieces = _filling(pieces if bits is None else (_codes(data, bits) for data in pieces))
     while done := pieces(memory):
