@@ -123,7 +123,6 @@ def edit_head(report: EditReport) -> str:
 
 
 def _traffic(report: EditReport) -> str:
-    """Return the part of a line that tells what is moved to or from remote storage, or "" if nothing is."""
     if "traffic" not in report:
         return ""
     traffic = report["traffic"]
@@ -133,7 +132,6 @@ def _traffic(report: EditReport) -> str:
 
 
 def _short(report: EditReport) -> str:
-    """Return the part of a line that reports a full disk, or "" if there is room."""
     return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
 
 

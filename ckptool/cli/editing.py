@@ -210,7 +210,6 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None)
 
 
 def _untrue(edited: Checkpoint) -> list[UntrueReport]:
-    """Return the fields of config.json that no longer match the weights after an edit of a folder."""
     if not isinstance(edited.source, FolderSource) or not edited.edited:
         return []
     from ..edits.model_config import untrue_fields
@@ -242,7 +241,6 @@ def _modules(edited: Checkpoint) -> list[str]:
 
 
 def _module_step(edited: Checkpoint) -> str:
-    """Return the command that turns the module of ``_modules`` into a state dict, or "" without one."""
     if not _modules(edited):
         return ""
     from ..edits.sanitize.trial import loadable_step
@@ -261,7 +259,6 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:
-    """Write a new file. Return the report fields about it."""
     shown = not how.quiet and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
         saved = save(
@@ -296,7 +293,6 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
 
 
 def _remove_unfinished(targets: Sequence[str | None]) -> None:
-    """Remove the unfinished files that killed workers left next to the outputs."""
     from ..files.write.output import remove_leftovers
 
     for target in targets:
@@ -305,7 +301,6 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
 
 
 def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputReport:
-    """Append the edit to its own file. Return the report fields about it."""
     saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, dry_run=how.dry_run)
     source = edited.source.local_file()
     assert source is not None

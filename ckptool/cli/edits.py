@@ -108,7 +108,6 @@ def __getattr__(name: str) -> click.Command:
 
 @cache
 def _command(kind: Edit) -> click.Command:
-    """Return the command of an edit, with the options that the table gives it."""
     command: Callable[..., int] = partial(_run, kind)
     command = (writing_in_place if kind.in_place else writing)(command)
     if kind.frees:
@@ -225,7 +224,6 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
 
 
 def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
-    """Raise UsageError if the options do not say what to do, or cannot be used together."""
     ways = _ways(kind)
     if ways and not any(each in values for each in ways):
         *first, last = (f"--{each.spelled}" for each in ways)
@@ -242,18 +240,14 @@ def _check(kind: Edit, values: Mapping[Parameter, Any]) -> None:
 def _request(
     name: str, edits: Sequence[Call], *, of_keys: bool = False, keyed: bool = False, only: Globs = MATCH_ALL
 ) -> EditRequest:
-    fields, lines = _REPORTS.get(name, (_no_fields, change_lines))
+    fields, lines = _REPORTS.get(name, (None, change_lines))
     edit, inputs = partial(_edited, edits=edits, fields=fields), tuple(path for call in edits for path in call.files)
     return EditRequest(name, edit, lines=lines, inputs=inputs, of_keys=of_keys, keyed=keyed, only=only)
 
 
-def _edited(checkpoint: Checkpoint, edits: Sequence[Call], fields: Fields) -> WithFields:
+def _edited(checkpoint: Checkpoint, edits: Sequence[Call], fields: Fields | None) -> WithFields:
     edited = applied(checkpoint, edits)
-    return edited, fields(checkpoint, edited)
-
-
-def _no_fields(_before: Checkpoint, _after: Checkpoint) -> dict[str, Any]:
-    return {}
+    return edited, fields(checkpoint, edited) if fields else {}
 
 
 def _renamed(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
@@ -434,7 +428,6 @@ def _list(path: str, *, only: Globs, style: str) -> Answer:
 
 
 def _list_lines(report: PrivateReports) -> list[str]:
-    """Return the private items for people, and the command that removes them all."""
     from ..edits.redact import KINDS
     from ..reports.edit_steps import edit_step
 

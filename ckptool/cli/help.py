@@ -73,21 +73,6 @@ class GroupedCommand(Helpful):
     def epilog(self, text: str | None) -> None:
         self._epilog = text
 
-    def make_parser(self, ctx: click.Context) -> Any:
-        """Return click's parser, which fails sooner for a short option."""
-        parser: Any = super().make_parser(ctx)
-        as_long_option = parser._match_long_opt
-
-        def match(name: str, *rest: Any) -> None:
-            # Click first takes ``-o`` for a long option, fails, and only then for a short one. Without a message of our
-            # own, that failure looks for similar options and for translations, which takes longer than all parsing.
-            if name in parser._short_opt:
-                raise click.NoSuchOption(name, "a short option")
-            as_long_option(name, *rest)
-
-        parser._match_long_opt = match
-        return parser
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and list the names of the rarely used ones."""
         rare, purposes, here = (_table()[name] for name in ("rare", "purposes", "rare_here"))

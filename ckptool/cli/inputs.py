@@ -25,13 +25,6 @@ class FolderFile(str):
     """A non-checkpoint file found in a folder: scanned, but not validated."""
 
 
-def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
-    """Return the paths of all checkpoints in files, folders and globs; an unreadable path gives an error instead."""
-    from ..formats.checkpoint_search import find_checkpoints  # imported only to search
-
-    return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
-
-
 class Inputs(NamedTuple):
     """The input paths of a command line.
 
@@ -72,7 +65,10 @@ class Inputs(NamedTuple):
 
     def checkpoints(self) -> Iterator[str | UnreadableError]:
         """Yield the paths of all checkpoints, with errors in place of unreadable paths."""
-        return self.files(checkpoints_of)
+        from ..formats.checkpoint_search import find_checkpoints  # imported only to search
+
+        for item in self.files(find_checkpoints):
+            yield item if isinstance(item, str | UnreadableError) else item.path
 
     @contextmanager
     def counted(self, files: Iterator[File], label: str) -> Iterator[tuple[Iterator[File], BarUpdate]]:

@@ -10,7 +10,6 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError
 from ..base.findings import OTHER_FILES, RANK_SETS
 from ..base.globs import Globs
 from ..base.steps import ONE_SAVE
@@ -61,9 +60,10 @@ def lock(
     inputs = inputs._replace(paths=as_one(expanded(inputs.paths)))
     if rows and output is not None:
         raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
+    not_locked = partial(failed, "lock", WHOLE, word="not locked")
     if rows or len(inputs.paths) != 1 or not inputs.whole:
         return run(
-            FileCommand("lock", ROWS if rows else WHOLE, partial(_locked, content=content, rows=rows), _not_locked),
+            FileCommand("lock", ROWS if rows else WHOLE, partial(_locked, content=content, rows=rows), not_locked),
             inputs,
             inputs.checkpoints(),
             working,
@@ -91,10 +91,6 @@ def _locked(path: str, *, content: bool, rows: bool) -> Answer:
     if not rows:
         return Answer(FileVerdict(path, "locked", 0), data=(os.path.normpath(path).replace(os.sep, "/"), lock))
     return Answer(FileVerdict(path, "locked", 0, hash=sha256(lock_text(lock).encode("ascii")).hexdigest()))
-
-
-def _not_locked(path: str, error: CkptoolError) -> Answer:
-    return failed("lock", WHOLE, path, error, "not locked")
 
 
 def _end_lock(output: str | None, force: bool, quiet: bool, working: Workers, totals: Totals) -> int:

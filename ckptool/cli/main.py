@@ -233,22 +233,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = run(arguments) if _COMPLETE not in os.environ else _completed(os.environ[_COMPLETE])
+        if asked := os.environ.get("_CKPTOOL_COMPLETE"):  # a shell asks for completions
+            from click.shell_completion import shell_complete
+
+            code = shell_complete(cli, {}, "ckptool", "_CKPTOOL_COMPLETE", asked)
+        else:
+            code = run(arguments)
     except BrokenPipeError:
         # The reader of the pipe has ended, as in ``| head``.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + getattr(signal, "SIGPIPE", 13)
     sys.exit(code)
-
-
-#: The environment variable that a shell sets to ask for completions.
-_COMPLETE: Final = "_CKPTOOL_COMPLETE"
-
-
-def _completed(instruction: str) -> int:
-    from click.shell_completion import shell_complete
-
-    return shell_complete(cli, {}, "ckptool", _COMPLETE, instruction)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -222,7 +222,6 @@ def _share(loads: int, report: MatchAnswer) -> str:
 
 
 def _modules(report: MatchReport) -> str:
-    """Return a table with a row per module and a column for each kind that occurs."""
     kinds = [kind for kind in _KINDS if any(item[kind] for item in report["modules"])]
     rows = [
         (cut(item["module"] or ".", 60), *(f"{item[kind]:,}" if item[kind] else "" for kind in kinds))

@@ -62,19 +62,12 @@ class InputPath(AnyPath):
     reads = True
 
 
-class Slice(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """``I/N``: every Nth input, from the Ith on; the value is a Python slice."""
-
-    name = "slice"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> slice:
-        """Return the slice of the inputs."""
-        if isinstance(value, slice):
-            return value
-        first, _, step = value.partition("/")
-        if not (first.isdecimal() and step.isdecimal() and 0 < int(first) <= int(step)):
-            self.fail(f"{value!r} is not I/N with I from 1 to N, such as 2/8.", param, ctx)
-        return slice(int(first) - 1, None, int(step))
+def _slice(ctx: click.Context, param: click.Parameter, text: str) -> slice:
+    """Return ``I/N``, every Nth input from the Ith on, as a Python slice."""
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 0 < int(first) <= int(step)):
+        raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 2/8.")
+    return slice(int(first) - 1, None, int(step))
 
 
 #: All inputs.
@@ -85,7 +78,7 @@ def list_options(command: Command) -> Command:
     """Add PATH, --files-from and --slice."""
     lists = "Read paths from a file, or - for standard input: one per line, or NUL-separated; globs are not expanded."
     part = "Take every Nth input, from the Ith: for arrays of jobs."
-    option: Any = click.option("--slice", "chosen", type=Slice(), metavar="I/N", default=EVERY, help=part)(command)
+    option: Any = click.option("--slice", "chosen", metavar="I/N", default="1/1", callback=_slice, help=part)(command)
     option = click.option("--files-from", type=AnyPath(), metavar="FILE", is_eager=True, help=lists)(option)
     argument = click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath(), callback=_named)
     return cast(Command, argument(option))
@@ -146,7 +139,6 @@ KEY = "One state dict, by its path ('.' is the root)."
 
 
 def _one_key(name: str, text: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds an option which names one state dict."""
     complete = completed("state_dicts")
     return click.option(name, metavar="KEY", help=text, multiple=True, callback=_only_one, shell_complete=complete)
 

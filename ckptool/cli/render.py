@@ -61,15 +61,11 @@ def cleaned(texts: Sequence[str]) -> Sequence[str]:
 
 def emit(text: str) -> None:
     """Write a line to stdout. The text must be clean."""
-    _write(text + "\n")
+    emit_part(text + "\n")
 
 
 def emit_part(text: str) -> None:
     """Write text to stdout without a line break at its end. The text must be clean."""
-    _write(text)
-
-
-def _write(text: str) -> None:
     if sys.stdout is None:  # the parent process closed it
         raise StdoutError(errno.EBADF, "stdout is closed")
     with _stdout_errors():
@@ -115,9 +111,9 @@ def emit_pieces(pieces: Iterable[str]) -> None:
         pending.append(piece)
         size += len(piece)
         if size > _PIECES:  # there may be a million pieces, one per number
-            _write(_safe_json("".join(pending)))
+            emit_part(_safe_json("".join(pending)))
             pending, size = [], 0
-    _write(_safe_json("".join(pending)) + "\n")
+    emit_part(_safe_json("".join(pending)) + "\n")
 
 
 def _safe_json(text: str) -> str:

@@ -16,13 +16,12 @@ from ..formats.checkpoint_search import SkippedFile, find_all
 from ..reports.scan import (
     FileScan,
     ScanLine,
+    not_scanned,
     passed_over_words,
     path_verdict,
     scan_path,
     scan_report,
     scan_verdict,
-    skipped,
-    unread,
 )
 from ..safety.rules import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import DEFAULT, VERSIONS
@@ -63,7 +62,7 @@ def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbos
         partial(_not_scanned, style),
     )
     files: Iterator[FileItem] = (
-        Precomputed(_answer([skipped(item)], style, shown)) if isinstance(item, SkippedFile) else item
+        Precomputed(_answer([not_scanned(item.path, item)], style, shown)) if isinstance(item, SkippedFile) else item
         for item in inputs.files(find_all)
     )
     return run(
@@ -82,7 +81,7 @@ def _scanned(path: str, *, torch: str, style: str, shown: Collection[str] | None
 
 
 def _not_scanned(style: str, path: str, error: CkptoolError) -> Answer:
-    return _answer([unread(path, error)], style, ())
+    return _answer([not_scanned(path, error)], style, ())
 
 
 def _answer(scans: list[FileScan], style: str, shown: Collection[str] | None) -> Answer:

@@ -397,7 +397,6 @@ def _check_file(lock: str) -> None:
 
 
 def _project_table(path: str) -> dict[str, Any] | None:
-    """Return the table [tool.ckptool] of a pyproject.toml, or None if it has no such table."""
     if b"ckptool" not in _content(path):
         return None
     table = _toml(path).get("tool", {})

@@ -92,7 +92,6 @@ def _spelled(item: GlobalReport) -> str:
 
 
 def _partial(report: ValidateReport) -> str:
-    """Return the checks that were not made, or "" if all were."""
     return "" if report["coverage"] == "complete" else f"PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 

@@ -338,7 +338,6 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
 
 
 def _indices_fit(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Return whether the indices of a sparse tensor fit its shape. Raise MalformedError if bytes are missing."""
     numbers = []
     for part in parts[:-1]:
         if repeats := excessive_repeats(part.shape, part.stride):
@@ -352,7 +351,6 @@ def _indices_fit(checkpoint: Checkpoint, ref: Ref, tensor: Tensor, parts: Sequen
 
 
 def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
-    """Return whether the file says that the indices are in order without duplicates."""
     nodes = checkpoint.graph.nodes
     *_, call = (None, *rebuild_calls(checkpoint.graph, ref))
     data = nodes[call.args[1]] if call is not None and len(call.args) > 1 else ()

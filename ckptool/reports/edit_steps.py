@@ -84,7 +84,6 @@ def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
 
 
 def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
-    """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
     if not isinstance(checkpoint.source, FolderSource):
         return False
     from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far

@@ -107,7 +107,6 @@ def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
 
 
 def _read(checkpoint: Checkpoint, ref: Ref) -> Iterator[Piece | None]:
-    """Yield what is read for the tensors in an object."""
     for inner in checkpoint.graph.reachable(ref):
         tensor = checkpoint.survey.reader.tensor(inner)
         if tensor is not None and tensor.storage:

@@ -145,7 +145,6 @@ def dangerous_call(calls: Sequence[str], where: str = "", next: AnyStep = "") ->
 
 
 def _loading(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) -> Iterator[Finding]:
-    """Yield what loading the file would run, or why torch.load refuses it by default; ``plain`` makes it loadable."""
     calls = suspicious_calls(checkpoint.graph)
     if calls and has_acting_call(checkpoint.graph):
         yield dangerous_call(calls, next="do not load it; delete it, or report it where it came from")
@@ -161,7 +160,6 @@ def _loading(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) ->
 
 
 def _rules(checkpoint: Checkpoint, verdict: LoadPrediction) -> list[str]:
-    """Return the rules that a file breaks, except those that problems of its container name."""
     known = {problem.message for problem in checkpoint.container.problems}
     return [blocker.rule for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
 
@@ -339,7 +337,6 @@ def _quantized(found: Quantization | None) -> Iterator[Finding]:
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield notes on tensors that only their own library can make: unknown kinds, and quantized subclasses."""
     kinds = Counter((entry.tensor.kind == "unknown", entry.tensor.cls) for entry in checkpoint.survey.tensors)
     for (unknown, cls), count in kinds.items():
         package, tensors = cls.partition(".")[0], pluralize(count, "tensor")
@@ -369,7 +366,6 @@ def _without_repeats(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterat
 
 
 def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a warning if torch refuses files beside the weights of a folder."""
     if not isinstance(checkpoint.source, FolderSource) or not checkpoint.source.beside:
         return
     from ..edits.sanitize.companions import refused_companions  # only for folders

@@ -70,7 +70,6 @@ def summary_html(checkpoint: Checkpoint) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], most: int, total: int) -> str:
-    """Return a table of texts with at most ``most`` rows, and a count of the others out of ``total``."""
     head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in columns)}</tr>" if columns else ""
     body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in islice(rows, most))
     rest = f"<tr><td>... {total - most:,} more</td></tr>" if total > most else ""

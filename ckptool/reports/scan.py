@@ -82,7 +82,7 @@ def scan(*paths: CheckpointOrPath, torch: str = DEFAULT) -> ScanReport:
     ('unknown', ['weights-only', 'unknown'])
     """
     items = find_all([file_of(path) for path in paths])
-    scans = (scan_path(item, torch) if isinstance(item, str) else [_not_scanned(item)] for item in items)
+    scans = (scan_path(item, torch) if isinstance(item, str) else [not_scanned(item.path, item)] for item in items)
     return scan_report(chain.from_iterable(scans), torch)
 
 
@@ -109,10 +109,6 @@ def passed_over_words(counts: dict[str, int]) -> str:
     return f"skipped: {sum(counts.values()):,} ({kinds})"
 
 
-def _not_scanned(item: SkippedFile | UnreadableError) -> FileScan:
-    return skipped(item) if isinstance(item, SkippedFile) else unread(item.path, item)
-
-
 def scan_verdict(item: FileScan) -> FileVerdict:
     """Return the scan of a file as a verdict."""
     path, kind = item["path"], item["kind"]
@@ -135,15 +131,12 @@ def path_verdict(scans: Sequence[FileScan]) -> FileVerdict:
     return worst._replace(path=every[0].path, code=max(item.code for item in every), message=message)
 
 
-def skipped(item: SkippedFile) -> FileScan:
-    """Return the scan of a folder that is not entered."""
-    return _scan(item.path, None, "", Verdict(UNKNOWN, (item.why,)))
-
-
-def unread(path: str, error: CkptoolError) -> FileScan:
-    """Return the scan of a path that cannot be read."""
-    kind = error.kind if isinstance(error, NotACheckpointError) else ""
-    return _scan(path, None, kind, error=advised(error.what, error.step), next=error.step.line)
+def not_scanned(path: str, reason: SkippedFile | CkptoolError) -> FileScan:
+    """Return the scan of a folder that is not entered, or of a path that cannot be read."""
+    if isinstance(reason, SkippedFile):
+        return _scan(path, None, "", Verdict(UNKNOWN, (reason.why,)))
+    kind = reason.kind if isinstance(reason, NotACheckpointError) else ""
+    return _scan(path, None, kind, error=advised(reason.what, reason.step), next=reason.step.line)
 
 
 def _scan(
@@ -191,7 +184,7 @@ def scan_path(path: str, torch: str = DEFAULT) -> list[FileScan]:
             if error.path not in ("", whole):
                 error.what = f"{os.path.relpath(error.path, folder)}: {error.what}"
             if error.of_server:
-                scans.append(unread(whole, error))
+                scans.append(not_scanned(whole, error))
             else:
                 kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
                 scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (error.what,))))
@@ -199,7 +192,7 @@ def scan_path(path: str, torch: str = DEFAULT) -> list[FileScan]:
                 if isinstance(item, str) and folder_at(item) is not None:
                     folders.append(item)
                 else:
-                    scans.append(scan_file(item, torch) if isinstance(item, str) else _not_scanned(item))
+                    scans.append(scan_file(item, torch) if isinstance(item, str) else not_scanned(item.path, item))
     return scans
 
 
@@ -214,7 +207,7 @@ def scan_file(path: str, torch: str = DEFAULT) -> FileScan:
             except CkptoolError as error:
                 return _other_scan(path, source, of_file(error), torch)
     except CkptoolError as error:
-        return unread(path, error)
+        return not_scanned(path, error)
 
 
 def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
@@ -231,7 +224,7 @@ def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> F
         return _scan(path, source.size, kind, verdict)
     claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
     if kind in PLACEHOLDERS and claims:
-        return unread(path, error)
+        return not_scanned(path, error)
     inert = inert_kind(head)
     if inert and not claims:
         return _scan(path, source.size, kind, passed_over=inert)

@@ -177,7 +177,6 @@ def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -
 
 
 def _statistics(reading: Reading | str, measured: Measured | MalformedError | None) -> _Statistics:
-    """Return the measured numbers of a tensor, or the reason why there are none, in the form of the report."""
     if isinstance(reading, str) or not isinstance(measured, Measured):
         of = None if isinstance(reading, str) else reading.of
         reason = measured.what if isinstance(measured, MalformedError) else str(reading)
@@ -222,7 +221,6 @@ class _Work(NamedTuple):
 
 
 def _repeated(measured: Measured, times: int) -> Measured:
-    """Return the statistics of a tensor whose elements each count ``times`` times."""
     if times == 1:
         return measured
     finite = measured.finite * times

@@ -143,15 +143,15 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
     if report["metadata"]:
         texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
         lines.append(("metadata", join_limited(texts, most=6)))
-    verdict = report["weights_only"]
+    verdict, what = report["weights_only"], "each file" if report["loads"] == "each file" else "it"
     if report["protocol"] is None and report["loads"] == "converted":
         lines.append(("loads", f"{report['loader']} loads it"))
     elif report["protocol"] is None and verdict["loads"]:
-        by_torch = f"torch.load{_versions(report)} by its name"
-        lines.append(("loads", f"{report['loader']} loads {_loads(report)}, and {by_torch}"))
+        by_torch = f"torch.load of torch {verdict['torch']} by its name"
+        lines.append(("loads", f"{report['loader']} loads {what}, and {by_torch}"))
     else:
         # torch.load does not load a DCP folder, so the verdict is about the file that convert makes from it.
-        lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
+        lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report, what)))
     if "load" in report:
         places = [f"{pluralize(count, 'tensor')} on {device}" for device, count in report["load"]["devices"].items()]
         yes = f"yes: {', '.join(places) or 'no tensors'}"
@@ -174,22 +174,15 @@ def _device(item: DeviceReport) -> str:
     return f"{item['location']}{lands} ({pluralize(item['tensors'], 'tensor')}, {size}{rest})"
 
 
-def _loads(report: InspectReport) -> str:
-    return "each file" if report["loads"] == "each file" else "it"
-
-
-def _versions(report: InspectReport) -> str:
-    return f" of torch {report['weights_only']['torch']}"
-
-
-def _verdict(report: InspectReport) -> str:
+def _verdict(report: InspectReport, what: str) -> str:
     verdict = report["weights_only"]
+    call = f"weights_only=True of torch {verdict['torch']}"
     if any(Effect.AMBIGUOUS in codes()[item["code"]].effect for item in report["findings"]):
         return "it is not clear which records torch reads"
     if verdict["loads"]:
-        return f"weights_only=True{_versions(report)} loads {_loads(report)}"
+        return f"{call} loads {what}"
     why = f": {verdict['blockers'][0]['rule']}" if "program" in report else ""  # otherwise the findings say why
-    return f"weights_only=True{_versions(report)} refuses it{why}"
+    return f"{call} refuses it{why}"
 
 
 def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:

@@ -62,6 +62,7 @@ from .checks import (
 )
 from .edit_steps import as_one_file, companions_step, edit_step, together
 from .expectations import Policy, expectations, policy_of
+from .file_rows import PASSED_OVER, UNREADABLE
 from .loads import VerdictReport, checkpoint_verdict, load_report, verdict_report
 from .scan import FileScan, scan_path
 from .summary import safety_words
@@ -71,12 +72,9 @@ if TYPE_CHECKING:
 
 INVALID: Final = "invalid"
 VALID: Final = "valid"
-UNREADABLE: Final = "unreadable"
-PASSED_OVER: Final = "skipped"
 
 #: Checks after whose failure ``salvage`` may still save something.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
-_DAMAGED_FILE: Final = "get the file again"
 #: Floating-point dtypes without a code for NaN or Inf.
 _ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
 
@@ -320,7 +318,6 @@ def _as_locked(check: Check) -> Check:
 
 
 def _next_step(checkpoint: Checkpoint, policy: Policy, checks: Sequence[Check]) -> AnyStep:
-    """Return the command that fixes failures and warnings, advice, or ""."""
     path, problems = checkpoint.path, checkpoint.container.problems
     bad = [(check, note) for check in checks if check.status in (FAIL, WARNING) for note in check.notes]
     damage = [note for check, note in bad if check.status == FAIL and check.name in _SALVAGE and note.level == "error"]
@@ -328,7 +325,9 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: Sequence[Check]) 
         return ""
     if damage:
         whole = checkpoint.pickled or isinstance(checkpoint.source, FolderSource)
-        return next((note.next for note in damage if note.next), rescue_step(checkpoint) if whole else _DAMAGED_FILE)
+        return next(
+            (note.next for note in damage if note.next), rescue_step(checkpoint) if whole else "get the file again"
+        )
     if has_acting_call(checkpoint.graph) and any(note.code == DANGEROUS_CALL for _, note in bad):
         return ""  # a file that runs a command when it is loaded should be deleted, not repaired
     if any(problem.code == FLAT_PARAMETERS for problem in problems):

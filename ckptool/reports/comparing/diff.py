@@ -165,8 +165,7 @@ def diff_report(
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     if key is None and other_key is None and "container" in words:
         key, other_key = _sole_keys(a, b)
-    elif key is not None or other_key is not None:
-        key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
+    key, other_key, _ = Scope(key, other_key, words).completed
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = compare_graphs(left, right, words, dotted(only, a, b))
     comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
@@ -234,7 +233,7 @@ def diff_report(
             {"path": item.path, "a": _entry_value(item.a), "b": _entry_value(item.b)} for item in graphs.mismatches
         ],
         "order": [] if "order" in words else graphs.order,
-        "hint": _hint(left, right, words) if all(graphs.unpaired) else "",
+        "hint": scope_words(scope) if all(graphs.unpaired) and (scope := better_scope(left, right, words)) else "",
         "stat": "",
         "verdict": "",
     }
@@ -296,6 +295,12 @@ class Scope(NamedTuple):
     other_key: str | None
     ignore: frozenset[str]
 
+    @property
+    def completed(self) -> Scope:
+        """The scope with a key for both sides if there is one for either."""
+        first, second = self.key, self.other_key
+        return Scope(second if first is None else first, first if second is None else second, self.ignore)
+
 
 def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
     """Return a scope that pairs names with the same meaning, or None if there is no better one."""
@@ -311,15 +316,13 @@ def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
     return None if one is None else Scope(one, other, ignore)
 
 
-def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
-    """Return a better scope as options of ``diff``, or ""."""
-    scope = better_scope(a, b, ignore)
-    if scope is None:
-        return ""
+def scope_words(scope: Scope, only: Globs = MATCH_ALL) -> str:
+    """Return the parts to compare as options of ``diff``; "" for everything."""
     settings = []
     if scope.key is not None:
-        settings += [Step("key", scope.key), Step("other_key", scope.other_key or ".")]
-    if scope.ignore != ignore:
+        settings += [Step("key", scope.key), Step("other_key", scope.other_key or scope.key)]
+    settings += [Step("include", glob) for glob in only.include] + [Step("exclude", glob) for glob in only.exclude]
+    if scope.ignore:
         settings.append(Step("ignore", ",".join(sorted(scope.ignore))))
     return shell_words(word for step in settings for word in step.words)
 
@@ -333,7 +336,6 @@ def _names(side: Side) -> set[str]:
 
 
 def _container(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
-    """Yield the differences in how the objects are stored."""
     for name, one, other in (
         ("format", a.format, b.format),
         ("byte order", a.container.byteorder, b.container.byteorder),
@@ -361,7 +363,6 @@ def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
 
 
 def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, in a, in b) for each property in which two tensors differ."""
     a, b = pair.a, pair.b
     for inner in pair.inner:
         # Inner tensors of different shapes are not compared: sparse tensors with more elements, parts of larger ones.

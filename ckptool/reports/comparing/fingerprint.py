@@ -201,22 +201,19 @@ class Digests:
 
     def digest_of(self, ref: Ref, tensor: Tensor) -> str:
         """Return the digest of a tensor that was added."""
-        known = self.tensors.get(ref)
-        if known is None:
-            known = self.tensors[ref] = self._digest(ref, tensor)
-        return known
-
-    def _digest(self, ref: Ref, tensor: Tensor) -> str:
+        if ref in self.tensors:
+            return self.tensors[ref]
         own = self.elements[view_id(tensor)] if has_values(tensor) else sha256().hexdigest()
         facts = _facts(self.side, ref)
         parts = self.side.reader.parts(tensor)[1:]
-        if not facts and not parts:
-            return own
-        inner = [
-            [part.kind, part.dtype, part.shape, self.elements[view_id(part)] if has_values(part) else ""]
-            for part in parts
-        ]
-        return sha256(_compact([own, facts, inner])).hexdigest()
+        if facts or parts:
+            inner = [
+                [part.kind, part.dtype, part.shape, self.elements[view_id(part)] if has_values(part) else ""]
+                for part in parts
+            ]
+            own = sha256(_compact([own, facts, inner])).hexdigest()
+        self.tensors[ref] = own
+        return own
 
 
 def _facts(side: Side, ref: Ref) -> list[object]:

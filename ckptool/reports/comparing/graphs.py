@@ -370,7 +370,6 @@ def same(a: ScalarValue, b: ScalarValue) -> bool:
 
 
 def _devices(a: ScalarValue, b: ScalarValue) -> bool:
-    """Return whether both are devices, as torch.device objects or as strings."""
     texts = [str(leaf.value) if leaf.type in ("str", "torch.device") else "" for leaf in (a, b)]
     return a.type == b.type and all(map(is_device, texts))
 

@@ -257,7 +257,6 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
 
 
 def _is_lock(lock: Any) -> bool:
-    """Return whether a JSON value is a lock."""
     if not isinstance(lock, dict) or lock.get("schema") != SCHEMA:
         return False
     if not all(isinstance(lock.get(name), cls) for names, cls in _MEMBERS.items() for name in names):
@@ -451,26 +450,19 @@ def write_lock(
     name, folder = path_text(output), _searched_folder(path)
     if folder:
         check_output(name, (), force=force)
-        return _write_folder_lock(_folder_lock(folder, content, progress), name, folder, force)
+        return write_locks(_folder_lock(folder, content, progress)["files"], name, folder, force=force)
     with opened(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
         lock = whole_lock(checkpoint, content, progress)
-        return write_file(_plan(lock), name, checkpoint.sources, force=force)
+        return write_file(Plan((lock_text(lock).encode("ascii"),)), name, checkpoint.sources, force=force)
 
 
-def write_locks(files: dict[str, Lock], output: FilePath, *, force: bool = False) -> Written:
-    """Write the locks of several checkpoints, by name, as a folder's lock; errors are as for ``write_lock``."""
+def write_locks(files: dict[str, Lock], output: FilePath, folder: str = os.curdir, *, force: bool = False) -> Written:
+    """Write the locks of the checkpoints in a folder, by name, as its lock; errors are as for ``write_lock``."""
     name = path_text(output)
     check_output(name, (), force=force)
-    return _write_folder_lock({"schema": FOLDER_SCHEMA, "files": files}, name, os.curdir, force)
-
-
-def _write_folder_lock(locked: FolderLock, name: str, folder: str, force: bool) -> Written:
-    inputs = [os.path.join(folder, file) for file in locked["files"]] if os.path.exists(name) else []
+    inputs = [os.path.join(folder, file) for file in files] if os.path.exists(name) else []
     if any(os.path.exists(path) and os.path.samefile(path, name) for path in inputs):
         raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
-    return write_file(_plan(locked), name, (), force=force)
-
-
-def _plan(lock: Lock | FolderLock) -> Plan:
-    return Plan((lock_text(lock).encode("ascii"),))
+    text = lock_text({"schema": FOLDER_SCHEMA, "files": files})
+    return write_file(Plan((text.encode("ascii"),)), name, (), force=force)

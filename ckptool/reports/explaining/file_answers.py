@@ -345,7 +345,6 @@ def _is_another_file(checkpoint: Checkpoint, error: StateDictError, names: set[s
 
 
 def _difference(report: MatchReport, error: StateDictError) -> str:
-    """Say how the file's keys differ from the model's keys, and how many load."""
     fix, wanted = report["fix"], pluralize(report["wanted"], "key")
     causes = [cause["message"] for cause in report["causes"]]
     reasons = " ".join(map(sentence, causes or [report["advice"]]))
@@ -387,7 +386,6 @@ def _difference(report: MatchReport, error: StateDictError) -> str:
 
 
 def _for_one_key(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
-    """Answer for a tensor that code takes out of the state dict by its name."""
     path, wanted = checkpoint.path, details["entry"]
     names = {str(checkpoint.graph.nodes[key]): item for item in checkpoint.state_dicts for key, _ in item.items}
     tied = next((name for name in names if name.endswith(EMBEDDINGS)), "")
@@ -402,7 +400,6 @@ def _for_one_key(checkpoint: Checkpoint, text: str, known: KnownError, details: 
 
 
 def _for_a_shape(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
-    """Answer for a tensor of another shape whose key the message does not name in full."""
     saved, wanted = (tuple(map(int, details[name].replace(",", " ").split())) for name in ("saved", "wanted"))
     entries = [entry for entry in checkpoint.survey.tensors if entry.tensor.shape == saved]
     entries = [entry for entry in entries if entry.key.endswith(details["name"])] or entries
@@ -419,7 +416,6 @@ def _for_a_shape(checkpoint: Checkpoint, text: str, known: KnownError, details: 
 
 
 def _for_an_optimizer(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
-    """Answer for an optimizer of other parameters, or without a value that torch looks for: weights load without it."""
     path, found, wanted = checkpoint.path, optimizers(checkpoint.graph), details.get("entry", "")
     if not found:
         return Answer(f"{path} holds no optimizer: {contents(checkpoint)}.", cause="elsewhere")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.errors import UnreadableError
 from ...base.globs import Globs
 from ...base.records import NamedTuple
-from ...base.steps import Step, argument, shell_words
+from ...base.steps import argument
 from ...base.text import json_value, shape_text
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.selection import select_entries
@@ -115,7 +115,7 @@ def content_of(
     if b is None:
         tensors = _tensors(a, scope.key, only, measured, progress)
     else:
-        tensors, comparison = _compared(a, b, scope, only, values, measured, progress)
+        tensors, comparison = _compared(a, b, scope.completed, only, values, measured, progress)
     entries = list(islice(outline(a.lenient()), _LINES))
     validation = report_on(a, quick=not values, progress=progress)
     return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
@@ -203,8 +203,7 @@ def _compared(
 
 
 def _paired(a: Checkpoint, b: Checkpoint, scope: Scope, only: Globs) -> tuple[tuple[Side, Side], GraphComparison]:
-    other_key = scope.other_key if scope.other_key is not None else scope.key
-    sides = side_of(a, scope.key if scope.key is not None else other_key), side_of(b, other_key)
+    sides = side_of(a, scope.key), side_of(b, scope.other_key)
     return sides, compare_graphs(*sides, scope.ignore, only)
 
 
@@ -329,11 +328,14 @@ def columns(content: Content) -> dict[str, Any]:
             "" if row is None or theirs[row]["path"] == path else theirs[row]["path"]
             for row, path in zip(partners, data["path"])
         ]
+        figures = [comparison.figures.get(number, {}) for number in range(len(rows))]
         data["diff"] = {
             "file": argument(comparison.tensors.path),
             "fate": [*comparison.fate, *(ADDED for _ in added)],
             "partner": paths,
-            **_difference(comparison, len(rows)),
+            **{name: [item.get(name) for item in figures] for name in FIGURES},
+            "reason": [item.get("reason") or "" for item in figures],
+            "changes": [list(comparison.changes.get(number, ())) for number in range(len(rows))],
         }
     return data
 
@@ -361,30 +363,10 @@ def _exact(value: Any) -> object:
 
 def _added(comparison: Comparison) -> list[int]:
     taken, theirs = set(comparison.partners.values()), comparison.tensors
-    key = comparison.scope.other_key if comparison.scope.other_key is not None else comparison.scope.key
+    key = comparison.scope.other_key
     inside = "" if key in (None, ".") else key
     return [
         number
         for number, row in enumerate(theirs.rows)
         if number not in taken and (key is None or row["state_dict"] == inside)
     ]
-
-
-def _difference(comparison: Comparison, size: int) -> dict[str, Any]:
-    known = [comparison.figures.get(number, {}) for number in range(size)]
-    result: dict[str, Any] = {name: [item.get(name) for item in known] for name in FIGURES}
-    result["reason"] = [item.get("reason") or "" for item in known]
-    result["changes"] = [list(comparison.changes.get(number, ())) for number in range(size)]
-    return result
-
-
-def compared_words(diff: DiffReport) -> str:
-    """Return the compared part as options of ``diff``; "" if everything was compared."""
-    settings = []
-    if diff["key"] is not None:
-        settings += [Step("key", diff["key"]), Step("other_key", diff["other_key"] or diff["key"])]
-    settings += [Step("include", glob) for glob in diff["include"]]
-    settings += [Step("exclude", glob) for glob in diff["exclude"]]
-    if diff["ignored"]:
-        settings.append(Step("ignore", ",".join(diff["ignored"])))
-    return shell_words(word for step in settings for word in step.words)

@@ -18,12 +18,12 @@ from ...base.text import human_bytes, join_limited, pluralize, shape_text, visib
 from ...files.sources import FilePath, Plan
 from ...files.write.output import Written, check_output, write_file
 from ...formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text
-from ..comparing.diff import Scope
+from ..comparing.diff import Scope, scope_words
 from ..html import middle, number, text
 from ..inspection import InspectReport
 from ..summary import entry_rows, facts
 from ..validate import ValidateReport
-from .content import RENAMED, Comparison, Content, Tensors, compared_words, content_of, packed
+from .content import RENAMED, Comparison, Content, Tensors, content_of, packed
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
@@ -115,7 +115,6 @@ def _asset(name: str) -> str:
 
 
 def _hash(asset: str) -> str:
-    """Return the policy source that allows exactly this text."""
     return f"'sha256-{b64encode(sha256(asset.encode()).digest()).decode()}'"
 
 
@@ -256,7 +255,8 @@ def changes(content: Content) -> str:
     comparison = content.comparison
     assert comparison is not None
     diff = comparison.diff
-    words = compared_words(diff)
+    scope = Scope(diff["key"], diff["other_key"], frozenset(diff["ignored"]))
+    words = scope_words(scope, Globs(diff["include"], diff["exclude"]))
     parts = [f"<p>{text(diff['stat'], 1000)}</p>"]
     if words:
         parts.append(f"<p class=aside>Compared with <code>{text(words)}</code></p>")
