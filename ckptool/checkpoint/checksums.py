@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -10,7 +9,7 @@ from ..base.errors import MalformedError
 from ..base.records import NamedTuple
 from ..files.downloads import expect_reads
 from ..files.sources import Span
-from ..files.threads import run_in_threads
+from ..files.threads import from_threads, run_in_threads
 from ..files.zips.reader import checksum
 from .container import Container, StoredRecord
 
@@ -42,12 +41,7 @@ def checksums(
     wrong: list[StoredRecord] = []
     uncomputed = without = checked = nbytes = 0
     batch: list[StoredRecord] = []
-    lock = threading.Lock()
-
-    def advance(size: int) -> None:
-        with lock:
-            if progress:
-                progress(size)
+    advance = from_threads(progress)
 
     def read_batch() -> None:
         results: dict[int, int | str] = {}  # a checksum, or why there is none

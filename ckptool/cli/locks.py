@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -159,10 +159,9 @@ def hash_command(
 def _hashed(
     path: str, *, key: str | None, only: Globs, no_values: bool, each: bool, style: str, own_bar: bool
 ) -> Answer:
-    from ..reports.comparing.fingerprint import hash_report
-
+    how: dict[str, Any] = {"key": key, "no_values": no_values, "each": each, **only.patterns}
     with ckptool.open(path) as checkpoint, progress_bar(checkpoint.source.size, "hashing", own_bar) as progress:
-        report = hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)
+        report = ckptool.hash(checkpoint, progress=progress, **how)
         problems = checkpoint.container.problems
         sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
         remarks = [*problem_lines(checkpoint), *sets]

@@ -55,6 +55,18 @@ def reused_block() -> bytearray:
     return cast(bytearray, _local.block)
 
 
+def from_threads(progress: Callable[[int], None] | None) -> Callable[[int], None]:
+    """Return a function that several threads may call with numbers of bytes, which ``progress`` gets one by one."""
+    lock = threading.Lock()
+
+    def advance(size: int) -> None:
+        if progress:
+            with lock:
+                progress(size)
+
+    return advance
+
+
 class Background:
     """Work that runs in a separate thread within the context if it is ``worth_it``; otherwise ``finish`` runs it.
 

@@ -304,7 +304,6 @@ _COMPRESSED: Final = {
 
 
 def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
-    """Check the indices of sparse tensors, as torch 2.14 and later do; return no check if there are none."""
     kinds, reader = ("sparse_coo", *_COMPRESSED), checkpoint.survey.reader
     paths = {entry.ref: entry.path for entry in reversed(checkpoint.survey.tensors) if entry.tensor.kind in kinds}
     if not paths:

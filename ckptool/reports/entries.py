@@ -350,7 +350,6 @@ def _cut(text: str, limit: int, size: str) -> str:
 
 
 def _tensor(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> str:
-    """Return a tensor as one line, with its value if it is a single number."""
     if tensor.numel != 1 or tensor.kind != "dense":
         return tensor_summary(tensor)
     how = interpret(checkpoint, ref)

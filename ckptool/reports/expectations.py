@@ -231,7 +231,6 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
 
 
 def _prefix_step(checkpoint: Checkpoint, wanted: str, names: Sequence[set[str]]) -> AnyStep:
-    """Return the edit that gives all keys the prefix, or advice where keys would collide."""
     if wanted == "none":
         prefix = wrapper_prefix([name for own in names for name in own]).name
         pairs = any(name.startswith(prefix) and name[len(prefix) :] in own for own in names for name in own if prefix)
@@ -321,5 +320,4 @@ def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, st
 
 
 def _label(entry: TensorEntry) -> str:
-    """Return a tensor's key if it is in a bare state dict, otherwise its path."""
     return entry.key if entry.path.startswith('["') and entry.state_dict >= 0 else entry.path

@@ -165,7 +165,6 @@ def _rules(checkpoint: Checkpoint, verdict: LoadPrediction) -> list[str]:
 
 
 def _refusal(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) -> Iterator[Finding]:
-    """Yield why torch.load refuses a pickle: the globals that it names, or else the rules that it breaks."""
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     rules, call = _rules(checkpoint, verdict), "torch.load(weights_only=True)"
     step: AnyStep = ""
@@ -320,7 +319,6 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
 
 
 def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a folder that only one library loads, with the command that makes it one file."""
     loads = checkpoint.container.only_loader
     if loads and (step := weights_step(checkpoint)):
         message = f"{loads}; the weights as one file for the rest"
@@ -377,7 +375,6 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield what an adapter changes, and the command that merges it into its base, if the base is here."""
     beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
     names = [entry.key for entry in checkpoint.survey.tensors[:3]]
     known = os.path.basename(checkpoint.path).startswith("adapter_model.") or adapter_keys(names)
@@ -501,7 +498,6 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield notes on state dicts that hold another one, which no model expects there."""
     survey, nodes = checkpoint.survey, checkpoint.graph.nodes
     inner = Counter(entry.holder for entry in survey.tensors if entry.state_dict < 0)
     for number, item in enumerate(survey.state_dicts if inner else ()):

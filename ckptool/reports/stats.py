@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -18,7 +17,7 @@ from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, view_id
 from ..files.downloads import expect_reads
-from ..files.threads import run_in_threads
+from ..files.threads import from_threads, run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
 from ..values.elements import Filling, StorageReader, elements, filling, in_storage_order, read_for, tensor_size
 from ..values.interpretation import Reading, interpret
@@ -152,16 +151,10 @@ def _identity(reading: Reading | str) -> object:
 
 
 def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:
-    """Return the statistics of each reading. Several threads are used if that pays."""
     torch = need_torch("computing with values")
     work = {number: _Work.of(reading) for number, reading in enumerate(readings) if not isinstance(reading, str)}
     found: dict[int, Measured | MalformedError] = {}
-    lock = threading.Lock()
-
-    def advance(count: int) -> None:
-        if progress:
-            with lock:
-                progress(count)
+    advance = from_threads(progress)
 
     def do(number: int) -> None:
         try:

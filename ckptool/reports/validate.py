@@ -301,7 +301,6 @@ def _checked(
 
 
 def _safe(verdict: VerdictReport, others: Sequence[FileScan] = ()) -> Check:
-    """Check that the verdict on a checkpoint, and on other checkpoints in its folder, is weights-only."""
     bad = [] if verdict["verdict"] == WEIGHTS_ONLY else [safety_words(verdict)]
     unsafe = (scan for scan in others if scan["verdict"] not in (None, WEIGHTS_ONLY) or scan["error"] is not None)
     bad += [f"{scan['path']}: {scan['error'] or scan['verdict']}" for scan in unsafe]

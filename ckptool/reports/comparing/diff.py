@@ -353,7 +353,6 @@ def _compressed(checkpoint: Checkpoint) -> bool:
 
 
 def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
-    """Yield the differences between two programs apart from weights: in their code and other records."""
     if program_of(a) is None or program_of(b) is None:
         return
     ours, theirs = extra_records(a), extra_records(b)
@@ -387,7 +386,6 @@ def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str,
 
 
 def _sharing(graphs: GraphComparison) -> Iterator[Sharing]:
-    """Yield the tensors that share a storage with an earlier one in only one of the files."""
     ours: dict[str, tuple[str, str]] = {}
     theirs: dict[str, tuple[str, str]] = {}
     for path, number in graphs.places:

@@ -22,14 +22,13 @@ tensor.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal
 
 from ...base.errors import RefusedError, TargetError
 from ...base.findings import COPIES
-from ...base.globs import MATCH_ALL, Globs, Patterns
+from ...base.globs import Globs, Patterns
 from ...base.records import TypedDict
 from ...base.steps import Line, argument, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint
@@ -38,7 +37,7 @@ from ...checkpoint.selection import dotted
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.downloads import expect_reads
-from ...files.threads import read_blocks, run_in_threads
+from ...files.threads import from_threads, read_blocks, run_in_threads
 from ...formats.opening import CheckpointOrPath, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, read_for, storage_reader, stored_span, tensor_size
@@ -81,21 +80,9 @@ class HashReport(TypedDict):
     unequal_copies: NotRequired[list[str]]
 
 
-def hash_report(
-    checkpoint: Checkpoint,
-    *,
-    key: str | None = None,
-    only: Globs = MATCH_ALL,
-    no_values: bool = False,
-    each: bool = False,
-    progress: Progress | None = None,
+def _report(
+    checkpoint: Checkpoint, key: str | None, only: Globs, no_values: bool, each: bool, progress: Progress | None
 ) -> HashReport:
-    """Return the report of ``hash``.
-
-    With ``no_values`` no values are read; ``each`` adds the digest of every tensor; ``only`` chooses tensors by name
-    and path. Raise TargetError for an unknown key, MalformedError if bytes are missing, RefusedError for a program
-    without weights.
-    """
     side = side_of(checkpoint, key)
     places = list(side.tensors())
     if only:
@@ -160,10 +147,9 @@ class Digests:
 
     def __init__(self, side: Side, progress: Progress | None = None) -> None:
         self.side = side
-        self.progress = progress
+        self.advance = from_threads(progress)
         self.elements: dict[ViewId, str] = {}
         self.tensors: dict[Ref, str] = {}
-        self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
         """Read the tensors that the digests of these places need, in file order.
@@ -194,9 +180,7 @@ class Digests:
         span = stored_span(storage, tensor)
         for data in elements(storage, tensor) if span is None else read_blocks(span):
             digest.update(data)
-            if self.progress:
-                with self.lock:
-                    self.progress(len(data))
+            self.advance(len(data))
         self.elements[view_id(tensor)] = digest.hexdigest()
 
     def digest_of(self, ref: Ref, tensor: Tensor) -> str:
@@ -256,11 +240,11 @@ def hash(
 
     ``content`` is a fingerprint of names, shapes, dtypes and values only; ``structure`` is one without values.
     ``comparing.fingerprint`` lists what is hashed. With ``no_values`` no values are read; ``each`` adds a hash of each
-    tensor. ``include`` and ``exclude`` are patterns for keys.
+    tensor. ``include`` and ``exclude`` are patterns for keys. Raise TargetError for an unknown key, MalformedError if
+    bytes are missing, RefusedError for a program without weights.
 
     >>> ckptool.hash("model.pth")["content"] == ckptool.hash("model.safetensors")["content"]
     True
     """
-    only = Globs(include, exclude)
     with opened(path) as checkpoint:
-        return hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)
+        return _report(checkpoint, key, Globs(include, exclude), no_values, each, progress)

@@ -197,7 +197,6 @@ def _part(lock: Lock, chosen: ChosenKeys) -> Lock:
 
 
 def _entry_name(entry: TopEntry) -> str:
-    """Return the key if it is a string that does not look like a step, otherwise the step."""
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 

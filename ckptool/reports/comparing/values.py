@@ -15,7 +15,7 @@ from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
-from ...files.threads import READ_SIZE, read_blocks, run_in_threads
+from ...files.threads import READ_SIZE, from_threads, read_blocks, run_in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import (
     BitDifference,
@@ -272,12 +272,7 @@ class ValueComparison:
         """
         both = [(side, tensor) for number in numbers for side, tensor in zip((self.a, self.b), self.pairs[number][:2])]
         expect_reads(read_for(storage_reader(side, tensor.storage), tensor) for side, tensor in both)
-        lock = threading.Lock()
-
-        def advance(size: int) -> None:
-            if progress:
-                with lock:
-                    progress(size)
+        advance = from_threads(progress)
 
         def do(number: int) -> None:
             left, at, found = self.pairs[number].a, 0, BitDifference()

@@ -332,7 +332,6 @@ def line_step(line: str) -> AnyStep:
 
 
 def _is_another_file(checkpoint: Checkpoint, error: StateDictError, names: set[str]) -> bool:
-    """Return whether the keys or shapes that a message takes from the file are not those of this file."""
     own = error.with_keys_of(names)
     if own.unexpected and not {*own.unexpected} & (names | {entry.key for entry in checkpoint.survey.entries}):
         before, added = prefix_between(own.unexpected, names), prefix_between(own.unexpected, error.missing)

@@ -341,7 +341,6 @@ def columns(content: Content) -> dict[str, Any]:
 
 
 def _kind(tensors: Tensors, row: int) -> str:
-    """Return the kind of a tensor in a few words: its layout, its place, or its dimensions."""
     tensor: Tensor = tensors.entries[row].tensor
     if row in tensors.stateful:
         return "optimizer state"
