@@ -46,7 +46,8 @@ def values(kind: str, ctx: click.Context, param: click.Parameter, incomplete: st
         return words(param.metavar or "", incomplete)
     if kind == "keys":
         return _beginning(incomplete, _file(ctx, 0), _keys)
-    return _beginning(incomplete, _file(ctx, int(param.name == "other_key")), _state_dicts)
+    path = _file(ctx, int(param.name == "other_key"))
+    return _beginning(incomplete, path, lambda checkpoint: (item.path or "." for item in checkpoint.state_dicts))
 
 
 def words(metavar: str, incomplete: str) -> list[CompletionItem]:
@@ -82,10 +83,6 @@ def _beginning(incomplete: str, path: str, names: Callable[[Checkpoint], Iterato
         wanted = (name for name in names(checkpoint) if name.startswith(incomplete) and clean(name) == name)
         found = dict.fromkeys(islice(wanted, _MOST))
     return [CompletionItem(name) for name in found]
-
-
-def _state_dicts(checkpoint: Checkpoint) -> Iterator[str]:
-    return (item.path or "." for item in checkpoint.survey.state_dicts)
 
 
 def _keys(checkpoint: Checkpoint) -> Iterator[str]:

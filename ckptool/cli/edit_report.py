@@ -136,7 +136,6 @@ def _short(report: EditReport) -> str:
 
 
 def _lines_of(change: Change) -> list[str]:
-    """Return the lines for one change. Two or more notes get a line each."""
     if len(change.notes) < 2:
         return [f"  {shortened(clean(change.words))}"]
     return [f"  {shortened(clean(change.head))}", *(f"    {shortened(clean(str(note)))}" for note in change.notes)]
@@ -212,7 +211,6 @@ def _config_lines(report: EditReport) -> list[str]:
 
 
 def _ways_back(report: EditReport) -> list[str]:
-    """Return what an edit in place leaves in the file, and the commands that undo it or remove the old version."""
     from ..reports.edit_steps import edit_step
 
     path = report["path"]

@@ -249,7 +249,6 @@ def _module_step(edited: Checkpoint) -> str:
 
 
 def _say_versions(checkpoint: Checkpoint) -> None:
-    """Warn that an unedited output also contains the older versions that edits in place left in its input."""
     from ..reports.edit_steps import edit_step
 
     for problem in checkpoint.container.problems:

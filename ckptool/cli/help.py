@@ -19,11 +19,7 @@ Headings: TypeAlias = Sequence[tuple[str, Collection[str]]]
 
 @cache
 def _table() -> dict[str, Any]:
-    """Return the table of options in the help.
-
-    "shared" are the headings of all commands, and "edit" those of ``edit`` by purpose, each with its options. Only
-    ``--help-all`` describes those that are "rare", except for a command whose purpose they are, and "rare_here".
-    """
+    """Return the headings of all commands ("shared") and of ``edit``, and what only ``--help-all`` describes."""
     return table("cli/headings")
 
 
@@ -146,11 +142,6 @@ def explained(group: click.Group, words: Sequence[str], error: click.UsageError)
     return click.UsageError(f"{error.message} {meant}", error.ctx) if meant else error
 
 
-def _synonyms() -> dict[str, Any]:
-    """Return the words of other tools for commands and options; of several options, the first that fits is meant."""
-    return table("cli/synonyms")
-
-
 def _close(typed: str, names: Sequence[str]) -> list[str]:
     from difflib import get_close_matches  # only errors need it
 
@@ -165,7 +156,9 @@ def _command(group: click.Group, words: Sequence[str]) -> str:
     if not words or words[0] in names:
         return ""
     typed = words[0].lower().replace("_", "-")
-    near = [name for name, others in _synonyms()["commands"].items() if typed in others.split() and name in names]
+    near = [
+        name for name, others in table("cli/synonyms")["commands"].items() if typed in others.split() and name in names
+    ]
     if near := near or _close(typed, [*names, "help", "version"]):
         return f"Did you mean {near[0]!r}?"
     return f"Did you mean: {command('inspect', *words)}" if exists(words[0]) else ""
@@ -175,7 +168,7 @@ def _option(group: click.Group, typed: str, own: click.Command) -> str:
     """Say which option of a command is meant, or else which other commands have the option; return "" for none."""
     have = _options(own)
     spelled = typed.lower().replace("_", "-") if typed[:2] == "--" else typed
-    known = [meant for others, meant in _synonyms()["options"].items() if spelled in others.split()]
+    known = [meant for others, meant in table("cli/synonyms")["options"].items() if spelled in others.split()]
     near = [name for name in (spelled, *" ".join(known).split()) if name in have]
     near = near or _close(spelled, [name for name in have if name[:2] == "--"])
     meant = f"Did you mean {near[0]!r}?" if near else ""

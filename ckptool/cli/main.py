@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if asked := os.environ.get("_CKPTOOL_COMPLETE"):  # a shell asks for completions
             from click.shell_completion import shell_complete
 
-            code = shell_complete(cli, {}, "ckptool", "_CKPTOOL_COMPLETE", asked)
+            code: int = shell_complete(cli, {}, "ckptool", "_CKPTOOL_COMPLETE", asked)
         else:
             code = run(arguments)
     except BrokenPipeError:

@@ -268,6 +268,5 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: MatchReport | AppliedReport) -> list[str]:
-    """Return the reasons for the remaining differences, the advice about them, and the next step."""
     causes = [shortened(clean(f"  why: {item['message']}")) for item in report["causes"]]
     return [*causes, *advised_step(report["advice"], report["next"])]

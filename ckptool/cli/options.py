@@ -15,6 +15,7 @@ from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import EngineError, lost_a_slash, without_secrets
 from ..base.globs import Globs
 from ..base.records import NamedTuple
+from ..base.steps import command
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -211,10 +212,12 @@ def choosing(command: Command) -> Command:
 
 def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everything: bool) -> list[str]:
     """Return the lines that say that ``only`` selects no tensor, with the command that lists what is there."""
-    from ..reports.keys import unmatched  # only this remark needs it
+    from ..checkpoint.selection import candidates  # only this remark needs these
+    from ..reports.keys import near_pattern
 
-    step = unmatched(checkpoint, only, key, everything)
-    return [f"ckptool: {checkpoint.path}: {step.advice}", f"  -> {step.line}"]
+    near = near_pattern(only, candidates(checkpoint, key, everything)) or "; what is there"
+    step = command("keys", checkpoint.path, all=everything, key=key)
+    return [f"ckptool: {checkpoint.path}: no key matches{near}", f"  -> {step}"]
 
 
 def choosing_keys(command: Command) -> Command:

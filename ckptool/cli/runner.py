@@ -276,7 +276,6 @@ def run(
 
 
 def _answer(command: FileCommand, in_rows: bool, path: str) -> Answer:
-    """Return the answer of a command for a file; if ``in_rows``, with the size that the file had before."""
     size = size_of(path) if in_rows else -1
     try:
         answer = command.work(path)

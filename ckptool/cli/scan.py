@@ -85,10 +85,7 @@ def _not_scanned(style: str, path: str, error: CkptoolError) -> Answer:
 
 
 def _answer(scans: list[FileScan], style: str, shown: Collection[str] | None) -> Answer:
-    """Return the answer for a path from the scans of everything in it.
-
-    Only the files in ``shown`` get a line if they are weights-only or skipped; None stands for all files.
-    """
+    """Return the answer for a path. Files without reasons get a line if they are in ``shown``, or it is None."""
     lines: list[str] = []
     if style == "jsonl":
         described: list[ScanLine] = [{"schema": "ckptool.scan-file/1", **item} for item in scans]

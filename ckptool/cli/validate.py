@@ -147,10 +147,7 @@ def validate(
 
 
 def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
-    """Yield the checkpoints for the paths, also from archives in folders, then all other files of the folders.
-
-    The other files matter because a program that is given a folder may load any of them.
-    """
+    """Yield the checkpoints, also in archives, then all other files of the folders: a program may load any of them."""
     for item in find_files(paths):
         if isinstance(item, UnreadableError):
             yield item
@@ -385,10 +382,7 @@ def _check_adds(table: Mapping[str, Any]) -> None:
 
 
 def _check_file(lock: str) -> None:
-    """Raise TargetError if the lock of a policy that ckptool found is not a regular file.
-
-    Only a policy that --policy names may read its lock from an open descriptor.
-    """
+    """Raise TargetError if the lock of a found policy is no regular file; that of --policy may be a descriptor."""
     try:
         refuse_remote(lock)
         open_source(file_of(lock)).close()

@@ -72,7 +72,6 @@ def is_notable(check: CheckReport) -> bool:
 
 
 def _next(report: ValidateReport) -> list[str]:
-    """Return the next step, or [] for an unreadable file, whose next step is on stderr."""
     if report["status"] == "unreadable":
         return []
     return advised_step(report["advice"], report["next"])

@@ -153,7 +153,6 @@ def check_checkpoint(
 
 
 def _loads(checkpoint: Checkpoint, known: Facts, notes: Sequence[Finding]) -> Check:
-    """Check whether loaders take the file; ``notes`` say why torch.load refuses it."""
     unsupported, verdict, problems = checkpoint.survey.unsupported, known.verdict, known.problems
     start = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
     call = f"torch.load(weights_only=True) of torch {verdict.torch}"
@@ -372,10 +371,7 @@ def _coordinates_fit(
 def _compressed_fit(
     kind: str, compressed: Sequence[int], plain: Sequence[int], shapes: Sequence[Sequence[int]], shape: Sequence[int]
 ) -> bool:
-    """Return whether the indices of a compressed sparse tensor fit.
-
-    ``shapes`` are the shapes of the compressed indices, the plain indices, and the values.
-    """
+    """Check compressed sparse indices. ``shapes``: of the compressed indices, the plain ones, and the values."""
     by_rows, blocks = _COMPRESSED[kind]
     batches = len(shapes[0]) - 1
     least = batches + (3 if blocks else 1)  # dimensions that the values have
@@ -503,10 +499,7 @@ def other_checkpoints(source: Source) -> list[str]:
 
 
 def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
-    """Yield (path, False) for each file in the folder that the user named, and (path, True) for each checkpoint folder.
-
-    The folder of the checkpoint itself is left out, so nothing is yielded if the user named it.
-    """
+    """Yield (path, whether it is a checkpoint folder) for what is around the checkpoint in the named folder."""
     named, top = open_folder(source.name), os.path.realpath(source.folder)
     if not named.is_folder("") or os.path.realpath(named.path) == top:
         return

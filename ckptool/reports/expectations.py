@@ -156,7 +156,9 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
     if policy.dtype:
         yield _dtypes(checkpoint, policy.dtype, keys, of)
     if policy.require:
-        yield _required(checkpoint, policy.require, keys, of)
+        notes = _unmatched("require", checkpoint, policy.require, keys)
+        good = f"keys that match {join_limited([repr(glob) for glob in policy.require])}{of}"
+        yield _check("require", good, "; ".join(note.message for note in notes[:5]), notes)
     if policy.forbid:
         yield _forbidden(checkpoint, policy.forbid, keys, of)
     if policy.max_bytes:
@@ -241,16 +243,12 @@ def _prefix_step(checkpoint: Checkpoint, wanted: str, names: Sequence[set[str]])
     return edit_step("add-module", checkpoint.path, word="prefixed", add_prefix=wanted)
 
 
-def accepts(wanted: Sequence[str], tag: str) -> bool:
-    """Return whether the devices of a policy include this one."""
-    # "cuda" means any cuda device, because tags in files always have a number.
-    return Globs([*wanted, *(f"{name}:*" for name in wanted if name.isalpha())]).match(tag)
-
-
 def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     storages = checkpoint.survey.reader.storages.values()
     tags = Counter(storage.location for storage in storages)
-    counts = {tag: count for tag, count in tags.items() if not accepts(wanted, tag)}
+    # "cuda" means any cuda device, because tags in files always have a number.
+    accepted = Globs([*wanted, *(f"{name}:*" for name in wanted if name.isalpha())])
+    counts = {tag: count for tag, count in tags.items() if not accepted.match(tag)}
     notes = [
         Finding("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}")
         for tag, count in counts.items()
@@ -282,12 +280,6 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     if wrong and BY_NAME[wanted[0]].floating and (only_floating or all(entry in floating for entry in wrong)):
         step = edit_step("cast", checkpoint.path, word=wanted[0], to_dtype=wanted[0])
     return _check("dtype", f"{which} are {' or '.join(wanted)}{of}", bad, notes, step)
-
-
-def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
-    notes = _unmatched("require", checkpoint, globs, chosen)
-    good = f"keys that match {join_limited([repr(glob) for glob in globs])}{of}"
-    return _check("require", good, "; ".join(note.message for note in notes[:5]), notes)
 
 
 def _unmatched(code: str, checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys) -> list[Finding]:

@@ -188,7 +188,6 @@ def _refusal(checkpoint: Checkpoint, verdict: LoadPrediction, plain: AnyStep) ->
 
 
 def _rule_texts(rules: Sequence[str], protocol: int) -> list[str]:
-    """Return the rules that stop weights_only, with the opcodes of a newer protocol as one rule."""
     opcodes = [rule.removeprefix("opcode ") for rule in rules if rule.startswith("opcode ")]
     others = [rule for rule in rules if not rule.startswith("opcode ")]
     if len(opcodes) > 1 and protocol != 2:
@@ -312,7 +311,6 @@ def findings(
 
 
 def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a note on a checkpoint in an archive that needs no other edit than to become a file."""
     if is_address(checkpoint.path) and not any(item.next or item.level == "error" for item in every):
         step = edit_step("edit", checkpoint.path, repack=True)
         yield Finding("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)

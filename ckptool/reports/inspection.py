@@ -25,7 +25,6 @@ from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.rules import UNKNOWN
 from ..safety.verdict import Verdict
-from ..safety.weights_only import LoadPrediction
 from .findings import Naming, facts, findings
 from .loads import VerdictReport, checkpoint_verdict, verdict_report
 
@@ -273,7 +272,16 @@ def inspection(
             {"path": name.path, "device": name.device, "kind": "torch.device" if name.is_object else "str"}
             for name in survey.devices
         ],
-        "weights_only": _weights_only(known.verdict),
+        "weights_only": {
+            "torch": known.verdict.torch,
+            "loads": known.verdict.loads,
+            "blockers": [
+                {"global": blocker.name, "count": blocker.number, "called": blocker.called}
+                if blocker.name
+                else {"rule": blocker.rule, "count": blocker.number}
+                for blocker in known.verdict.blockers
+            ],
+        },
         "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True) if judged else Verdict(UNKNOWN)),
         "findings": [
             {
@@ -379,26 +387,12 @@ def _entries(checkpoint: Checkpoint, sums: Account) -> list[EntryReport]:
 
 
 def _arguments(graph: Graph, node: Node) -> list[object]:
-    """Return the arguments of an object made from a few plain values, such as an enumeration member; [] for others."""
     args = graph.nodes[node.args] if isinstance(node, Call) and not node.states else ()
     if type(args) is not tuple or len(args) > _MAX_ARGUMENTS:
         return []
     values = [graph.nodes[ref] for ref in args]
     plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
     return [json_value(scalar(graph, ref)) for ref in args] if plain else []
-
-
-def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
-    return {
-        "torch": verdict.torch,
-        "loads": verdict.loads,
-        "blockers": [
-            {"global": blocker.name, "count": blocker.number, "called": blocker.called}
-            if blocker.name
-            else {"rule": blocker.rule, "count": blocker.number}
-            for blocker in verdict.blockers
-        ],
-    }
 
 
 def inspect(path: CheckpointOrPath, *, map_location: MapLocation = None) -> InspectReport:

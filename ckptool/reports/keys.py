@@ -7,9 +7,8 @@ from typing import Literal
 
 from ..base.globs import Globs, Patterns, split_globs
 from ..base.records import TypedDict
-from ..base.steps import NextStep, command
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.selection import candidates, select_entries
+from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
@@ -129,12 +128,6 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
         "rank": shard.rank if shard.rank >= 0 else None,
         "parts": parts,
     }
-
-
-def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool) -> NextStep:
-    """Return the message for patterns that select no tensor, and the command that lists what is there."""
-    near = near_pattern(globs, candidates(checkpoint, key, everything))
-    return f"no key matches{near or '; what is there'}: " + command("keys", checkpoint.path, all=everything, key=key)
 
 
 def near_pattern(globs: Globs, entries: Sequence[TensorEntry]) -> str:

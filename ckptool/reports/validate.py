@@ -351,10 +351,7 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: Sequence[Check]) 
 
 
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
-    """Check that the tensors chosen by any of these globs are finite, each view of a storage once.
-
-    Missing bytes are skipped, because other checks report them.
-    """
+    """Check that the chosen tensors are finite, each view once. Other checks report missing bytes."""
     name, group, survey = "finite", "expectations", checkpoint.survey
     chosen = {entry.path for only in choices for entry in ChosenKeys(dotted(only, checkpoint)).tensors(survey)}
     parts: dict[ViewId, tuple[str, Tensor]] = {}
@@ -441,10 +438,7 @@ def _pickles_at(path: str, torch: str) -> list[ExaminedPickle]:
 
 
 def _without_container(path: str, check: Check, error: CkptoolError, policy: Policy, status: str) -> ValidateReport:
-    """Return the report on a file that is not a whole checkpoint; its pickles are still checked.
-
-    The pickles of a remote file that is too large to be downloaded are not searched either.
-    """
+    """Return the report on a file that is not a whole checkpoint; its pickles are checked if it can be read."""
     torch = policy.torch or DEFAULT
     pickles = [] if isinstance(error, RefusedError) else _pickles_at(path, torch)
     checks = [check, *(check_pickles(pickles, torch) if pickles else [])]
@@ -479,10 +473,7 @@ def _report(
     *,
     whole: bool = True,
 ) -> ValidateReport:
-    """Return the report on these checks; ``status`` is "" if they decide it.
-
-    ``inherent`` names checks that the format makes impossible, which is no reason to fail.
-    """
+    """Return the report on these checks, which decide a ``status`` of ""; ``inherent`` are impossible in the format."""
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
     skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]

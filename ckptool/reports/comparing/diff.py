@@ -328,7 +328,6 @@ def scope_words(scope: Scope, only: Globs = MATCH_ALL) -> str:
 
 
 def _names(side: Side) -> set[str]:
-    """Return the keys of the certain state dicts that are compared."""
     nodes = side.graph.nodes
     chosen = [item for item in side.checkpoint.state_dicts if item.confidence == "high"]
     inside = [item for item in chosen if side.root in (side.graph.root, item.ref)]

@@ -201,10 +201,7 @@ class Digests:
 
 
 def _facts(side: Side, ref: Ref) -> list[object]:
-    """Return the facts that, besides elements, decide the values of a tensor.
-
-    These are lazy flags, the parameters of its quantizer, or which part of a sharded tensor it is.
-    """
+    """Return what besides elements decides the values: lazy flags, a quantizer, or which part of a tensor it is."""
     tensor = side.tensor(ref)
     shard = sharding(side.reader, ref, tensor) if tensor is not None else None
     if shard is not None:

@@ -148,7 +148,6 @@ class _GraphWalk:
                 self.containers(left, right, path, owner)
 
     def describe(self, number: int, ref: Ref) -> ScalarValue:
-        """Return a leaf value unchanged, a container or tensor by its type."""
         side = self.sides[number]
         leaf = side.leaf(ref)
         if leaf is not None:
@@ -157,7 +156,6 @@ class _GraphWalk:
         return ScalarValue(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
 
     def pass_over(self, left: Ref, right: Ref, path: str, owner: int) -> None:
-        """Count the tensors in two objects that cannot be compared with each other."""
         if owner < 0:
             for number, ref in enumerate((left, right)):
                 self.result.passed_over[number] += self.chosen_count(number, path, ref)
@@ -280,11 +278,7 @@ class _GraphWalk:
         again: tuple[bool, bool] = (False, False),
         without: str = "",
     ) -> None:
-        """Compare the members that both containers have, and note members that only one has.
-
-        Extra members of a container are listed at its first occurrence, and only counted later. So the time is
-        proportional to the size of new containers, or to the smaller of the two.
-        """
+        """Compare the members that both have; extra ones are listed where a container occurs first, then counted."""
         fewer = ours if len(ours) <= len(theirs) else theirs
         common = [step for step in fewer if step in ours and step in theirs and step != without]
         if fewer is theirs and not again[0]:
@@ -319,10 +313,7 @@ class _GraphWalk:
         return total
 
     def count(self, number: int, root: Ref) -> int:
-        """Count the tensors at or below a place, entering each container once.
-
-        When the budget is used up, containers that many places share count only at the first.
-        """
+        """Count the tensors at or below a place; beyond the budget, shared containers count only at the first."""
         side, counts = self.sides[number], self.counts[number]
         total = 0
         seen: set[Ref] = set()

@@ -206,10 +206,7 @@ def lock_text(lock: Lock | FolderLock) -> str:
 
 
 def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Iterator[str]:
-    """Yield a line for each member of an object; above level 0, nested objects also have one line per member.
-
-    Level 4 is the lock of a folder, 3 its files, 2 a lock, and 1 its state dicts.
-    """
+    """Yield a line for each member. Level 4 is the lock of a folder, 3 its files, 2 a lock, and 1 its state dicts."""
     for number, (name, value) in enumerate(members.items(), 1):
         start, comma = f"{' ' * indent}{json.dumps(name)}: ", "," if number < len(members) else ""
         if levels and value and isinstance(value, dict):

@@ -18,13 +18,7 @@ from ...base.records import NamedTuple
 from ...base.steps import tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.objects import (
-    attributes,
-    class_name,
-    holds_constants,
-    list_items,
-    mapping,
-)
+from ...checkpoint.objects import attributes, class_name, holds_constants, list_items, mapping
 from ...checkpoint.paths import Child, as_children, children, key_text, parse_steps, sequence, spell_key
 from ...checkpoint.selection import selected
 from ...checkpoint.sharding import sharding_state
@@ -298,10 +292,7 @@ class ChosenParts:
     def _modules(
         self, path: str, modules: Mapping[str, Ref], whole: bool, chosen: Iterable[str], keys: Iterable[str]
     ) -> None:
-        """Choose the entries of a state dict's ``_metadata`` for modules with chosen keys.
-
-        If everything is chosen that is not excluded, modules without keys stay too.
-        """
+        """Choose the entries of ``_metadata`` for modules with chosen keys; if ``whole``, also modules without keys."""
         self.containers[path] = whole
         inside, known = _modules_of(chosen), _modules_of(keys)
         if inside:

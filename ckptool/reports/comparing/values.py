@@ -17,15 +17,7 @@ from ...checkpoint.tensors import Tensor, view_id
 from ...files.downloads import expect_reads
 from ...files.threads import READ_SIZE, from_threads, read_blocks, run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import (
-    BitDifference,
-    elements,
-    read_for,
-    reblocked,
-    storage_reader,
-    stored_span,
-    tensor_size,
-)
+from ...values.elements import BitDifference, elements, read_for, reblocked, storage_reader, stored_span, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits, resolved_bytes
 from ...values.torch.distance import Compared, Distance, distance, total
 from ...values.torch.loads import need_torch, one_thread

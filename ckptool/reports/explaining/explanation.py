@@ -125,11 +125,7 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
 
 
 def _for_file(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
-    """Return the answer for a file; ``error`` is the known error in the text, or None.
-
-    ``details`` also has the ``log`` that the text comes from, or ``-``.
-    Raise UnreadableError if there is no such file.
-    """
+    """Return the answer for a file. Raise UnreadableError if there is none. ``log`` is where the text is from, or -."""
     unknown = error is None and bool(text.strip())
     details = {**details, "named": "yes" if os.path.basename(path) in text else "no"}
     try:
@@ -168,9 +164,7 @@ def _for_file(path: str, text: str, error: KnownError | None, details: Details) 
 
 
 def _unknown(answer: Answer, path: str, *, damaged: bool) -> Answer:
-    """Return the answer to a message that is not known: what inspect finds. Only for a file that is damaged or no
-    checkpoint, the step of inspect follows: nobody knows what else the message needs.
-    """
+    """Return what inspect finds. The step follows only if the file is ``damaged``: the message may need another."""
     findings = answer.why.removeprefix(f"{path}: ").rstrip(".")
     step = as_step(answer.step) if damaged else NextStep()
     end = "" if step.advice else "."  # advice follows
@@ -178,9 +172,7 @@ def _unknown(answer: Answer, path: str, *, damaged: bool) -> Answer:
 
 
 def _known(checkpoint: Checkpoint, text: str, error: KnownError, details: Details, *, editable: bool) -> Answer:
-    """Return the answer to a known error, from the first case whose signs the file has, from the error's function, or
-    from the findings. If the file cannot be edited, cases with a command and functions do not count.
-    """
+    """Answer by the first case that fits, the own function, or findings; without edits if it is not ``editable``."""
     cases = [case for case in error.cases if editable or not case.step]
     case = fitting_case(cases, signs(checkpoint, details), details) if cases else None
     if case is not None:

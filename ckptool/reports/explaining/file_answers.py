@@ -174,9 +174,7 @@ def step_of(case: Case, checkpoint: Checkpoint, details: Details) -> str:
 
 
 def _to_safetensors(checkpoint: Checkpoint, output: str) -> str:
-    """Return the command that writes the weights as safetensors, with a choice wherever ``convert`` needs one; "" if
-    there are several state dicts, or tensors with values would be lost.
-    """
+    """Return the command that writes the weights as safetensors, or "" if tensors with values would be lost."""
     if program_of(checkpoint) is not None:
         return convert_step(checkpoint).line
     chosen, *others = likely_dicts(checkpoint)
@@ -202,9 +200,7 @@ def _to_legacy(checkpoint: Checkpoint, argument: str) -> str:
 
 
 def _moved(checkpoint: Checkpoint, argument: str) -> str:
-    """Return the command that gives the likeliest state dict a name and keeps everything else; "" if the file holds no
-    mapping. ``argument`` is the name, and the purpose of the file if it has one.
-    """
+    """Return the command that gives the likeliest state dict a name; ``argument``: the name, and a purpose, or none."""
     name, _, purpose = argument.partition(" ")
     path, place = checkpoint.path, likeliest(checkpoint, name).path
     output = suggested_output(path, purpose or "renamed", ".ckpt" if purpose else pickled_suffix(checkpoint))

@@ -162,11 +162,11 @@ def badge(word: str, words: str = "") -> str:
 
 def heading(content: Content) -> str:
     """Return the top of the page: the path and the verdicts."""
-    report, comparison = content.inspection, content.comparison
+    comparison = content.comparison
     names = [_path("A" if comparison is not None else "", content.tensors.path)]
     if comparison is not None:
         names.append(_path("B", comparison.tensors.path))
-    return f"{''.join(names)}<p class=badges>{''.join(_badges(content, report['safety']['verdict']))}</p>"
+    return f"{''.join(names)}<p class=badges>{''.join(_badges(content))}</p>"
 
 
 def _path(side: str, path: str) -> str:
@@ -177,19 +177,19 @@ def _path(side: str, path: str) -> str:
     return f'<{level} title="{text(path, 2000)}">{mark}{where}{middle(name, 70)}</{level.split()[0]}>'
 
 
-def _badges(content: Content, verdict: str) -> Iterator[str]:
+def _badges(content: Content) -> Iterator[str]:
     comparison = content.comparison
-    sides = [("" if comparison is None else "A: ", verdict, content.validation, content.tensors)]
+    sides: list[tuple[str, Content | Comparison]] = [("" if comparison is None else "A: ", content)]
     if comparison is not None:
-        other = comparison.inspection["safety"]["verdict"]
-        sides.append(("B: ", other, comparison.validation, comparison.tensors))
-    for side, safety, validation, _ in sides:
+        sides.append(("B: ", comparison))
+    for side, own in sides:
+        safety, validation = own.inspection["safety"]["verdict"], own.validation
         yield badge(safety, side + _SAFETY.get(safety, f"safety {safety}"))
         failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
         checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
         yield badge(validation["status"], f"{side}{validation['status']}{failed}{checked}")
-    for side, _, _, tensors in sides if not content.without_numbers else ():
-        bad = sum(1 for row in tensors.rows if row["nans"] or row["infs"])
+    for side, own in sides if not content.without_numbers else ():
+        bad = sum(1 for row in own.tensors.rows if row["nans"] or row["infs"])
         words = f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf"
         yield badge("fail" if bad else "pass", side + words)
     if comparison is not None:
