@@ -200,7 +200,6 @@ def sanitize_lines(report: SanitizeReport) -> list[str]:
 
 
 def _config_lines(report: EditReport) -> list[str]:
-    """Return the outdated fields of config.json as a diff: as done, or as a note; [] if there are none."""
     lines = []
     for item in report.get("config", ()):
         old, new = (to_json({item["field"]: value}, None)[1:-1] for value in (item["old"], item["new"]))

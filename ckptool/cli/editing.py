@@ -97,7 +97,6 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 
 
 def _end(quiet: bool, inputs: int, totals: Totals) -> int:
-    """Say how many of several inputs failed, if any did. Return the exit code."""
     totals.errors.close()
     done = sum(count for code, count in totals.codes.items() if code < 2)
     if done < inputs > 1 and not quiet:

@@ -186,9 +186,10 @@ def _words(report: MatchReport) -> list[str]:
     # If no key loads and a fix exists, all modules differ: a table of them would say nothing.
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
-        lines += _section([_modules(report)])
+        lines += ["", _modules(report)]
     optimizers = [clean(mismatch(item)) for item in report["optimizers"] if not item["fits"]]
-    lines += _section([*_differences(report), *optimizers])
+    details = [*_differences(report), *optimizers]
+    lines += ["", *details] if details else []
     if fix is not None:
         # The next step includes this fix, and one command for a file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
@@ -199,10 +200,6 @@ def _words(report: MatchReport) -> list[str]:
         elif fix["dtype_differences"]:
             lines += [f"  {line}" for line in _dtypes(fix)]
     return [*lines, *_onward(report)]
-
-
-def _section(lines: list[str]) -> list[str]:
-    return ["", *lines] if lines else []
 
 
 def _verdict(report: MatchReport) -> tuple[str, str]:

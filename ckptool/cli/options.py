@@ -86,7 +86,6 @@ def list_options(command: Command) -> Command:
 
 
 def _named(ctx: click.Context, param: click.Parameter, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the paths; raise MissingParameter without a path and a list."""
     if not paths and not ctx.params.get("files_from") and not ctx.resilient_parsing:
         raise click.MissingParameter(ctx=ctx, param=param)
     return paths

@@ -218,7 +218,6 @@ def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 
 
 def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
-    """Yield the table as tabulate would draw it, in blocks of lines."""
     columns = [_stripped(column) for column in columns]
     if not columns or not columns[0]:
         columns, right = [()] * len(headers), ()

@@ -53,19 +53,19 @@ def find_value(checkpoint: Checkpoint, key: str) -> tuple[Checkpoint, Located]:
     Raise UnreadableError if the pickle uses a feature that ckptool does not support, TargetError if nothing is at
     ``key``.
     """
-    checkpoint = with_plain_numpy(checkpoint)
-    _ = checkpoint.survey  # raises UnreadableError for unsupported features
+    checkpoint = _plain(checkpoint)
     return checkpoint, lookup(checkpoint, key)
 
 
-def contents(checkpoint: Checkpoint) -> objects.MappingView:
-    """Return the mapping view of a checkpoint, with NumPy's values made plain.
-
-    Raise UnreadableError as ``find_value`` does.
-    """
+def _plain(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint = with_plain_numpy(checkpoint)
-    _ = checkpoint.survey
-    return objects.contents(checkpoint)
+    _ = checkpoint.survey  # raises UnreadableError for unsupported features
+    return checkpoint
+
+
+def contents(checkpoint: Checkpoint) -> objects.MappingView:
+    """Return the mapping view of a checkpoint, with NumPy's values made plain. Raise errors as ``find_value`` does."""
+    return objects.contents(_plain(checkpoint))
 
 
 def get(path: CheckpointOrPath, key: str = "") -> Any:
@@ -331,9 +331,7 @@ def _inline(checkpoint: Checkpoint, container: ContainerValue) -> str:
 
 
 def _empty(container: ContainerValue) -> str:
-    if container.kind == "object":
-        return f"{container.cls}, no attributes"
-    return f"an empty {container.cls}"
+    return f"{container.cls}, no attributes" if container.kind == "object" else f"an empty {container.cls}"
 
 
 def _text_leaf(leaf: ScalarValue, limit: int) -> str:

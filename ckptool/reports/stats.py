@@ -119,7 +119,10 @@ def statistics_of(
     for entry in entries:
         if entry.ref not in names:
             reading = interpret(checkpoint, entry.ref)
-            name = names[entry.ref] = _identity(reading)
+            name: object = object()
+            if not isinstance(reading, str):  # equal names mean the same numbers
+                name = view_id(reading.tensor), reading.of, reading.negated, reading.affine
+            names[entry.ref] = name
             readings.setdefault(name, reading)
             first.setdefault(name, entry.path)
     measured = dict(zip(readings, _measure_all(list(readings.values()), progress)))
@@ -141,13 +144,6 @@ def statistics_of(
         "summary": _summary(rows, missing),
         "tensors": _sorted(rows, sort, everything),
     }
-
-
-def _identity(reading: Reading | str) -> object:
-    """Return the identity of the numbers to measure: readings with equal ids have the same numbers."""
-    if isinstance(reading, str):
-        return object()
-    return view_id(reading.tensor), reading.of, reading.negated, reading.affine
 
 
 def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:

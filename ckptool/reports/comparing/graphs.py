@@ -201,7 +201,6 @@ class _GraphWalk:
         self.result.places.append((path, number))
 
     def attributes(self, left: Ref, right: Ref, path: str, owner: int) -> None:
-        """Compare what tensors carry apart from shape and storage: hooks, conjugation, scales, members, attributes."""
         ours, theirs = tensor_attributes(self.a, left), tensor_attributes(self.b, right)
         if ours or theirs:
             self.below(ours, theirs, path, owner)

@@ -51,8 +51,6 @@ UNKNOWN: Final = "No explanation is known for this message."
 _NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
 #: Steps that change nothing.
 _LOOKING: Final = ("inspect ", "keys ", "match ", "scan ", "get ")
-#: The end of the answer without a message, for a file without findings.
-_GIVE_IT: Final = "If a program does not load it, give explain the message too"
 #: Findings of ``inspect`` that do not explain a message by themselves.
 _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian"))
 #: Findings about devices, and about classes, whose steps one command can combine.
@@ -159,7 +157,7 @@ def _for_file(path: str, text: str, error: KnownError | None, details: Details) 
         if unknown:
             return _unknown(answer, path, damaged=damaged)
         if error is None and answer.cause == "elsewhere":
-            answer = answer._replace(why=f"{answer.why}. {_GIVE_IT}.")
+            answer = answer._replace(why=f"{answer.why}. If a program does not load it, give explain the message too.")
         return answer._replace(python=runnable(checkpoint, answer.python))
 
 
