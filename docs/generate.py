@@ -28,7 +28,7 @@ from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.losses import KINDS
 from ckptool.formats.recipes.recipe import built_in, built_in_names
 from ckptool.formats.zip_kinds import ZIPS
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, command_line, explanation, filled
 from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -337,11 +337,11 @@ def _error(error: KnownError) -> str:
     assert found is not None
     assert found.error is error, error.name
     lines = [f"### {error.name}", "", f"    {_shortened(error.message, _LONGEST)}"]
-    why, advised = error.why_of(found.details), error.step != _LOOK
+    why, advised = filled(error.why, found.details), error.step != _LOOK
     why = _SENTENCE.split(why, maxsplit=1)[0] if advised else why
     lines += ["", *wrap(why, 118, break_on_hyphens=False)]
     if advised:
-        lines += ["", f"    $ {error.command_for(error.example, found.details)}"]
+        lines += ["", f"    $ {command_line(error.step, error.example, found.details)}"]
     return "\n".join([*lines, ""])
 
 

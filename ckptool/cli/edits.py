@@ -144,7 +144,6 @@ def _ways(kind: Edit) -> list[Parameter]:
 
 
 def _epilog(examples: str) -> str:
-    """Return the examples of an edit, and the paragraphs after them, as the last part of the help."""
     first, *rest = cleandoc(examples).split("\n\n")
     shown = "".join(f"\n  {line}" for line in first.splitlines())
     return "\n\n".join([f"\b\nExamples:{shown}", *(f"\b\n{text}" for text in rest)])
@@ -153,7 +152,6 @@ def _epilog(examples: str) -> str:
 def _added(
     parameter: Parameter, name: str, help: str, multiple: bool = False, required: bool = False
 ) -> Callable[[Command], Command]:
-    """Return a decorator that adds the argument or the option ``--name`` of a parameter."""
     given: dict[str, Any] = {"metavar": parameter.metavar}
     if parameter.kind == "file":
         given["type"] = InputPath()

@@ -28,11 +28,12 @@ def headings(name: str) -> Headings:
     return [(title, options.split()) for title, options in _table()[name].items()]
 
 
-def _show_help(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+def _show_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given and not ctx.resilient_parsing:
         from .render import emit  # start-up imports this module, and rendering takes longer
 
-        emit(ctx.get_help())
+        command = ctx.command
+        emit(command.full_help(ctx) if param is HELP_ALL and isinstance(command, GroupedCommand) else ctx.get_help())
         ctx.exit()
 
 
@@ -42,6 +43,8 @@ def eager(*names: str, callback: Callable[[click.Context, click.Parameter, bool]
 
 
 HELP: Final = eager("-h", "--help", callback=_show_help, help="Show this message and exit.")
+#: An option of every command.
+HELP_ALL: Final = eager("--help-all", callback=_show_help, help="Show this message with every option, and exit.")
 
 
 class Helpful(click.Command):
@@ -111,18 +114,6 @@ class GroupedCommand(Helpful):
                 width = formatter.width - formatter.current_indent
                 for line in wrap(", ".join(left), width, break_on_hyphens=False):
                     formatter.write(f"{'':{formatter.current_indent}}{line}\n")
-
-
-def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    if given and isinstance(ctx.command, GroupedCommand):
-        from .render import emit  # start-up imports this module, and rendering takes longer
-
-        emit(ctx.command.full_help(ctx))
-        ctx.exit()
-
-
-#: An option of every command.
-HELP_ALL: Final = eager("--help-all", callback=_show_all, help="Show this message with every option, and exit.")
 
 
 # -- typing errors: what a mistyped command or option may mean, and which command has it

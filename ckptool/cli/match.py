@@ -179,7 +179,6 @@ def _applied(report: AppliedReport) -> list[str]:
 
 
 def _words(report: MatchReport) -> list[str]:
-    """Return the whole report for people: the verdict, the differences, the fix."""
     fix = report["fix"]
     verdict, rest = _verdict(report)
     lines = [judged(verdict) + rest, *_remarks(report["notes"])]

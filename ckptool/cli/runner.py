@@ -334,6 +334,5 @@ def answers(
 
 
 def _as_here(work: Callable[[str], Result], brevity: Brevity, path: str) -> Result:
-    """Do the work in another process, with messages as short as in this one."""
     BREVITY.set(brevity)
     return work(path)

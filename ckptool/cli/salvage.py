@@ -67,7 +67,6 @@ def _unedited(checkpoint: Checkpoint) -> WithFields:
 
 
 def _step(report: SalvageReport) -> str:
-    """Return the command that drops the incomplete optimizers from the output, or ""."""
     entries = [state["drop"] for state in report["states"] if state["drop"]]
     return "" if report["dry_run"] or not report["output"] else drop_step(report["output"], entries).line
 

@@ -318,7 +318,6 @@ def _tree(
 
 
 def _inline(checkpoint: Checkpoint, container: ContainerValue) -> str:
-    """Return an empty container or a short list of scalars as one line; "" for other containers."""
     if not container.members:
         return _empty(container)
     if container.kind != "sequence" or len(container.members) > _MAX_INLINE // 2:

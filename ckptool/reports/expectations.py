@@ -201,7 +201,6 @@ def _pickled(checkpoint: Checkpoint) -> str:
 
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
-    """Check that each included pattern matches something, because a missing key would pass every other check."""
     notes = _unmatched("include", checkpoint, policy.include, ChosenKeys(MATCH_ALL))
     if not notes and not any(_names(checkpoint, ChosenKeys(dotted(policy.only, checkpoint)))):
         notes = [Finding("include", "error", "every key is excluded")]

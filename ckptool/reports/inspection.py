@@ -310,7 +310,6 @@ def _devices(survey: Survey, sums: Account, map_location: MapLocation) -> list[D
 
 
 def _view(entry: TensorEntry) -> Hashable:
-    """Return the identity of a view of a storage, or the reference of a tensor without a storage."""
     tensor = entry.tensor
     return (tensor.storage, tensor.offset, tensor.shape, tensor.stride) if tensor.storage else entry.ref
 

@@ -217,7 +217,6 @@ def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
 
 def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> FileScan:
     kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
-    head = source.read(0, _HEAD)
     pickles = examine_all(find_pickles(source), torch)
     verdict = verdict_of(pickles, torch, unclear=[] if kind != "damaged" else [error.what])
     if pickles or verdict.word != WEIGHTS_ONLY or is_followed(source):
@@ -225,7 +224,7 @@ def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> F
     claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
     if kind in PLACEHOLDERS and claims:
         return not_scanned(path, error)
-    inert = inert_kind(head)
+    inert = inert_kind(source.read(0, _HEAD))
     if inert and not claims:
         return _scan(path, source.size, kind, passed_over=inert)
     return _scan(path, source.size, kind, Verdict(UNKNOWN, (error.what,)))

@@ -75,8 +75,6 @@ VALID: Final = "valid"
 
 #: Checks after whose failure ``salvage`` may still save something.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
-#: Floating-point dtypes without a code for NaN or Inf.
-_ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
 
 
 class NoteReport(TypedDict):
@@ -384,11 +382,11 @@ def _may_be_nonfinite(tensor: Tensor) -> bool:
     dtype = BY_NAME.get(tensor.dtype)
     if not tensor.storage or tensor.location == "meta" or dtype is None or 0 in tensor.shape:
         return False
-    return (dtype.floating or is_complex(dtype.name)) and dtype.name not in _ALWAYS_FINITE
+    # This dtype has no code for NaN or Inf.
+    return (dtype.floating or is_complex(dtype.name)) and dtype.name != "float4_e2m1fn_x2"
 
 
 def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, progress: Progress | None) -> Counter[str]:
-    """Count the NaNs and Infs of a tensor, as far as its bytes are there; a count of 0 is left out."""
     from ..values.torch.compute import count_nonfinite
 
     found: Counter[str] = Counter()

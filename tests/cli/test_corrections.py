@@ -96,7 +96,7 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
         ("drop lightning.ckpt optimizer_states,epoch -o z.pth", "patterns are given one by one, without commas"),
         ("convert bare.pth -o whole.pth", "the output exists; replace it with --force, or choose another name"),
         ("rename bare.pth --rename fc=head -o z.pth", "did you mean 'fc.*'?"),
-        ("keys training.pth --key optimizer", "no state dict at 'optimizer'; there is 'state_dict'"),
+        ("keys training.pth --key optimizer", "no state dict at 'optimizer'; there is 'model' and 'model_ema'"),
         ("merge bare.pth 'who*e.pth' -o z.pth", "the shell expands a pattern without quotes"),
     ],
 )

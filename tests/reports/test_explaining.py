@@ -28,7 +28,7 @@ from torch import nn
 import ckptool
 from ckptool.cli.explain import is_log
 from ckptool.cli.main import run
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, explanation
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError, command_line, explanation, filled
 
 PATH = "model.pth"
 
@@ -346,7 +346,7 @@ def test_every_message_of_the_page_is_found(error: KnownError) -> None:
         found = explanation(text)
         assert found is not None
         assert found.error is error
-        assert not re.search(r"\{[a-z]+\}", error.why_of(found.details) + error.python_for("a.pth", found.details))
+        assert not re.search(r"\{[a-z]+\}", filled(error.why, found.details) + error.python_for("a.pth", found.details))
 
 
 #: The lines of a traceback that ends in the program itself.
@@ -383,9 +383,9 @@ def test_the_prefix_of_the_message_is_filled_in() -> None:
     text = 'Missing key(s) in state_dict: "a.w", "b.w". Unexpected key(s) in state_dict: "net.a.w", "net.b.w". '
     found = explanation(text)
     assert found is not None and found.error.name == "added-prefix"
-    assert "'net.'" in found.error.why_of(found.details)
+    assert "'net.'" in filled(found.error.why, found.details)
     assert (
-        found.error.command_for("run 1.pth", found.details)
+        command_line(found.error.step, "run 1.pth", found.details)
         == "ckptool strip-module 'run 1.pth' --strip-prefix net. -o 'run 1.plain.pth'"
     )
     python = found.error.python_for("run 1.pth", found.details)

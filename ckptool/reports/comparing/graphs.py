@@ -242,7 +242,7 @@ class _GraphWalk:
                 for place in range(common, len(items)):
                     self.unpaired(number, join_path(path, f"[{place}]"), items[place], owner)
             elif len(items) > common:
-                self.more(number, len(items) - common, path, owner)
+                self.one_sided(number, path, owner, ScalarValue("container", f"{len(items) - common:,} more values"))
 
     def pairs(self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int) -> Iterator[_Task]:
         nodes, others = self.a.graph.nodes, self.b.graph.nodes
@@ -251,9 +251,6 @@ class _GraphWalk:
             if type(node) is type(other) and type(node) in _EXACT and node == other:
                 continue
             yield left, right, join_path(path, f"[{place}]"), owner
-
-    def more(self, number: int, count: int, path: str, owner: int) -> None:
-        self.one_sided(number, path, owner, ScalarValue("container", f"{count:,} more values"))
 
     def children(self, number: int, ref: Ref, path: str, owner: int) -> dict[str, Ref]:
         if self.choice is not None and owner < 0 and path in self.parts:
@@ -291,7 +288,8 @@ class _GraphWalk:
                     if step not in others and step != without:
                         self.unpaired(number, join_path(path, step), ref, owner)
             elif len(items) - (without in items) > len(common):
-                self.more(number, len(items) - len(common), path, owner)
+                rest = len(items) - len(common)
+                self.one_sided(number, path, owner, ScalarValue("container", f"{rest:,} more values"))
 
     def unpaired(self, number: int, path: str, ref: Ref, owner: int) -> None:
         if owner >= 0:
@@ -365,7 +363,6 @@ def _devices(a: ScalarValue, b: ScalarValue) -> bool:
 
 
 def _renames(side: Side) -> dict[Ref, _Renaming]:
-    """Return the renaming without wrapper prefixes for each state dict, and for its ``_metadata``."""
     renames: dict[Ref, _Renaming] = {}
     nodes = side.graph.nodes
     for state_dict in side.checkpoint.state_dicts:

@@ -412,7 +412,6 @@ def whole_lock(checkpoint: Checkpoint, content: bool, progress: Progress | None 
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:
-    """Return the folder of checkpoints that a path names, or ""."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     return name if is_folder_of_checkpoints(name) else ""
 

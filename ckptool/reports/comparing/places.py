@@ -337,7 +337,6 @@ def step_key(step: str) -> str:
 
 
 def _modules_of(keys: Iterable[str]) -> set[str]:
-    """Return the keys and all modules that contain them; "" is the outermost."""
     modules: set[str] = set()
     for name in keys:
         while name not in modules:
@@ -433,7 +432,6 @@ def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int,
 
 
 def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
-    """Return whether a node is None or an empty OrderedDict of hooks."""
     node = nodes[ref]
     if isinstance(node, Instance):
         return isinstance(node, Call) and node.filling is None and nodes[node.args] == ()

@@ -39,6 +39,7 @@ from .known_errors import (
     as_python,
     command_line,
     explanation,
+    filled,
     load_lines,
     message_in,
     named,
@@ -100,9 +101,9 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
     if path:
         answer = _for_file(path, without_colours(text), error, {**details, "log": log or STDIN})
     elif error is not None:
-        step = "" if error.step.startswith(_LOOKING) else error.command_for(error.example, details)
+        step = "" if error.step.startswith(_LOOKING) else command_line(error.step, error.example, details)
         usual = f" Usually '{step}' helps." if step else ""
-        why = f"{error.why_of(details)}{usual} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
+        why = f"{filled(error.why, details)}{usual} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
         answer = Answer(why, python=error.python_for(error.example, details), cause="unknown")
     else:
         why = f"{UNKNOWN} {_NAME_IT}, and explain says what inspect finds."
@@ -241,5 +242,5 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
     elif own <= _CLASSES:
         step = as_step(sanitize_step(checkpoint)).line
     sure = error.topic.sure and not errors
-    why = f"{error.why_of(details)} {messages}" if sure else messages
+    why = f"{filled(error.why, details)} {messages}" if sure else messages
     return Answer(why, line_step(step), error.python_for(path, details) if sure else "")

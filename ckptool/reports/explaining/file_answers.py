@@ -267,7 +267,6 @@ _ADAPTER_NAME: Final = regex(r"(?:\.modules_to_save\.[a-z]\w*|(?<=\.lora_[AB])\.
 
 
 def _for_keys(checkpoint: Checkpoint, text: str, known: KnownError, details: Details) -> Answer | None:
-    """Answer for the keys that ``load_state_dict`` complains of: match the file with the model in the message."""
     path = checkpoint.path
     names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
     if any(map(_LORA.search, names)) and not any(map(_ADAPTER_NAME.search, names)):

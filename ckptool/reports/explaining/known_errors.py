@@ -115,14 +115,6 @@ class KnownError(NamedTuple):
     answer: str = ""
     cases: tuple[Case, ...] = ()
 
-    def why_of(self, details: Details) -> str:
-        """Return the cause, with the details filled in."""
-        return filled(self.why, details)
-
-    def command_for(self, path: str, details: Details) -> str:
-        """Return the command for a file."""
-        return command_line(self.step, path, details)
-
     def python_for(self, path: str, details: Details, place: str = "") -> str:
         """Return the Python lines for the state dict at a place in a file; "" if a detail that they need is empty."""
         if any(not value and f"{{{name}}}" in self.python for name, value in details.items()):
@@ -238,7 +230,6 @@ def key_error(text: str) -> tuple[str, Details] | None:
 
 
 def _if_enough(expression: str, rename: Callable[[str], str], error: StateDictError) -> str:
-    """Return the Python expression if it gives all unexpected keys the names of the missing keys, otherwise ""."""
     # Torch does not call every counter missing, see ``counters_left_out``.
     renamed = {rename(key) for key in error.unexpected if not key.endswith(COUNTER)}
     missing = {key for key in error.missing if not key.endswith(COUNTER)}

@@ -208,7 +208,6 @@ def _paired(a: Checkpoint, b: Checkpoint, scope: Scope, only: Globs) -> tuple[tu
 
 
 def _chosen(checkpoint: Checkpoint, side: Side) -> int | None:
-    """Return the number of the state dict that is compared, or None for the whole object."""
     numbers = (number for number, item in enumerate(checkpoint.state_dicts) if item.ref == side.root)
     return None if side.root == side.graph.root and not side.base else next(numbers, None)
 
