@@ -44,15 +44,15 @@ def checksums(
     advance = from_threads(progress)
 
     def read_batch() -> None:
-        results: dict[int, int | str] = {}  # a checksum, or why there is none
+        results: dict[int, int | str] = {}  # a checksum, or why it is missing
 
         def read(number: int) -> None:
             record = batch[number]
             whole = not record.compressed and record.size == record.span.size
             crc = known.get(record.span) if known and whole else None
-            stored, told = (record.span, record.size, record.compressed, record.name), advance if progress else None
+            stored, tell = (record.span, record.size, record.compressed, record.name), advance if progress else None
             try:
-                results[number] = crc if crc is not None else checksum(*stored, told)
+                results[number] = crc if crc is not None else checksum(*stored, tell)
             except MalformedError as error:
                 results[number] = error.what
 

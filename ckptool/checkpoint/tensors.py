@@ -492,7 +492,7 @@ class TensorReader:
         return self._combined(name, data[:members], data[members - 1], shape)
 
     def _combined(self, kind: str, refs: tuple[Ref, ...], values: Ref, shape: tuple[int, ...] = ()) -> Tensor | None:
-        """Return a tensor made of tensors, which is like the part ``values``; None if that is no tensor."""
+        """Return a tensor made of tensors, which is like the part ``values``; None for another object."""
         main = self.tensor(values) if values >= 0 else None
         if main is None:
             return None

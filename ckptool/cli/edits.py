@@ -1,4 +1,4 @@
-"""The commands that edit: those of the table of edits, ``edit`` for several edits in one pass, convert and redact."""
+"""The commands that edit: one for each edit of the table, ``edit`` for several in one pass, convert and redact."""
 
 from __future__ import annotations
 

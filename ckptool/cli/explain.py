@@ -80,7 +80,7 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
 
 
 def _piped() -> bool:
-    """Return whether standard input is a pipe, or a file of which nothing was read yet, as by ``while read``."""
+    """Return whether standard input is a pipe, or a file that nobody has begun to read, as ``while read`` does."""
     try:
         mode, number = os.fstat(sys.stdin.fileno()).st_mode, sys.stdin.fileno()
         begun = stat.S_ISREG(mode) and os.lseek(number, 0, os.SEEK_CUR) > 0

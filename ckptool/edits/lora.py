@@ -93,7 +93,7 @@ def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
 
 
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
-    """Return the command that merges an adapter into a base, empty if it does not fit, and what there is to say."""
+    """Return the command that merges an adapter into a base, empty if it does not fit, and a remark."""
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:

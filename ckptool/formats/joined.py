@@ -60,7 +60,7 @@ class RankFile(NamedTuple):
 
     @property
     def values(self) -> dict[str, Ref]:
-        """The values at the root, by name; {} if it is no mapping."""
+        """The values at the root, by name; {} for another object than a mapping."""
         return values_of(self.graph, self.graph.root)
 
 

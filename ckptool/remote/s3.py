@@ -168,7 +168,7 @@ def open_store(address: str, settings: Settings) -> tuple[Store, str]:
 
 
 class S3(Web):
-    """A bucket. It takes uploads in parts of 5 MiB to 5 GiB, of which the last one may be smaller.
+    """A bucket. It takes uploads in parts of 5 MiB to 5 GiB; the last part may be smaller.
 
     Its server copies parts from all buckets of the same account.
     """

@@ -161,7 +161,7 @@ def _is_cheap(reader: StorageReader) -> bool:
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield rows at the beginning and in between, some of which any permutation moves; all rows of a small tensor."""
+    """Yield rows at the beginning and in between, so that any permutation moves some; all rows of a small tensor."""
     shape, stride = tensor.shape, tensor.stride
     if extent(shape, stride) <= _ROW:
         yield tensor

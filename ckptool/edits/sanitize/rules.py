@@ -408,7 +408,7 @@ def _collect(
     versions: list[tuple[str, int]],
     within: set[Ref],
 ) -> bool:
-    """Add a module's entries and version, and those of its submodules; return False for another structure.
+    """Add the entries and versions of a module and its submodules; return False for another structure.
 
     ``within`` are the modules around it: a shared module is entered under each name, but never within itself.
     """

@@ -388,7 +388,7 @@ def open_data(
 
 
 def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span]:
-    """Return the first bytes of files that may be placeholders; a remote file with room for its items is none."""
+    """Return the first bytes of files that may be placeholders: not of remote files with room for their items."""
     ends: dict[str, int] = {}
     for item in items:
         ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)

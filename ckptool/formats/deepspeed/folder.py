@@ -252,7 +252,7 @@ class Deepspeed(RankFiles):
         return slices
 
     def _odd_partitions(self, group: int, size: int, part: int) -> Iterator[tuple[str, str]]:
-        """Yield (message, file) for each partition without ``part`` elements, but for stripped padding."""
+        """Yield (message, file) for each partition without ``part`` elements, except stripped padding."""
         for rank, state in self._states.items():
             count, used = state.flats[group].shape[0], min(max(size - rank * part, 0), part)
             last = rank >= self._ranks - 1

@@ -68,7 +68,7 @@ class Meshes(RankFiles):
         super().__init__(folder)
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
-        #: The problems that concern everything. Those of a set concern only its own tensors.
+        #: The problems that concern everything. The problems of one set concern only its tensors.
         foreign: list[Finding] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")

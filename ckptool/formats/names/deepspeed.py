@@ -189,7 +189,7 @@ def number_in(graph: Graph, values: Mapping[str, Ref], name: str, default: int =
 
 
 def items_in(graph: Graph, values: Mapping[str, Ref], name: str) -> Sequence[Ref]:
-    """Return the items of the list or tuple in an entry; () if there is none."""
+    """Return the items of the list or tuple in an entry; () without one."""
     return list_items(graph.nodes[values[name]]) if name in values else ()
 
 
