@@ -84,6 +84,7 @@ def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pie
             assert all(len(piece) <= max(pieces, width) for piece in found)
         assert tensor_size(entry.tensor) == tensor.numel() * width
         stored, times = in_storage_order(entry.tensor)
+        assert 0 in tensor.shape or [*stored.stride] == sorted(stored.stride, reverse=True)
         again = b"".join(elements(storage_reader(checkpoint, stored.storage), stored)) * times
     one, other = (
         torch.frombuffer(bytearray(data), dtype=tensor.dtype) if data else None for data in (again, b"".join(found))
