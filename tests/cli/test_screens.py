@@ -105,6 +105,8 @@ def test_screen(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     for call in CALLS:
         text = shown(call, 60, monkeypatch)
+        if "\x1b" not in text:
+            continue  # the transcripts have its words
         for code, role in _ROLES.items():
             text = text.replace(code, role)
         assert "\x1b" not in text, "escape sequences of other kinds"
