@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import ROOT
 
 from ckptool.cli.main import run
 
-__all__ = ["Said", "has_next_step", "program", "say"]
+__all__ = ["Said", "has_next_step", "program", "say", "typed"]
 
 
 class Said(NamedTuple):
@@ -50,3 +51,10 @@ def program(*arguments: str | Path, code: str = "", env: dict[str, str] | None =
 def has_next_step(said: Said) -> bool:
     """Return whether an error on stderr says what to do next: on a line of its own, or behind a semicolon."""
     return re.search(r"(?m)^ckptool: .*(; \w|\n *(\S.*\n *)*-> \S)", said.err) is not None
+
+
+def typed(line: str, out: Path) -> int:
+    """Run a printed command line as a shell would, with another output."""
+    words = shlex.split(line)
+    assert words[0] == "ckptool" and words[-2] == "-o"
+    return run([*words[1:-1], str(out), "--force", "-q"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from calibration import loops
+from command_line import typed
 from conftest import sample
 from torch import nn
 from trained_models import model_of
@@ -44,13 +45,6 @@ def cause(report: Mapping[str, Any]) -> tuple[str, str]:
     assert not (report["fix"] and report["fix"]["complete"])
     [one] = report["causes"]
     return one["kind"], one["message"]
-
-
-def typed(command: str, out: Path) -> int:
-    """Run a command line as a shell would, with another output."""
-    words = shlex.split(command)
-    assert words[0] == "ckptool" and words[-2] == "-o"
-    return run([*words[1:-1], str(out), "-q"])
 
 
 def with_prefix(state: State, prefix: str) -> State:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import typed
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, sample
 from torch import nn
 from trained_models import TRAINED, Backbone, Block, Flat, Net, filled, fsdp, state
@@ -52,13 +52,6 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
         assert typed(found.report["fix"]["command"], printed) == 0
         assert printed.read_bytes() == out.read_bytes()
     return found.report
-
-
-def typed(command: str, out: Path) -> int:
-    """Run a command line as a shell would, with another output."""
-    words = shlex.split(command)
-    assert words[0] == "ckptool" and words[-2] == "-o"
-    return run([*words[1:-1], str(out), "--force", "-q"])
 
 
 @pytest.mark.sampled(every=5)
