@@ -188,7 +188,7 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
         if name == "_codecs.encode" and len(values) == 2 and values[1] in ("latin1", "latin-1"):
             return values[0].encode("latin-1") if type(values[0]) is str else None
         if name == "builtins.complex" and len(values) == 2 and all(type(value) in (int, float) for value in values):
-            return complex(*values)  # type: ignore[arg-type]
+            return complex(*values)
     except (UnicodeEncodeError, OverflowError):
         pass
     return None

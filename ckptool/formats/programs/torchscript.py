@@ -310,8 +310,9 @@ def _classes(text: str) -> dict[str, ScriptClass]:
                 classes[name] = ScriptClass(match[2] == "Module", frozenset(), None)
         elif name:
             names = frozenset(match[1] for match in _QUOTED.finditer(line["names"]))
-            field = "parameters" if line["kind"] == "__parameters__" else "buffers"
-            classes[name] = classes[name]._replace(**{field: names})
+            found = classes[name]
+            is_parameters = line["kind"] == "__parameters__"
+            classes[name] = found._replace(parameters=names) if is_parameters else found._replace(buffers=names)
     return classes
 
 
