@@ -182,6 +182,12 @@ def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str,
         return f"no model in it has the names of the average ({names})", command("keys", checkpoint.path)
     if "averaging_state" in values_of(checkpoint.graph, checkpoint.graph.root):
         return "state_dict holds the averaged weights already (WeightAveraging of Lightning)", ""
+    if checkpoint.survey.modules:
+        steps, output = (
+            (Step("sanitize"), Step("as_state_dict"), Step("use_ema")),
+            suggested_output(checkpoint.path, "ema"),
+        )
+        return "its models are pickled modules", command("edit", checkpoint.path, steps=steps, output=output)
     return "it holds no averaged weights that ckptool can tell by name", tree_step(checkpoint.path)
 
 

@@ -60,16 +60,6 @@ def test_different_tensors_are_not_tied(one: torch.Tensor, other: torch.Tensor, 
         edited({"a": one, "b": other}, tmp_path, ("tie", "a=b"))
 
 
-def test_tensors_that_differ_by_damage_are_damaged(tmp_path: Path) -> None:
-    table = torch.arange(6.0)
-    path = saved({"a": table, "b": table.clone()}, tmp_path / "in.pth")
-    data = bytearray(path.read_bytes())
-    data[data.index(table.numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-    said = say("slim", path, "--tie", "a=b", "-o", tmp_path / "out.pth")
-    assert said.code == 3 and "is damaged" in said.err and not (tmp_path / "out.pth").exists()
-
-
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.integers(0, 4), st.sampled_from(["plain", "part", "turned", "expanded"]), st.booleans())
 def test_an_untied_tensor_has_its_own_storage(rows: int, layout: str, legacy: bool) -> None:

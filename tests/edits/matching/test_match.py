@@ -264,7 +264,7 @@ def test_a_model_by_name(what: str, code: Path, capsys: pytest.CaptureFixture[st
         (":build", "is not PACKAGE.MODULE:CALLABLE"),
         ("a-b:build", "is not PACKAGE.MODULE:CALLABLE"),
         ("nowhere_at_all:build", "importing nowhere_at_all ends with ModuleNotFoundError: No module named"),
-        ("CODE:biuld", "there is no 'biuld' in"),
+        ("CODE:biuld", "has no attribute 'biuld'"),
         ("CODE:real", "calling it on the meta device ends with RuntimeError: "),
         ("CODE:leaves", "calling it on the meta device ends with SystemExit: 3"),
         ("CODE:nothing", "it gives int, where a torch.nn.Module or a state dict is wanted"),
