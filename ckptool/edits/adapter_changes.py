@@ -337,7 +337,6 @@ def _ia3(module: Module, keys: Keys) -> Iterator[WeightChange]:
 
 
 def _token_rows(module: Module, keys: Keys) -> Iterator[WeightChange]:
-    """Yield the change of an embedding by trained rows."""
     size = module.sizes(keys, {"trainable_tokens_delta": "n d"})
     (key,), adapter, own = keys.values(), module.adapter, module.own
     given = adapter.config.get("trainable_token_indices") or adapter.config.get("token_indices")

@@ -9,7 +9,6 @@ from typing import Final
 from ..base.errors import RefusedError
 from ..base.lazy import regex
 from ..base.nearest import nearest
-from ..base.records import NamedTuple
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted, shape_text
 from ..checkpoint.checkpoint import Checkpoint
@@ -120,7 +119,6 @@ def _changes_of(
 def _wrong_base(
     adapter: Adapter, missing: Sequence[str], number: int, base: Mapping[str, Tensor], path: str
 ) -> RefusedError:
-    """Return the error about modules that the base lacks, with a name that it has."""
     matched, absent = number - len(missing), join_limited([quoted(module) for module in missing], most=3)
     wrong = "" if matched else " (wrong base?)"
     message = f"{matched:,} of {pluralize(number, 'module')} matched{wrong}; not in {path}: {absent}"
@@ -205,13 +203,6 @@ _MOST_EXPERTS: Final = 1 << 14
 _ORDERS: Final = ("out, in", "in, out")
 
 
-class _Pair(NamedTuple):
-    """The keys of the two matrices of one parameter."""
-
-    a: str
-    b: str
-
-
 def parameter_changes(
     adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float
 ) -> tuple[list[WeightChange], set[str]]:
@@ -237,11 +228,11 @@ def parameter_changes(
         for pair, ways in zip(pairs, fits):
             left = [(name, order) for name, order in ways if order in orders]
             if len(left) != 1 or left[0][0] in taken:
-                message = f"{quoted(pair.a)} fits {' and '.join(dict.fromkeys(quoted(name) for name, _ in ways))}"
+                message = f"{quoted(pair[0])} fits {' and '.join(dict.fromkeys(quoted(name) for name, _ in ways))}"
                 raise adapter.refusal(f"{message} in several ways, and the file does not say which", BY_PEFT)
             ((name, order),) = left
             found += _expert_changes(adapter, pair, name, known[name], order, weight)
-            used |= {pair.a, pair.b}
+            used |= {*pair}
             taken.add(name)
     return found, used
 
@@ -252,24 +243,24 @@ def _is_in(module: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _pairs(adapter: Adapter, targets: list[str]) -> dict[str, list[_Pair]]:
-    """Return the matrices of each module that holds parameters."""
+def _pairs(adapter: Adapter, targets: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return the keys of the two matrices of each parameter, A first, by the modules that hold them."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for key in adapter.tensors:
         match = _KEY.match(key)
         if match is not None and any(_is_in(match["module"], target) for target in targets):
             found.setdefault((match["module"], match["nested"]), {})[match["which"]] = key
-    pairs: dict[str, list[_Pair]] = {}
+    pairs: dict[str, list[tuple[str, str]]] = {}
     for (module, _), keys in found.items():
         if len(keys) < 2:
             raise adapter.refusal(f"{quoted(next(iter(keys.values())))} has no partner: the file is incomplete")
-        pairs.setdefault(module, []).append(_Pair(keys["A"], keys["B"]))
+        pairs.setdefault(module, []).append((keys["A"], keys["B"]))
     return pairs
 
 
-def _fits(adapter: Adapter, pair: _Pair, weights: Mapping[str, Weight], path: str) -> list[tuple[str, str]]:
+def _fits(adapter: Adapter, pair: tuple[str, str], weights: Mapping[str, Weight], path: str) -> list[tuple[str, str]]:
     """Return the parameters of the shape of two matrices, with their orders of axes; raise RefusedError without any."""
-    a, b = (adapter.tensors[key].shape for key in (pair.a, pair.b))
+    a, b = (adapter.tensors[key].shape for key in pair)
     found = []
     for name, weight in weights.items():
         *outer, rows, columns = (1, *weight.shape) if len(weight.shape) == 2 else weight.shape
@@ -278,21 +269,21 @@ def _fits(adapter: Adapter, pair: _Pair, weights: Mapping[str, Weight], path: st
             found += [(name, "in, out")] if (rows, columns) == (a[1], b[0]) and len(weight.shape) == 3 else []
     if not found:
         shapes = join_limited([f"{quoted(name)} of {shape_text(weight.shape)}" for name, weight in weights.items()])
-        message = f"{quoted(pair.a)} of {shape_text(a)}, and its partner of {shape_text(b)}, do not fit {shapes}"
+        message = f"{quoted(pair[0])} of {shape_text(a)}, and its partner of {shape_text(b)}, do not fit {shapes}"
         raise adapter.refusal(f"{message} in {path}: another base")
     return found
 
 
 def _expert_changes(
-    adapter: Adapter, pair: _Pair, name: str, weight: Weight, order: str, factor: float
+    adapter: Adapter, pair: tuple[str, str], name: str, weight: Weight, order: str, factor: float
 ) -> Iterator[WeightChange]:
     """Yield the change of each tensor in the base that holds rows of an expert."""
-    a, b = adapter.stored(pair.a), adapter.stored(pair.b)
+    a, b = map(adapter.stored, pair)
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
     if experts > _MOST_EXPERTS:
         raise adapter.refusal(f"{quoted(name)} has {experts:,} experts, and {_MOST_EXPERTS:,} are the most")
     rank = a.view.shape[0] // experts
-    check_rank(adapter, pair.a, rank)
+    check_rank(adapter, pair[0], rank)
     factor *= scale(adapter, name, rank)
     rows = prod(weight.shape[:-1]) // experts
     for expert in range(experts):
@@ -308,7 +299,6 @@ def _expert_changes(
 
 
 def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
-    """Return every column of a matrix with this distance, from ``begin`` on."""
     view = part.view
     columns = view._replace(
         shape=(view.shape[0], view.shape[1] // step),
@@ -319,5 +309,4 @@ def _columns(part: StoredTensor, begin: int, step: int) -> StoredTensor:
 
 
 def _turned(part: StoredTensor) -> StoredTensor:
-    """Return the transpose of a matrix."""
     return part._replace(view=part.view._replace(shape=part.view.shape[::-1], stride=part.view.stride[::-1]))

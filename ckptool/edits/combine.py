@@ -116,7 +116,6 @@ def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, 
 
 
 def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs) -> Change | None:
-    """Merge one state dict into another; return the change, or None if no key is chosen."""
     here, there = graft.checkpoint, graft.foreign
     items = list(mapping(here.graph, ours.ref) or ())  # a root may hold more than the model
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(items)}
@@ -395,7 +394,6 @@ _COUNTS = ("epoch", "global_step", "step", "iteration", "iter")
 
 
 def _counts(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the numbers at the top level that count training."""
     entries = values_of(checkpoint.graph, checkpoint.graph.root)
     values = {name: scalar(checkpoint.graph, entries[name]) for name in _COUNTS if name in entries}
     return {name: value for name, value in values.items() if isinstance(value, int | float) and value == value}

@@ -190,7 +190,6 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
 def _elsewhere(
     checkpoint: Checkpoint, output: OutputFormat, request: _Request, error: CkptoolError
 ) -> CkptoolError | None:
-    """Return a better error if another path is meant, or None."""
     part = None if takes_part(request.allow_loss) else part_of(checkpoint)
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
         return RefusedError(part.message, path=checkpoint.path, next=_step_at(part.folder, output, request))
@@ -229,7 +228,6 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
-    """Return the checkpoint with a format as its target; raise RefusedError for losses that are not allowed."""
     chosen = _only_dict(checkpoint, request.key, output) if output.holds_one(request.shard_size) else None
     parts: list[Loss] = []
     if output.plain:
@@ -345,7 +343,8 @@ class Conversion(NamedTuple):
         known = named_format(output)
         named = known.name if known is not None else ""
         if self.shard_size or self.tied or self.metadata:
-            return named or _sharded_format(checkpoint, output)
+            own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
+            return named or (own.like if own.shards else output_format(output))
         own = OUTPUTS.get(checkpoint.traits.writes_as)
         kept = own.like if own is not None else ""
         return named if named != kept else ""
@@ -457,9 +456,3 @@ def output_format(path: str) -> str:
     if is_folder_name(path):
         what, step = "the name means a folder", "say its format: `--to-format safetensors` `--max-shard-size 5GB`"
     raise TargetError(f"{what}; there are {join_limited(TARGETS)}", path=path, next=step)
-
-
-def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
-    """Return the checkpoint's own format if it can be sharded, otherwise the format that the output's name means."""
-    own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
-    return own.like if own.shards else output_format(path)

@@ -120,7 +120,6 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
 
 
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
-    """Return the base with the changes of all adapters; nothing is read but metadata."""
     merge = _Merge(base, key)
     changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
     return merge.done(changes, [adapter.checkpoint for adapter in adapters])
@@ -248,7 +247,6 @@ class _Merge:
         return whole and full and not self.work.is_pinned(tensor.storage) and (together or len(entries) == 1)
 
     def _piece(self, source: str, tensor: Tensor, steps: Sequence[AdapterStep]) -> Computed:
-        """Return the bytes of a weight that starts from the tensor ``source``, with all steps applied."""
         work, dtype = self.work, BY_NAME[tensor.dtype]
         added = source in self.sources
         storage = steps[0].tensors[0].storage if added else storage_reader(work.checkpoint, tensor.storage)
@@ -280,7 +278,6 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpo
 def _report(
     adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, path: str
 ) -> Change:
-    """Return the summary for one adapter, and the notes on its base."""
     merged = len({change.key for change in changes if change.step.kind != "copy"})
     added = len({change.key for change in changes if change.added})
     replaced = len({change.key for change in changes if change.step.kind == "copy"}) - added

@@ -120,7 +120,6 @@ def drop_step(path: str, entries: Iterable[str]) -> NextStep:
 
 
 def _values(graph: Graph, ref: Ref) -> list[Node]:
-    """Return the nodes in a list."""
     return [graph.nodes[part] for part in list_items(graph.nodes[ref])]
 
 

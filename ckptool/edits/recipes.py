@@ -167,7 +167,10 @@ def _applied(
     config: str | Mapping[str, Any] | None,
     allow_loss: Collection[str] = (),
 ) -> Checkpoint:
-    given = _given(config)
+    content = read_object(config) if isinstance(config, str) else config
+    if content is None and isinstance(config, str):
+        raise MalformedError("it is not a JSON object", path=config)
+    given = [] if content is None else [content]
     facts = [*given, *_facts(checkpoint)]
     quantized = quantization(checkpoint)
     try:
@@ -334,7 +337,6 @@ def _chosen(
 
 
 def _applies(recipe: Recipe, views: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a recipe fits a model, perhaps once a number is known."""
     try:
         return fits(recipe, views) and bool(apply(recipe._replace(model_types=((), ())), views, facts))
     except RefusedError as error:
@@ -404,14 +406,6 @@ def _chunk(work: Recomputation, block: Block, tensor: Tensor, dtype: Dtype, name
     return Chunk(block.box, body.piece.source, begin)
 
 
-def _given(config: str | Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the numbers that the user gave, in a list."""
-    content = read_object(config) if isinstance(config, str) else config
-    if content is None and isinstance(config, str):
-        raise MalformedError("it is not a JSON object", path=config)
-    return [] if content is None else [content]
-
-
 def _described_beside(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     """Return the content of the configurations beside the weights."""
     source = checkpoint.source
@@ -421,7 +415,6 @@ def _described_beside(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
 
 
 def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
-    """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
     yield from _described_beside(checkpoint)
     source, graph = checkpoint.source, checkpoint.graph
     own = arguments(graph)

@@ -152,7 +152,6 @@ def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
 
 
 def _reset(editor: GraphEditor, ref: Ref, name: str, value: Ref) -> None:
-    """Set an attribute of an object, if the object's state is a dict that has it."""
     graph = editor.graph
     node = graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():

@@ -15,7 +15,7 @@ from ..base.steps import command
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
-from ..checkpoint.graph_editor import GraphEditor, used_storages
+from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.selection import dotted, selected
 from ..checkpoint.survey import StateDict
@@ -85,7 +85,6 @@ class Cluster(NamedTuple):
 
 
 def _without_slack(original: Checkpoint, key: str | None, only: Globs) -> Checkpoint:
-    """Cut storages to the bytes that tensors read."""
     work = Recomputation(original)
     cut = made_dense = before = after = 0
     for item in work.storages(chosen_storages(work.checkpoint, key, only)):
@@ -99,7 +98,10 @@ def _without_slack(original: Checkpoint, key: str | None, only: Globs) -> Checkp
             work.added[key] = StorageData(piece, size_of(piece))
             made_dense += cluster.has_gaps
             for use in cluster.uses:
-                _repoint(work.editor, use, key, size_of(piece) // storage.dtype.itemsize, cluster)
+                tensor, numel = use.tensor, size_of(piece) // storage.dtype.itemsize
+                start = 0 if 0 in tensor.shape else tensor.offset - cluster.begin // BY_NAME[tensor.dtype].itemsize
+                shape = tensor.shape if cluster.has_gaps else None
+                work.editor.changed[use.args] = repointed(work.editor, use, key, numel, offset=start, shape=shape)
         cut, before, after = cut + 1, before + storage.nbytes, after + size
     if not cut:
         return work.done([Change("slim-views", "", 0, 0, "no storage has unused bytes")])
@@ -146,13 +148,6 @@ def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
     if isinstance(body.piece, Span) and not body.compressed:
         return Span(body.piece.source, body.piece.offset + cluster.begin, size)
     return Computed(size, StorageReader.stored, (reader, cluster.begin, size))
-
-
-def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Cluster) -> None:
-    tensor = use.tensor
-    offset = 0 if 0 in tensor.shape else tensor.offset - cluster.begin // BY_NAME[tensor.dtype].itemsize
-    shape = tensor.shape if cluster.has_gaps else None
-    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, shape=shape)
 
 
 def merged_doubles(
@@ -342,7 +337,6 @@ def _value(work: Recomputation, state_dict: StateDict, name: str) -> tuple[Ref, 
 
 
 def _refuse_different(work: Recomputation, one: str, tensor: Tensor, other: str, kept: Tensor) -> None:
-    """Raise RefusedError unless two tensors are equal in dtype, shape and bytes."""
     kinds = [f"{each.dtype} {list(each.shape)}" for each in (tensor, kept)]
     if kinds[0] != kinds[1]:
         what = f"{quoted(one)} is {kinds[0]} and {quoted(other)} {kinds[1]}"

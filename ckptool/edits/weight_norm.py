@@ -110,7 +110,6 @@ def dimension(magnitude: tuple[int, ...], direction: tuple[int, ...]) -> int | N
 
 
 def _folded(work: Recomputation, norms: list[_Norm], key: str | None) -> Checkpoint:
-    """Replace the two tensors of each norm by their product."""
     need_torch("folding weight norms", work.checkpoint.path)
     nodes = work.checkpoint.graph.nodes
     done: dict[tuple[int, int], int] = {}

@@ -230,8 +230,7 @@ class Attempt(NamedTuple):
     """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
 
     ``start`` has its own names, ``best`` those that may be offered. ``likely`` are the names for which reasons are
-    sought. ``doubts`` counts keys that would fit in order alone. ``ties`` maps missing names to the names in the file
-    that have their values.
+    sought. ``ties`` maps missing names to the names in the file that have their values.
     """
 
     state_dict: StateDict
@@ -241,7 +240,6 @@ class Attempt(NamedTuple):
     start: Candidate
     best: Candidate
     likely: list[str]
-    doubts: int
     ties: Mapping[str, str] = MappingProxyType({})
 
     @property
@@ -352,15 +350,10 @@ def _attempt(
     space = Space(specs, target.tensors, filled, Pairing(values, target.values))
     start = space.candidate((), [*specs])
     best = best_renaming(space, start, target.source)
-    likely, doubts = best.names, 0
-    if not best.fit.complete:
-        if len(best.fit.loads) * 2 < min(len(specs), len(target.tensors)):
-            best = start  # two models share a few names and shapes by chance
-        have = {name: spec.shape for name, spec in zip(likely, specs.values()) if name not in target.tensors}
-        given = {*likely}
-        wanted = [shape for name, shape in target.shapes.items() if name not in given]
-        doubts = len(have) if [*have.values()] == wanted else 0
-    return Attempt(item, space, before, after, start, best, likely, doubts)
+    likely = best.names
+    if not best.fit.complete and len(best.fit.loads) * 2 < min(len(specs), len(target.tensors)):
+        best = start  # two models share a few names and shapes by chance
+    return Attempt(item, space, before, after, start, best, likely)
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:

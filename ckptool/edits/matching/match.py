@@ -78,7 +78,9 @@ def match_checkpoint(
     ties = find_ties(here, target, rest.missing) if strict else {}
     program = program_of(checkpoint)
     solvable = tied_causes(ties, here)
-    if program is None and _is_file(checkpoint):  # transformers ties what a folder lacks, and copies no more
+    is_folder = isinstance(checkpoint.source, FolderSource | MemberSource)
+    # Transformers ties what a folder lacks, and copies no more.
+    if program is None and (os.path.isfile(checkpoint.path) or (is_remote(checkpoint.path) and not is_folder)):
         best = best._replace(ties={name: here.label(source) for name, source in ties.items()})
         case = case._replace(best=best)
     other_model = not trained and _is_other_model(case, rest, causes)
@@ -143,11 +145,6 @@ def match_checkpoint(
     return Match(report, None if fix is None and not fits else steps, case.edited_key(steps))
 
 
-def _is_file(checkpoint: Checkpoint) -> bool:
-    remote = is_remote(checkpoint.path) and not isinstance(checkpoint.source, FolderSource | MemberSource)
-    return remote or os.path.isfile(checkpoint.path)
-
-
 def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
     """Return whether too few keys load, or are explained, for this to be the same model."""
     same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
@@ -159,7 +156,6 @@ def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bo
 
 
 def _fix(case: Case) -> tuple[Steps, Fix | None]:
-    """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
     best = case.best
     # No edit restores a whole tensor from one rank's part, and no edit of names moves rows.
     if best.misplaced or not case.editable or any(spec.part for spec in best.specs.values()):
@@ -171,7 +167,12 @@ def _fix(case: Case) -> tuple[Steps, Fix | None]:
         drops = drop_steps(best.renamed, after.unexpected)
     if drops:
         dropped, after = after.unexpected, after._replace(unexpected=[])
-    steps = (*best.before, *best.best.steps, *_copies(case), *drops, *best.after)
+    base = "" if best.before else best.path
+    copies = (
+        Step("merge-entry", f"{case.checkpoint.path}:{spell_key(best.path, source)}={spell_key(base, name)}")
+        for name, source in best.ties.items()
+    )
+    steps = (*best.before, *best.best.steps, *copies, *drops, *best.after)
     if not steps or (not after.loads and not after.complete):
         return (), None
     before = _loadable(case.checkpoint)
@@ -229,17 +230,8 @@ def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
 
 
 def _in_wrong_place(agreement: Agreement) -> str:
-    names = join_limited(list(agreement.contradicted), most=3)
+    names = join_limited(agreement.contradicted, most=3)
     return f"the target has the same values in another order, or under another name: {names}"
-
-
-def _copies(case: Case) -> Steps:
-    path, place = case.checkpoint.path, case.best.path
-    base = "" if case.best.before else place
-    return tuple(
-        Step("merge-entry", f"{path}:{spell_key(place, source)}={spell_key(base, name)}")
-        for name, source in case.best.ties.items()
-    )
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:
@@ -308,9 +300,9 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
 
 def _whole_step(case: Case, part: Part) -> str:
     """Return the command that matches the whole checkpoint, or shows which of its files are there; "" without any."""
-    if not part.folder or case.target.kind == "names" or case.target.source == STDIN:
-        return str(command("inspect", part.folder)) if part.folder else ""
-    if folder_format(part.folder) is None:
+    if not part.folder:
+        return ""
+    if case.target.kind == "names" or case.target.source == STDIN or folder_format(part.folder) is None:
         return str(command("inspect", part.folder))
     return _match_line(case, part.folder, anywhere=case.anywhere, lenient=not case.strict)
 
@@ -350,8 +342,6 @@ def _notes(case: Case) -> list[str]:
         notes.append(f"{pluralize(shards, 'sharded tensor')}: they load only into a model that is spread likewise")
     if target.part is not None and not target.part.tensors_whole:
         notes.append(f"the target: {target.part.message}")
-    if best.doubts:
-        notes.append(f"{pluralize(best.doubts, 'key')} fit by order and shape alone: no edit is offered for that")
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
     return notes

@@ -105,7 +105,6 @@ class Pairing:
         return any(not any(names_agree(own, other) for own in same) for other in there)
 
     def _is_related(self) -> bool:
-        """Return whether any of our tensors can be recognised in the target."""
         assert self._target is not None
         there = self._target.by_content()
         return any(sample.is_telling and sample in there for sample in self._own.by_content())

@@ -1,7 +1,4 @@
-"""The target of a match: names, shapes and dtypes from a checkpoint, a lock file, a model or a mapping.
-
-Only this module of ``like`` opens files and builds models.
-"""
+"""The target of a match: names, shapes and dtypes from a checkpoint, a lock file, a model or a mapping."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.steps import command, tree_step
-from ...base.text import join_limited, pluralize, shape_text
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name, list_items, mapping
 from ...checkpoint.paths import parse_steps
@@ -120,10 +117,13 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
         error = error._replace(missing=wanted_keys or error.missing)
     # If the model was given a dict around the state dict, it has none of the dict's keys.
     around = not any(given <= specs.keys() for _, specs in dicts) and given <= _keys_around(checkpoint)
-    place, have = next(((path, specs) for path, specs in dicts if not _denies(error, specs)), ("", dict[str, Spec]()))
+    place, have = next(
+        ((path, specs) for path, specs in dicts if not _contradicted(error, specs)), ("", dict[str, Spec]())
+    )
     if not have and not around:
         _, specs = max(dicts, key=lambda item: len(given & item[1].keys()), default=("", dict[str, Spec]()))
-        what = f"the message is about another checkpoint: {_denies(error, specs)}"
+        odd = join_limited(_contradicted(error, specs), most=3)
+        what = f"the message is about another checkpoint: what it says of {odd} is not so in this one"
         raise TargetError(what, path=checkpoint.path)
     if error.cut and (error.missing or error.unexpected):
         what = "the message names only some of the keys: its lists end with '...'"
@@ -149,17 +149,11 @@ def _keys_around(checkpoint: Checkpoint) -> set[str]:
     return keys
 
 
-def _denies(error: StateDictError, specs: Mapping[str, Spec]) -> str:
-    """Return how a message contradicts a state dict, or ""."""
-    absent = [key for key in (*error.unexpected, *(item.key for item in error.mismatched)) if key not in specs]
-    if absent:
-        return f"{join_limited(absent, most=3)} {'is' if len(absent) == 1 else 'are'} not in this one"
-    present = [key for key in error.missing if key in specs]
-    if present:
-        return f"this one has {join_limited(present, most=3)}, which the message calls missing"
-    sizes = [(item, specs[item.key].shape) for item in error.mismatched]
-    other = next(((item.key, shape) for item, shape in sizes if shape is not None and shape != item.saved), None)
-    return f"{other[0]} is {shape_text(other[1])} in this one" if other else ""
+def _contradicted(error: StateDictError, specs: Mapping[str, Spec]) -> list[str]:
+    """Return the keys of a message that a state dict lacks, or has in another shape, or that are not missing in it."""
+    keys = [key for key in error.unexpected if key not in specs] + [key for key in error.missing if key in specs]
+    saved = {item.key: (None, item.saved) for item in error.mismatched}
+    return keys + [key for key, shapes in saved.items() if key not in specs or specs[key].shape not in shapes]
 
 
 def comparable(target: MatchTarget, specs: Iterable[Spec]) -> MatchTarget:
@@ -277,10 +271,9 @@ def _spec_in_lock(entry: Mapping[str, Any]) -> Spec:
     """Return the spec of an entry; raise ValueError, KeyError or TypeError for one that no lock has."""
     if "shape" not in entry:
         return Spec(None, str(entry["type"]))
-    sizes = entry["shape"]
-    if not isinstance(entry["dtype"], str) or not all(type(size) is int and size >= 0 for size in sizes):
+    if not isinstance(entry["dtype"], str) or not all(type(size) is int and size >= 0 for size in entry["shape"]):
         raise ValueError(entry)
-    return Spec(tuple(sizes), entry["dtype"])
+    return Spec(tuple(entry["shape"]), entry["dtype"])
 
 
 def rename_like(

@@ -10,7 +10,8 @@ from ...base.addresses import is_remote
 from ...base.errors import CkptoolError
 from ...base.suffixes import CHECKPOINTS, PICKLES
 from ...checkpoint.checkpoint import Change, Checkpoint
-from ...files.sources import FolderSource, Piece, Plan, Span
+from ...files.sources import FolderSource, Plan
+from ...files.write.copying import stream_pieces
 from ...formats.opening import open_checkpoint
 from ...formats.planning import plan_of
 from ...safety.storages import storage_flaws
@@ -62,13 +63,6 @@ def content(checkpoint: Checkpoint) -> bytes:
     """Return the bytes of a small output."""
     planned, _ = plan_of(checkpoint)
     assert isinstance(planned, Plan)
-    return b"".join(chunk for piece in planned.pieces for chunk in _chunks(piece))
-
-
-def _chunks(piece: Piece) -> Iterator[bytes]:
-    if isinstance(piece, bytes):
-        yield piece
-    elif isinstance(piece, Span):
-        yield piece.source.read(piece.offset, piece.size)
-    else:
-        yield from piece.chunks()
+    data = bytearray()
+    stream_pieces(planned, data.extend)
+    return bytes(data)

@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Final
+from typing import Any, Final
 
 from ...base.lazy import regex
 from ...base.text import join_limited, pluralize
@@ -61,23 +61,14 @@ def _string(text: str | None, note: str = "") -> RuleResult:
 def _date(case: Case) -> RuleResult:
     """Replace a date or time by its ISO form; a few bytes hold the fields (CPython, Lib/_pydatetime.py)."""
     raw = raw_bytes(case.editor, case.args[0]) if case.args else None
-    text = _iso(case.name, raw) if raw is not None else None
     zone = _zone_after(case, case.args[1]) if len(case.args) > 1 else ""
-    return UNKNOWN if text is None or zone is None else Replacement(text + zone)
-
-
-def _iso(name: str, raw: bytes) -> str | None:
+    kind: Any = getattr(datetime, case.name.rpartition(".")[2])
     try:
-        if name == "datetime.date" and len(raw) == 4:
-            return datetime.date(raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3]).isoformat()
-        if name == "datetime.time" and len(raw) == 6:
-            return datetime.time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:6], "big")).isoformat()
-        if name == "datetime.datetime" and len(raw) == 10:
-            year, micro = raw[0] << 8 | raw[1], int.from_bytes(raw[7:10], "big")
-            return datetime.datetime(year, raw[2] & 0x7F, raw[3], raw[4], raw[5], raw[6], micro).isoformat()
-    except ValueError:
-        pass
-    return None
+        # Python reads its own bytes without a check of each field; a text is checked.
+        text = kind.fromisoformat(kind(raw).isoformat()).isoformat()
+    except (TypeError, ValueError):
+        return UNKNOWN
+    return UNKNOWN if zone is None else Replacement(text + zone)
 
 
 def _zone_after(case: Case, ref: Ref) -> str | None:
@@ -171,7 +162,6 @@ def _range(case: Case) -> Replacement:
 
 
 def _text(case: Case) -> RuleResult:
-    """Replace decimals, fractions and patterns by the text that makes them."""
     text = case.text(0)
     if case.name == "fractions.Fraction" and len(case.args) == 2:
         parts = [case.current(ref) for ref in case.args]
@@ -194,7 +184,6 @@ def _member(case: Case) -> RuleResult:
 
 
 def _partial(case: Case) -> RuleResult:
-    """Replace ``functools.partial`` by its state: (function, arguments, keywords, attributes)."""
     state = case.last_state()
     if len(state) < 3:
         return UNKNOWN
@@ -203,7 +192,6 @@ def _partial(case: Case) -> RuleResult:
 
 
 def _generator(case: Case) -> RuleResult:
-    """Replace ``torch.Generator``, whose state is (seed, offset, ByteTensor), by that tensor."""
     state = case.last_state()
     said = "its state, a ByteTensor for set_state"
     return Replacement(case.current(state[2]), shown=said) if len(state) == 3 else UNKNOWN
@@ -440,7 +428,6 @@ def _collect(
 
 
 def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
-    """Return the members of a set, which is a node or a call."""
     node = case.graph.nodes[ref] if ref >= 0 else None
     if isinstance(node, Set):
         return tuple(node.items)

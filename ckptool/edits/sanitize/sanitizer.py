@@ -146,7 +146,9 @@ def _make_plain(
         raise _refusal(checkpoint, sanitizer, True)
     graph = sanitizer.editor.done()
     _refuse_cycles(checkpoint, sanitizer, graph)
-    graph = _plain_style(graph)
+    # Protocol 2, as CPython would write it: it does not need the two strings of a STACK_GLOBAL.
+    nodes = [Global(n.module, n.name) if type(n) is Global and n.parts is not None else n for n in graph.nodes]
+    graph = Graph(nodes, graph.root, Style(2), None, ())
     kept, gone = graph, set[Ref]()
     if unknown:
         gone = removed_with(graph, unknown.keys())
@@ -162,12 +164,17 @@ def _make_plain(
     known = [ref for ref in gone if ref < len(checkpoint.graph.nodes)]
     rest = lost.difference(checkpoint.graph.reachable(*known) if known else ())
     if rest:
-        count, words = _left_out(checkpoint, rest)
+        leading = leading_to(checkpoint.graph, rest)
+        paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
+        paths += [place for place, ref, _ in checkpoint.survey.storages if ref in rest]
+        words = join_limited(paths or ["arrays among the attributes of an object"], most=3)
         if not sanitizer.state_dicts:
             message = f"values of tensors are among what a plain form leaves out: {words}"
             raise RefusedError(message, path=path, next=command("inspect", path))
         # as_state_dict keeps a module's parameters and persistent buffers only, and the user asked for that.
-        sanitizer.note(sanitizer.state_dicts[0], pluralize(count, "tensor"), f"left out with its attributes: {words}")
+        sanitizer.note(
+            sanitizer.state_dicts[0], pluralize(len(paths), "tensor"), f"left out with its attributes: {words}"
+        )
     if unknown:
         others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
         graph = kept
@@ -241,13 +248,6 @@ def _refusal(
     return RefusedError(message, path=path, next=step)
 
 
-def _plain_style(graph: Graph) -> Graph:
-    """Return the graph in the protocol that torch reads, written as CPython would."""
-    # Protocol 2 does not need the two strings of a STACK_GLOBAL.
-    nodes = [Global(n.module, n.name) if type(n) is Global and n.parts is not None else n for n in graph.nodes]
-    return Graph(nodes, graph.root, Style(2), None, ())
-
-
 def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
     """Return the storages, arrays and tensors with bytes that are not in ``kept``, the graph without ``gone``."""
     graph, survey = checkpoint.graph, checkpoint.survey
@@ -262,14 +262,6 @@ def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> 
         lost |= arrays.difference(graph.reachable(*random)) if random else arrays
     lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
     return lost.intersection(graph.reachable()) if lost else lost
-
-
-def _left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
-    """Return how many tensors and storages lead to something lost, and a text with their paths."""
-    leading = leading_to(checkpoint.graph, lost)
-    paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
-    paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
-    return len(paths), join_limited(paths or ["arrays among the attributes of an object"], most=3)
 
 
 class _Visit(NamedTuple):
@@ -453,7 +445,6 @@ class _Sanitizer:
         return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
 
     def _kind(self, ref: Ref) -> str:
-        """Return the kind of a tensor, "" for another object."""
         tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
         return tensor.kind if tensor is not None else ""
 
