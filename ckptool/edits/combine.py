@@ -109,10 +109,10 @@ def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, 
     there = adapter_keys(name for name in names if not only or only.match(name, spell_key(theirs.path, name)))
     if there and not adapter_keys(str(checkpoint.graph.nodes[name]) for name, _ in ours.items):
         message = f"it is an adapter ({quoted(there[0])}): merge replaces tensors, and does not add W + BA"
-        from .lora import merge_step  # only adapters need it
+        from .lora import merge_verdict  # only adapters need it
 
         by_peft = "use PEFT: model.merge_and_unload(), then model.save_pretrained()"
-        raise RefusedError(message, path=other.path, next=merge_step(checkpoint, other) or by_peft)
+        raise RefusedError(message, path=other.path, next=merge_verdict(checkpoint, other)[0] or by_peft)
 
 
 def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs) -> Change | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from ..base.errors import CkptoolError, RefusedError, TargetError, adding_path
 from ..base.findings import INNER
@@ -35,12 +35,6 @@ from .entries import extract
 from .flat_params import refuse_flat, unflatten_by
 from .optimizers import optimizers
 from .sharded import local_parts
-
-#: The report of a Hugging Face folder that is made from a file.
-_WITHOUT_CONFIG: Final = (
-    "the folder has no config.json: transformers needs it beside the weights; take it from the model that was trained,"
-    " or write it with model.config.save_pretrained(FOLDER)"
-)
 
 
 class _Request(NamedTuple):
@@ -282,9 +276,10 @@ def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
     if config_of(checkpoint) is not None:
         return ()
     folder = folder_of(checkpoint.path)
-    if is_address(checkpoint.path) or open_folder(folder).size(CONFIG) is None:
-        return (_WITHOUT_CONFIG,)
-    return (f"{CONFIG} is not copied: transformers needs it beside the weights; it is in {folder}",)
+    is_there = not is_address(checkpoint.path) and open_folder(folder).size(CONFIG) is not None
+    made = "take it from the model that was trained, or write it with model.config.save_pretrained(FOLDER)"
+    way = f"copy it from {folder}" if is_there else made
+    return (f"the folder has no {CONFIG}: transformers needs it beside the weights; {way}",)
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:

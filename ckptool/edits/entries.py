@@ -36,25 +36,20 @@ def extract(checkpoint: Checkpoint, key: str | None = None) -> Checkpoint:
     >>> list(ckptool.extract("training.pth", "state_dict"))[:2]
     ['module.stem.0.weight', 'module.stem.1.weight']
     """
-    if key is None:
-        key = _only_state_dict(checkpoint)
+    dicts = [item.path or "." for item in checkpoint.state_dicts]
+    if key is None and len(dicts) != 1:
+        found, step = "it holds no state dict", command("inspect", checkpoint.path)
+        if dicts:
+            found = f"the state dicts are {join_limited(dicts)}"
+            step = command("extract", checkpoint.path, dicts[0], output=suggested_output(checkpoint.path, "weights"))
+        raise TargetError(f"say what to extract: {found}", path=checkpoint.path, next=step)
+    key = dicts[0] if key is None else key
     entry = lookup(checkpoint, key)
     graph = checkpoint.graph
     if entry.ref == graph.root:
         return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
     change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} extracted as a standalone checkpoint")
     return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change], by_name=True)
-
-
-def _only_state_dict(checkpoint: Checkpoint) -> str:
-    dicts = [item.path or "." for item in checkpoint.state_dicts]
-    if len(dicts) != 1:
-        found, step = "it holds no state dict", command("inspect", checkpoint.path)
-        if dicts:
-            found = f"the state dicts are {join_limited(dicts)}"
-            step = command("extract", checkpoint.path, dicts[0], output=suggested_output(checkpoint.path, "weights"))
-        raise TargetError(f"say what to extract: {found}", path=checkpoint.path, next=step)
-    return dicts[0]
 
 
 @takes_path

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from ..base.dtypes import BY_NAME, Dtype
+from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from ..base.text import join_limited, pluralize, quoted
@@ -124,7 +124,7 @@ def _shaped(work: Recomputation, name: str, tensor: Tensor, shape: tuple[int, ..
         what = f"{quoted(name)} has {pluralize(tensor.numel, 'element')}, and {prod(shape):,} in the other one"
         raise RefusedError(what, path=work.checkpoint.path, next=_STEP)
     size = work.reader.storages[tensor.storage].nbytes
-    plain = contiguous(_dtype(tensor), shape, tensor.storage)._replace(nbytes=size, offset=tensor.offset)
+    plain = contiguous(BY_NAME[tensor.dtype], shape, tensor.storage)._replace(nbytes=size, offset=tensor.offset)
     return work.editor.tensor(plain._replace(location=tensor.location))
 
 
@@ -143,7 +143,7 @@ def _cut(work: Recomputation, flat: _Flat, shapes: Mapping[str, tuple[int, ...]]
         what = f"{quoted(name)} has {pluralize(flat.tensor.numel, 'element')}, and {count:,} in the other one: {names}"
         raise RefusedError(what, path=checkpoint.path, next=_STEP)
     body = checkpoint.body(flat.tensor.storage)
-    dtype = _dtype(flat.tensor)
+    dtype = BY_NAME[flat.tensor.dtype]
     if body is None or not isinstance(body.piece, Span) or body.compressed:
         raise RefusedError(f"the bytes of {quoted(name)} are not all there", path=checkpoint.path)
     refs = {}
@@ -154,7 +154,3 @@ def _cut(work: Recomputation, flat: _Flat, shapes: Mapping[str, tuple[int, ...]]
         refs[own] = work.tensor(f"{own} of {name}", dtype, shape, piece, flat.tensor.location)
         at += size
     return refs
-
-
-def _dtype(tensor: Tensor) -> Dtype:
-    return BY_NAME[tensor.dtype]

@@ -87,11 +87,6 @@ def parse_alpha(text: str) -> float:
     raise TargetError(f"{text!r} is not a number", next="`--alpha 16`")
 
 
-def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
-    """Return the command that merges an adapter into a base, or an empty step if they do not fit."""
-    return merge_verdict(base, adapter)[0]
-
-
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
     """Return the command that merges an adapter into a base, empty if it does not fit, and a remark."""
     what = f"the file is {description(adapter)}"
@@ -114,7 +109,7 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
         folder = adapter.path if is_folder(adapter.path) else os.path.dirname(adapter.path)
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):
-            return merge_step(here, adapter)
+            return merge_verdict(here, adapter)[0]
         return as_step("merge-lora merges it into its base, once that is on this disk")
     return NextStep()
 

@@ -22,7 +22,7 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import by_name, list_items, mapping, values_of
 from ..checkpoint.paths import as_children, bounded, joined, parse_steps
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
+from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 
 #: Last segments of the buffers that torch's own modules keep beside their parameters.
@@ -242,14 +242,10 @@ def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tu
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     state_shapes = {}
     for key, value in mapping(graph, optimizer.state) or ():
-        all_shapes = [tensor.shape for _, slot in mapping(graph, value) or () if (tensor := reader.tensor(slot))]
+        slots = [(name, tensor) for name, slot in mapping(graph, value) or () if (tensor := reader.tensor(slot))]
+        all_shapes = [tensor.shape for _, tensor in slots]
         shapes = tuple(shape for shape in all_shapes if shape)
         # Factored moments (Adafactor) have one value per row and per column only.
-        if shapes and not _is_factored(graph, value, reader):
+        if shapes and not any({"row", "col"} & set(str(graph.nodes[name]).split("_")) for name, _ in slots):
             state_shapes[graph.nodes[key]] = (*shapes, ()) if len(shapes) < len(all_shapes) else shapes
     return state_shapes
-
-
-def _is_factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
-    names = [graph.nodes[name] for name, value in mapping(graph, ref) or () if reader.tensor(value)]
-    return any(isinstance(name, str) and {"row", "col"} & set(name.split("_")) for name in names)

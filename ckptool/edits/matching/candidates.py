@@ -243,10 +243,6 @@ class Attempt(NamedTuple):
     ties: Mapping[str, str] = MappingProxyType({})
 
     @property
-    def specs(self) -> Mapping[str, Spec]:
-        return self.space.specs
-
-    @property
     def path(self) -> str:
         return self.state_dict.path
 
@@ -265,8 +261,8 @@ class Attempt(NamedTuple):
     @property
     def renamed(self) -> dict[str, Spec]:
         """Our values under the names that the best steps give them, and under second names."""
-        second = {name: self.specs[source] for name, source in self.ties.items()}
-        return dict(zip(self.best.names, self.specs.values())) | second
+        second = {name: self.space.specs[source] for name, source in self.ties.items()}
+        return dict(zip(self.best.names, self.space.specs.values())) | second
 
 
 class Case(NamedTuple):

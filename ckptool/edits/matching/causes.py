@@ -39,8 +39,6 @@ _TIES: Final = (
     (HEADS, EMBEDDINGS),
     (("predictions.decoder.bias", "lm_head.decoder.bias"), ("predictions.bias", "lm_head.bias")),
 )
-#: The two matrices of LoRA, after the name of the module that they change: the rows of the first are the rank.
-_LORA: Final = regex(r"(?:\.processor)?[._]lora[_.](?:embedding_)?(?:(?P<first>A|a|down)|B|b|up)\b")
 #: Names that do not say which projections they hold.
 _UNNAMED: Final = {"c_attn": "qkv", "in_proj": "qkv", "w_pack": "qkv"}
 #: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
@@ -108,24 +106,13 @@ def _adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> 
     if ours and not adapter_keys(wanted):
         others = len(own.specs) - len(ours)
         kind = "adapter" if others * 2 <= len(wanted) and others <= len(ours) else "model_with_adapter"
-        return [Cause("adapter", _with_lora(kind, own, ours), (), tuple(ours))]
+        such = f"{pluralize(len(ours), 'key')} such as {quoted(own.label(ours[0]))}"
+        return [Cause("adapter", text_of(kind, keys=such), (), tuple(ours))]
     if not theirs or adapter_keys(own.specs):
         return []
     kind = "adapter_as_target" if len(theirs) == len(wanted) else "base_of_adapter"
     message = text_of(kind, keys=f"{pluralize(len(theirs), 'key')} such as {quoted(theirs[0])}")
     return [Cause("adapter", message, tuple(theirs))]
-
-
-def _with_lora(kind: str, own: Side, keys: Sequence[str]) -> str:
-    """Return a message that names the ranks and the modules of LoRA, or a key of another adapter."""
-    matches = {key: match for key in keys if (match := _LORA.search(key))}
-    shapes = [own.shape(key) for key, match in matches.items() if match["first"]]
-    ranks = sorted({shape[0] for shape in shapes if shape})
-    modules = list(dict.fromkeys(key[: match.start()].rpartition(".")[2] for key, match in matches.items()))
-    such = f"{pluralize(len(keys), 'key')} such as {quoted(own.label(keys[0]))}"
-    rank = f" of rank {join_limited([f'{number:,}' for number in ranks])}" if ranks else ""
-    what = f"LoRA{rank} on {join_limited(modules)}" if modules else such
-    return text_of(kind, what=what, keys=such)
 
 
 # -- fused projections

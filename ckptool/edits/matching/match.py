@@ -29,7 +29,7 @@ from ...formats.opening import CheckpointOrPath, opened
 from ...formats.rank_part import Part, part_of
 from ..averages import averages_within, is_average
 from ..convert import suggested_edit
-from .candidates import Case, Steps, case_of, drop_steps, edit_command, shared_shapes
+from .candidates import Case, Steps, case_of, drop_steps, shared_shapes
 from .causes import Cause, Side, causes_of, find_ties, tied_causes, with_own_step
 from .pairing import Agreement, Comparison, Mismatch, Pairing, family_of
 from .targets import GroupSizes, MatchTarget, group_sizes, match_target, target_in_error
@@ -68,9 +68,9 @@ def match_checkpoint(
     case = case_of(checkpoint, target, key, anywhere, strict)
     target, best = case.target, case.best
     now = best.start.fit
-    likely = dict(zip(best.likely, best.specs.values()))
+    likely = dict(zip(best.likely, best.space.specs.values()))
     rest = best.space.compared(likely)
-    here = Side(likely, dict(zip(best.likely, best.specs)))
+    here = Side(likely, dict(zip(best.likely, best.space.specs)))
     there = Side(target.tensors, {})
     causes = causes_of(here, there, rest)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
@@ -131,7 +131,7 @@ def match_checkpoint(
         "strict": strict,
         "fits": fits,
         "placed": case.placed,
-        "keys": len(best.specs),
+        "keys": len(best.space.specs),
         "wanted": len(target.tensors),
         **differences(now),
         "modules": module_reports(now),
@@ -149,7 +149,7 @@ def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bo
     """Return whether too few keys load, or are explained, for this to be the same model."""
     same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
     known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
-    return known * 2 < min(len(case.best.specs), len(case.target.tensors))
+    return known * 2 < min(len(case.best.space.specs), len(case.target.tensors))
 
 
 # -- the fix
@@ -158,7 +158,7 @@ def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bo
 def _fix(case: Case) -> tuple[Steps, Fix | None]:
     best = case.best
     # No edit restores a whole tensor from one rank's part, and no edit of names moves rows.
-    if best.misplaced or not case.editable or any(spec.part for spec in best.specs.values()):
+    if best.misplaced or not case.editable or any(spec.part for spec in best.space.specs.values()):
         return (), None
     after = best.space.compared(best.renamed)
     drops: Steps = ()
@@ -205,7 +205,7 @@ def _by_table(case: Case) -> tuple[tuple[Steps, Fix] | None, str]:
     """Return the step to a built-in table's names that give the target, unless values contradict it: then why."""
     checkpoint, target, best = case.checkpoint, case.target, case.best
     in_parts = any(item and not item.tensors_whole for item in (part_of(checkpoint), target.part))
-    if in_parts or any(spec.part for spec in best.specs.values()) or not case.editable:
+    if in_parts or any(spec.part for spec in best.space.specs.values()) or not case.editable:
         return None, ""  # shapes of one rank's part say nothing about the whole
     from ..recipes import leading_to, named_as  # imported late: it reads all recipes
 
@@ -278,10 +278,10 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
     if best.misplaced:
         number = pluralize(len(best.misplaced), "key")
         return f"{number} would load with values in the wrong place: {_in_wrong_place(best.best.agreement)}", ""
-    renamed = best.renamed if fix is not None else best.specs
+    renamed = best.renamed if fix is not None else best.space.specs
     after = best.space.compared(renamed)
     if fix is None and other_model:
-        most = f"{shared_shapes(best.specs, case.target):,} of its {pluralize(len(best.specs), 'value')}"
+        most = f"{shared_shapes(best.space.specs, case.target):,} of its {pluralize(len(best.space.specs), 'value')}"
         return f"it is probably another model: {most} have a shape that the target wants", ""
     if not after.sizes:
         if causes or not after.loads:  # strict=False would hide them
@@ -330,9 +330,7 @@ def _notes(case: Case) -> list[str]:
         notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
     inside = next(averages_within(checkpoint, best.state_dict), "")
     if inside and best.best.fit.loads:
-        steps = (Step("use-ema"), *best.before)
-        output = suggested_edit(checkpoint, "ema")
-        step = edit_command(checkpoint.path, steps, output, None if best.before else path or ".")
+        step = command("edit", checkpoint.path, steps=[Step("use-ema")], output=suggested_edit(checkpoint, "ema"))
         notes.append(f"averaged weights (EMA) are in {inside}*: to load these, match a copy that has them: {step}")
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])

@@ -49,17 +49,12 @@ _EMPTY: Final = 100_000
 
 
 class _Dtype(NamedTuple):
-    """A numpy dtype: its code ("f8", "U5", "O8"), bytes per element, and whether the bytes are big-endian."""
+    """A numpy dtype: its code ("f8"; "U5" and "S5" for strings, "O8" for objects), and bytes per element."""
 
     code: str
     width: int
     big: bool
     unit: str = ""
-
-    @property
-    def family(self) -> str:
-        """The letter of the code: "U" and "S" are strings, "O" objects."""
-        return self.code[:1]
 
     @property
     def number_code(self) -> str:
@@ -101,7 +96,7 @@ def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
 def numpy_scalar(case: Case) -> RuleResult:
     """Replace ``scalar(dtype, bytes)`` by a Python number or string."""
     dtype = _dtype(case, case.args[0]) if len(case.args) == 2 else None
-    if dtype is None or dtype.family == "O":
+    if dtype is None or dtype.code[0] == "O":
         return UNKNOWN
     raw = raw_bytes(case.editor, case.args[1])
     values = _values(dtype, raw, 1) if raw is not None else None
@@ -137,7 +132,7 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
         return None
     if shape is None or dtype is None:
         return UNKNOWN
-    if dtype.family == "O":
+    if dtype.code[0] == "O":
         objects = case.current(data)
         # Objects are pickled in index order, whatever the array's memory layout.
         return _nested(case, list(objects.items), shape) if isinstance(objects, List) else UNKNOWN
@@ -151,7 +146,7 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
         shape, strides = (tuple(sizes[axis] for axis in permutation) for sizes in (shape, strides))
     if raw is None or len(raw) != prod(shape) * dtype.width:
         return UNKNOWN
-    if dtype.family in "US":
+    if dtype.code[0] in "US":
         if prod(shape) > max(len(raw), _EMPTY):
             return UNKNOWN
         strings = _values(dtype, raw, prod(shape)) or []
@@ -280,9 +275,9 @@ def _values(dtype: _Dtype, raw: bytes, count: int) -> list[object] | None:
     width = dtype.width
     if len(raw) != width * count:
         return None
-    if dtype.family in "US":
+    if dtype.code[0] in "US":
         pieces = [raw[at : at + width] for at in range(0, len(raw), width)] if width else [b""] * count
-        if dtype.family == "S":
+        if dtype.code[0] == "S":
             return [piece.rstrip(b"\0") for piece in pieces]
         encoding = "utf-32-be" if dtype.big else "utf-32-le"
         return [piece.decode(encoding, "replace").rstrip("\0") for piece in pieces]

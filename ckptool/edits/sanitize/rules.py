@@ -20,7 +20,7 @@ from ...checkpoint.backends import ARRAYS, BUFFERS
 from ...checkpoint.objects import COMPILED, list_items, mapped_name, mapping, module_fields, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
-from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
+from ...pickles.nodes import Call, Dict, Global, List, Ref, Set
 from .case import UNKNOWN, Case, Replacement, RuleResult, dict_of, new_bytes, raw_bytes
 from .numpy_values import SCALARS, numpy_array, numpy_dtype, numpy_generator, numpy_scalar
 
@@ -144,13 +144,6 @@ def _sequence(case: Case) -> RuleResult:
     return Replacement(List(items), "; its bound is left out" if len(args) > 1 else "")
 
 
-def _empty_bytes(case: Case) -> RuleResult:
-    """Replace empty bytes, which protocol 2 writes as a call."""
-    if case.args:
-        return None
-    return Replacement(new_bytes(case.editor, case.editor.constant("")), shown="bytes, in the form that torch takes")
-
-
 def _range(case: Case) -> Replacement:
     """Replace a range by the list of its numbers; keep only the bounds of a very long range, and of a slice."""
     bounds = [value for ref in case.args if type(value := case.current(ref)) is int and abs(value) < 1 << 62]
@@ -224,7 +217,8 @@ _RULES: Final[Mapping[str, Callable[[Case], RuleResult]]] = {
     "collections.defaultdict": lambda case: Replacement(Dict(list(case.node.pairs)), "; its default is left out"),
     **dict.fromkeys(("collections.deque", "builtins.list", "builtins.tuple", "builtins.frozenset"), _sequence),
     "builtins.dict": _dict,
-    "builtins.bytes": _empty_bytes,
+    # Protocol 2 writes empty bytes as a call.
+    "builtins.bytes": lambda case: None if case.args else Replacement(new_bytes(case.editor, case.editor.constant(""))),
     **dict.fromkeys(("builtins.range", "builtins.slice"), _range),
     **dict.fromkeys(("decimal.Decimal", "fractions.Fraction", "re._compile"), _text),
     "uuid.UUID": _uuid,
@@ -285,14 +279,11 @@ def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence
     present = case.strings(pairs)
     extra = [(key, value) for key, value in state if nodes[key] not in present]
     # Internal attributes: yacs has ``__immutable__`` and others, addict has ``__frozen``.
-    internal = [str(nodes[key]) for key, _ in extra if _is_internal(nodes[key])]
-    more = [(key, value) for key, value in extra if not _is_internal(nodes[key])]
+    internal = {key: name for key, _ in extra if isinstance(name := nodes[key], str) and name.startswith("__")}
+    more = [item for item in extra if item[0] not in internal]
     note = f", {len(more):,} of them attributes" if more else ""
-    return Replacement(dict_of([*pairs, *more]), note + (f"; left out: {join_limited(internal)}" if internal else ""))
-
-
-def _is_internal(name: Node) -> bool:
-    return isinstance(name, str) and name.startswith("__")
+    left_out = f"; left out: {join_limited([*internal.values()])}" if internal else ""
+    return Replacement(dict_of([*pairs, *more]), note + left_out)
 
 
 def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
