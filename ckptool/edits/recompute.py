@@ -151,11 +151,8 @@ class Recomputation:
     @cached_property
     def chosen(self) -> list[TensorEntry]:
         """The chosen tensors, without the optimizer states that stay unchanged."""
-        return [entry for entry in chosen_tensors(self.checkpoint, self._key, self._only) if not self.is_spared(entry)]
-
-    def is_spared(self, entry: TensorEntry) -> bool:
-        """Return whether a tensor belongs to an optimizer that stays unchanged."""
-        return any(within(entry.path, path) for path in self.spared)
+        entries = chosen_tensors(self.checkpoint, self._key, self._only)
+        return [entry for entry in entries if not any(within(entry.path, path) for path in self.spared)]
 
     @cached_property
     def _uses(self) -> Uses:
