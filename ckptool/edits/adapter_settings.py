@@ -234,7 +234,6 @@ def check_settings(adapter: Adapter) -> None:
 
 
 def _header_number(checkpoint: Checkpoint, names: Sequence[str]) -> float | None:
-    """Return the number that the header has under the first of these names, or None."""
     for name in names:
         with suppress(ValueError, KeyError):
             return float(checkpoint.container.metadata[name])

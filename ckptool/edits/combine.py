@@ -104,7 +104,6 @@ def _pairs(
 
 
 def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, theirs: StateDict, only: Globs) -> None:
-    """Raise RefusedError if adapter tensors are chosen for a state dict that has no adapter."""
     names = [str(other.graph.nodes[name]) for name, _ in theirs.items]
     there = adapter_keys(name for name in names if not only or only.match(name, spell_key(theirs.path, name)))
     if there and not adapter_keys(str(checkpoint.graph.nodes[name]) for name, _ in ours.items):
@@ -157,7 +156,6 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs)
 
 
 def _refuse_torn(checkpoint: Checkpoint, state_dict: StateDict, taken: set[str]) -> None:
-    """Raise RefusedError if a quantized weight of a state dict is taken, or replaced, in part."""
     number = next((at for at, item in enumerate(checkpoint.state_dicts) if item.path == state_dict.path), -1)
     for weight in quantization(checkpoint).weights:
         names = {entry.key for _, entry in weight.parts if entry.state_dict == number}
@@ -440,7 +438,6 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
 
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor with this name in another checkpoint; raise RefusedError if it is missing or differs."""
     partner = table.get(name)
     if partner is None:
         message = f"it has no tensor {quoted(name)}"

@@ -37,27 +37,6 @@ from .optimizers import optimizers
 from .sharded import local_parts
 
 
-class _Request(NamedTuple):
-    """The arguments of ``convert`` that say how to write; ``beside`` are a program's entries that are no weights."""
-
-    key: str | None
-    tied: Tied
-    allow_loss: Collection[str]
-    metadata: Mapping[str, str]
-    shard_size: int
-    deepspeed_16bit: bool = False
-    strict: bool = False
-    beside: Sequence[Loss] = ()
-
-    def shape(self, tensor_bytes: int) -> str:
-        """Return the part of a message that says whether the output is a file, a file in a folder, or shards."""
-        if not self.shard_size:
-            return ""
-        if tensor_bytes <= self.shard_size:
-            return ", one file in a folder"
-        return f" in shards of at most {human_bytes(self.shard_size)}"
-
-
 @takes_path
 def convert(
     checkpoint: Checkpoint,
@@ -115,7 +94,7 @@ def convert(
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave `--max-shard-size=` out")
-    request = _Request(key, tied, allow_loss, metadata or {}, size, deepspeed_16bit, strict)
+    request = Conversion("", tied, allow_loss, metadata or {}, size, deepspeed_16bit, strict=strict, key=key)
     whole = checkpoint
     try:
         if not takes_part(allow_loss):
@@ -146,7 +125,7 @@ def convert(
         raise
 
 
-def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
+def _converted(checkpoint: Checkpoint, output: OutputFormat, request: Conversion) -> Checkpoint:
     """Write with the options; errors concern this checkpoint only, and suggest no other path."""
     key, holds_one = request.key, output.holds_one(request.shard_size)
     if key is not None and not holds_one:
@@ -182,7 +161,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
 
 
 def _elsewhere(
-    checkpoint: Checkpoint, output: OutputFormat, request: _Request, error: CkptoolError
+    checkpoint: Checkpoint, output: OutputFormat, request: Conversion, error: CkptoolError
 ) -> CkptoolError | None:
     part = None if takes_part(request.allow_loss) else part_of(checkpoint)
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
@@ -194,7 +173,7 @@ def _elsewhere(
     return None
 
 
-def _step_at(path: str, output: OutputFormat, request: _Request) -> NextStep:
+def _step_at(path: str, output: OutputFormat, request: Conversion) -> NextStep:
     given: dict[str, Any] = {"key": request.key, "deepspeed_16bit": request.deepspeed_16bit, "tied": request.tied}
     if request.shard_size:
         given |= {"to_format": output.name, "max_shard_size": str(request.shard_size)}
@@ -221,7 +200,7 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return checkpoint
 
 
-def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
+def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: Conversion) -> Checkpoint:
     chosen = _only_dict(checkpoint, request.key, output) if output.holds_one(request.shard_size) else None
     parts: list[Loss] = []
     if output.plain:
@@ -264,7 +243,11 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
         notes += _without_config(checkpoint)
     if (save := checkpoint.container.rank_save) is not None and not save.recorded:
         notes.append(save.unsure)
-    what = f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}"
+    files = ""
+    if request.shard_size:
+        shards = f" in shards of at most {human_bytes(request.shard_size)}"
+        files = ", one file in a folder" if fit.size <= request.shard_size else shards
+    what = f"{checkpoint.format} -> {output.reads_as}{files}"
     change = Change("convert", key, 1, 0, what, tuple(notes))
     graph = fit.graph() if fit.graph is not None else checkpoint.graph
     return checkpoint.changed(graph, [change], needs_relayout=fit.relayout, target=fit.target)
@@ -316,7 +299,8 @@ class Conversion(NamedTuple):
     """The options of an output, as ``convert`` takes them. With ``format`` "" the file name decides.
 
     ``deepspeed_16bit`` takes the 16-bit weights of DeepSpeed. ``alone`` says that the key chooses what is written, even
-    in formats that hold several state dicts. ``strict`` refuses every loss.
+    in formats that hold several state dicts. ``strict`` refuses every loss. ``convert`` itself sets ``key``, its state
+    dict, and ``beside``, a program's entries that are no weights.
     """
 
     format: str = ""
@@ -327,6 +311,8 @@ class Conversion(NamedTuple):
     deepspeed_16bit: bool = False
     alone: bool = False
     strict: bool = False
+    key: str | None = None
+    beside: Sequence[Loss] = ()
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output with this name, or "" if the file keeps its own.

@@ -224,7 +224,6 @@ def _applied(
 
 
 def _refuse_torn(checkpoint: Checkpoint, quantized: Quantization, edited: Checkpoint) -> None:
-    """Raise RefusedError if a quantized weight is not the same tensors, under names that fit, after an edit."""
     after = {weight.tensors for weight in quantization(edited).weights}
     left = {entry.tensor for entry in edited.survey.tensors}
     for weight in quantized.weights:

@@ -76,7 +76,6 @@ def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
 
 
 def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, Sharding]) -> None:
-    """Replace each mapping entry that holds a sharded tensor by one entry per part."""
     graph = checkpoint.graph
     for ref in list(graph.reachable()):
         items = mapping(graph, ref) if isinstance(graph.nodes[ref], Call | Dict) else None

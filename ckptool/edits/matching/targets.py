@@ -243,7 +243,6 @@ def _is_lock(path: str) -> bool:
 
 
 def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchTarget:
-    """Return a state dict in a lock file as a target, chosen as in ``target_in_checkpoint``."""
     import json
 
     try:

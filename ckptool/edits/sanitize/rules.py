@@ -83,7 +83,6 @@ def _zone_after(case: Case, ref: Ref) -> str | None:
 
 
 def _zone(case: Case) -> str | None:
-    """Return the offset or the name of a time zone, or None if it is unknown."""
     if case.name == "datetime.timezone":
         return _offset(case) or None
     if case.name in ("pytz._UTC", "dateutil.tz.tz.tzutc"):
@@ -106,7 +105,6 @@ def _offset(case: Case) -> str:
 
 
 def _duration(case: Case) -> datetime.timedelta | None:
-    """Return the value of ``timedelta(days, seconds, microseconds)``, or None for other calls."""
     numbers = [value for ref in case.args if type(value := case.current(ref)) is int]
     if case.name != "datetime.timedelta" or not len(case.args) == len(numbers) == 3:
         return None
