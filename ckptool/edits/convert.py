@@ -324,8 +324,8 @@ class Conversion(NamedTuple):
         known = named_format(output)
         named = known.name if known is not None else ""
         if self.shard_size or self.tied or self.metadata:
-            own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
-            return named or (own.like if own.shards else output_format(output))
+            present = OUTPUTS[checkpoint.traits.writes_as or "torch"]
+            return named or (present.like if present.shards else output_format(output))
         own = OUTPUTS.get(checkpoint.traits.writes_as)
         kept = own.like if own is not None else ""
         return named if named != kept else ""

@@ -66,11 +66,9 @@ class Side(NamedTuple):
 def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
     """Return the reasons for the differences that are left."""
     sizes = [
-        Mismatch(item.key, have, want)
-        for item in rest.sizes
-        if not own.specs[item.key].part
-        and (have := own.shape(item.key)) is not None
-        and (want := target.shape(item.key)) is not None
+        Mismatch(key, have, want)
+        for key in (item["key"] for item in rest.sizes)
+        if not own.specs[key].part and (have := own.shape(key)) is not None and (want := target.shape(key)) is not None
     ]
     adapters = _adapter_causes(own, target.specs, rest)
     return [
@@ -94,7 +92,7 @@ def with_own_step(
     if kinds == ["vocabulary"] and now is not None and not (now.missing or now.unexpected):
         from ..resize import resize_step  # only for vocabularies
 
-        return [*causes], resize_step(checkpoint, {item.key: target.shapes[item.key] for item in now.sizes})
+        return [*causes], resize_step(checkpoint, {item["key"]: target.shapes[item["key"]] for item in now.sizes})
     return [*causes], ""
 
 

@@ -31,7 +31,7 @@ from ..averages import averages_within, is_average
 from ..convert import suggested_edit
 from .candidates import Case, Steps, case_of, drop_steps, shared_shapes
 from .causes import Cause, Side, causes_of, find_ties, tied_causes, with_own_step
-from .pairing import Agreement, Comparison, Mismatch, Pairing, family_of
+from .pairing import Agreement, Comparison, MismatchReport, Pairing, family_of
 from .targets import GroupSizes, MatchTarget, group_sizes, match_target, target_in_error
 from .values import Values
 
@@ -287,7 +287,7 @@ def _next(case: Case, steps: Steps, causes: Sequence[Cause], fix: Fix | None, ot
         if causes or not after.loads:  # strict=False would hide them
             return "", ""
         return f"load_state_dict(..., strict=False) loads the other keys; {not_strict(after)}", ""
-    bad = [mismatch.key for mismatch in after.sizes]
+    bad = [item["key"] for item in after.sizes]
     drops = drop_steps(renamed, bad) if case.editable else ()
     if not drops or any(not cause.replaceable and cause.kind != "tied" for cause in causes):
         return "", ""
@@ -381,14 +381,6 @@ _GROUPS: Final = 12
 _DEEPEST: Final = 6
 
 
-class MismatchReport(TypedDict):
-    """A key in both, with the two descriptions that differ: 64x3 and 10x3, float16 and float32."""
-
-    key: str
-    have: str
-    wanted: str
-
-
 class Differences(TypedDict):
     """How many keys load, and which do not; ``filled_in`` are batch norm counters that torch fills in itself."""
 
@@ -475,14 +467,10 @@ def differences(comparison: Comparison) -> Differences:
         "loads": len(comparison.loads),
         "missing": comparison.missing,
         "unexpected": comparison.unexpected,
-        "size_mismatches": _mismatches(comparison.sizes),
-        "dtype_differences": _mismatches(comparison.dtypes),
+        "size_mismatches": comparison.sizes,
+        "dtype_differences": comparison.dtypes,
         "filled_in": comparison.filled,
     }
-
-
-def _mismatches(mismatches: Sequence[Mismatch]) -> list[MismatchReport]:
-    return [{"key": item.key, "have": item.have, "wanted": item.wanted} for item in mismatches]
 
 
 def module_reports(comparison: Comparison) -> list[ModuleReport]:
@@ -491,7 +479,7 @@ def module_reports(comparison: Comparison) -> list[ModuleReport]:
         "loads": comparison.loads,
         "missing": comparison.missing,
         "unexpected": comparison.unexpected,
-        "size_mismatches": [mismatch.key for mismatch in comparison.sizes],
+        "size_mismatches": [item["key"] for item in comparison.sizes],
     }
     modules = {name: name.split(".")[:-1] for names in outcomes.values() for name in names}
     depth = 1

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from ...base.errors import RefusedError
 from ...base.lazy import regex
 from ...base.prefixes import common_prefix, unwrapper
-from ...base.records import NamedTuple
+from ...base.records import NamedTuple, TypedDict
 from ...base.text import pluralize, quoted
 from .values import TELLING, Sample, Values
 
@@ -238,8 +238,8 @@ class Spec(NamedTuple):
         return f"{self.part} of {whole}" if self.part else whole
 
 
-class Mismatch(NamedTuple):
-    """A key in both, with the two descriptions that differ: "64x3" and "10x3", "float16" and "float32"."""
+class MismatchReport(TypedDict):
+    """A key in both, with the two descriptions that differ: 64x3 and 10x3, float16 and float32."""
 
     key: str
     have: str
@@ -252,8 +252,8 @@ class Comparison(NamedTuple):
     loads: list[str]
     missing: list[str]
     unexpected: list[str]
-    sizes: list[Mismatch]
-    dtypes: list[Mismatch]
+    sizes: list[MismatchReport]
+    dtypes: list[MismatchReport]
     filled: list[str]
 
     @property
@@ -286,9 +286,9 @@ def compare(have: Mapping[str, Spec], wanted: Mapping[str, Spec], filled: frozen
         elif agrees(own.shape, want.shape) and own.part in ("", want.part):
             keys.loads.append(name)
             if own.shape is not None and want.shape is not None and own.dtype != want.dtype:
-                keys.dtypes.append(Mismatch(name, own.dtype, want.dtype))
+                keys.dtypes.append({"key": name, "have": own.dtype, "wanted": want.dtype})
         else:
-            keys.sizes.append(Mismatch(name, own.words, want.words))
+            keys.sizes.append({"key": name, "have": own.words, "wanted": want.words})
     return keys
 
 

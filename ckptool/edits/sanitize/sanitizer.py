@@ -15,7 +15,6 @@ from ...base.dtypes import BY_STORAGE
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.limits import LIMITS
-from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import (
@@ -31,6 +30,7 @@ from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
+from ...checkpoint.selection import Located
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource
 from ...formats.opening import takes_path
@@ -264,11 +264,6 @@ def _lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> 
     return lost.intersection(graph.reachable()) if lost else lost
 
 
-class _Visit(NamedTuple):
-    ref: Ref
-    path: str
-
-
 class _Sanitizer:
     """Visits everything that the root leads to: first makes a slot plain, then visits its new content."""
 
@@ -299,7 +294,7 @@ class _Sanitizer:
         #: Paths of objects that became tuples: an object can contain itself, a tuple cannot.
         self.tuples: dict[Ref, str] = {}
         #: Mappings and sets, whose keys and members must be hashable in the end.
-        self._hashed: list[_Visit] = []
+        self._hashed: list[Located] = []
 
     @cached_property
     def _owners(self) -> set[Ref]:
@@ -314,10 +309,10 @@ class _Sanitizer:
         for visit in self._hashed:
             self._check_keys(visit, keys)
 
-    def _visits(self) -> Iterator[_Visit]:
+    def _visits(self) -> Iterator[Located]:
         """Yield every slot with its path, parents before children; the caller may change each slot when it gets it."""
         seen: set[Ref] = set()
-        work = [_Visit(self.checkpoint.graph.root, "")]
+        work = [Located(self.checkpoint.graph.root, "")]
         while work:
             visit = work.pop()
             if visit.ref not in seen:
@@ -334,7 +329,7 @@ class _Sanitizer:
         """Record that the object called ``name`` became the value that ``words`` describe."""
         self.changes.append(Change("sanitize", path, 1, 0, f"{name} -> {words}"))
 
-    def _make_plain(self, visit: _Visit) -> None:
+    def _make_plain(self, visit: Located) -> None:
         for _ in range(_REPLACEMENTS if visit.ref not in self.unloadable else 0):
             node = self.editor.node(visit.ref)
             result = self._call(visit, node) if type(node) is Call else self._value(visit, node)
@@ -364,7 +359,7 @@ class _Sanitizer:
             return "an object outside of the pickle"
         return f"extension {node.code}" if isinstance(node, Extension) else type(node).__name__.lower()
 
-    def _value(self, visit: _Visit, node: Node) -> RuleResult:
+    def _value(self, visit: Located, node: Node) -> RuleResult:
         editor, ref = self.editor, visit.ref
         if isinstance(node, Global):
             name = mapped_name(node)
@@ -393,7 +388,7 @@ class _Sanitizer:
             return UNKNOWN
         return None
 
-    def _call(self, visit: _Visit, node: Call) -> RuleResult:
+    def _call(self, visit: Located, node: Call) -> RuleResult:
         """Make an object plain. It stays if torch accepts it, otherwise the first rule that applies decides."""
         editor = self.editor
         function = called_name(editor, node.func)
@@ -448,7 +443,7 @@ class _Sanitizer:
         tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
         return tensor.kind if tensor is not None else ""
 
-    def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
+    def _from_type(self, visit: Located, case: Case) -> RuleResult:
         """Replace a tensor of a subclass that torch does not know by a plain one; its attributes are lost."""
         if len(case.args) < 4:
             return UNKNOWN
@@ -492,7 +487,7 @@ class _Sanitizer:
                 self.editor.changed[node.pid] = (pid[0], self.editor.named(*new), *pid[2:])
                 self.note("", name, ".".join(new))
 
-    def _check_keys(self, visit: _Visit, keys: Keys) -> None:
+    def _check_keys(self, visit: Located, keys: Keys) -> None:
         """Drop entries whose keys cannot be hashed any more or became equal; make a set with such members a list."""
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":
@@ -515,12 +510,12 @@ class _Sanitizer:
             self.editor.changed[visit.ref] = kept
             self.bad_keys += ((visit.path, why) for why in bad.values())
 
-    def _below(self, visit: _Visit) -> list[_Visit]:
+    def _below(self, visit: Located) -> list[Located]:
         node = self.editor.node(visit.ref)
         path = visit.path if len(visit.path) <= LIMITS.path_chars else visit.path[: LIMITS.path_chars] + "..."
         if isinstance(node, tuple | List | Set | FrozenSet):
             items = node if isinstance(node, tuple) else node.items
-            return [_Visit(ref, f"{path}[{number}]") for number, ref in enumerate(items)]
+            return [Located(ref, f"{path}[{number}]") for number, ref in enumerate(items)]
         if isinstance(node, Dict):
             self._hashed.append(visit)
             return self._entries(path, node.pairs)
@@ -528,11 +523,11 @@ class _Sanitizer:
             if node.pairs or called_name(self.editor, node.func) == "builtins.set":
                 self._hashed.append(visit)
             return self._in_call(node, path)
-        return [_Visit(ref, path) for ref in node.states] if isinstance(node, Instance) else []
+        return [Located(ref, path) for ref in node.states] if isinstance(node, Instance) else []
 
-    def _in_call(self, node: Call, path: str) -> list[_Visit]:
+    def _in_call(self, node: Call, path: str) -> list[Located]:
         nodes = self.checkpoint.graph.nodes
-        states = [_Visit(state, path) for state in node.states]
+        states = [Located(state, path) for state in node.states]
         given = pair_list(self.checkpoint.graph, node) if max(node.args, node.func) < len(nodes) else None
         if given:
             # OrderedDict([[key, value], ...]): the lists are only notation, and have no path.
@@ -540,19 +535,19 @@ class _Sanitizer:
             return self._entries(path, [*pairs, *node.pairs]) + states
         # The function and the class of a tensor are names that torch checks, not objects.
         skip = 2 if called_name(self.editor, node.func) == _FROM_TYPE else 0
-        visits = [_Visit(ref, path) for ref in list_items(self.editor.node(node.args))[skip:]]
+        visits = [Located(ref, path) for ref in list_items(self.editor.node(node.args))[skip:]]
         return visits + self._entries(path, node.pairs) + states
 
-    def _entries(self, path: str, pairs: Sequence[Ref]) -> list[_Visit]:
+    def _entries(self, path: str, pairs: Sequence[Ref]) -> list[Located]:
         visits = []
         graph = self.checkpoint.graph
         for number, (key, value) in enumerate(zip(pairs[::2], pairs[1::2])):
             name = self.editor.node(key)
             if type(name) is not str or graph.style.forms.get(key) in PYTHON2_STRINGS:
-                visits.append(_Visit(key, path))
+                visits.append(Located(key, path))
             if type(name) is str:
-                visits.append(_Visit(value, spell_key(path, name)))
+                visits.append(Located(value, spell_key(path, name)))
             else:
                 text = key_text(graph, key) if key < len(graph.nodes) else ""
-                visits.append(_Visit(value, f"{path}[{text or f'#{number}'}]"))
+                visits.append(Located(value, f"{path}[{text or f'#{number}'}]"))
         return visits
