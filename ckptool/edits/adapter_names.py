@@ -69,17 +69,8 @@ _SECOND: Final = regex(r"(?:up|lora_B(?:\.default)?)\.(weight|bias)\Z")
 #: Modules whose LoRA early versions of diffusers wrote behind the attention, in a U-Net and in a text encoder.
 _OLD_UNET: Final = {"to_out": "to_out.0"}
 _OLD_TEXT: Final = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-#: Other kinds of adapters for pipelines, by a part of their names.
-_OTHER_KINDS: Final = {
-    "lora_mid": "LoCon with lora_mid (a Tucker decomposition)",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "oft_": "OFT",
-    ".a1.": "GLoRA",
-    ".b1.": "GLoRA",
-    ".diff": "full differences (.diff)",
-    ".w_norm": "norms (.w_norm)",
-}
+#: Parts of names in other kinds of adapters for pipelines: LoCon, LoHa, LoKr, OFT, GLoRA, full differences, norms.
+_OTHER_KINDS: Final = ("lora_mid", "hada_", "lokr_", "oft_", ".a1.", ".b1.", ".diff", ".w_norm")
 #: Text encoders have this before their names, or lack it since transformers 5.
 _TEXT_MODEL: Final = "text_model."
 WITH_DIFFUSERS: Final = "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
@@ -198,9 +189,7 @@ def pipeline_name(key: str) -> Name:
     start = _MODEL.match(key)
     part = _PART.match(start["rest"]) if start else None
     if start is None or part is None:
-        kind = next((kind for text, kind in _OTHER_KINDS.items() if text in key), "")
-        reason = f"is of the kind {kind}, which is not supported" if kind else "is not known, and would not be used"
-        raise RefusedError(f"its tensor {quoted(key)} {reason}", next=WITH_DIFFUSERS)
+        raise RefusedError(f"its tensor {quoted(key)} is not known, and would not be used", next=WITH_DIFFUSERS)
     label = start["kohya"] or start["diffusers"] or "unet"
     module = part["module"].replace(".processor.", ".").removesuffix(".processor")
     if part["old"]:

@@ -265,7 +265,7 @@ def _without(ending: str) -> Callable[[State], State]:
 
 LINEAR = "lora_unet_time_embedding_linear_1"
 REFUSALS: dict[str, tuple[Callable[[State], State], str]] = {
-    "LoCon with a middle": (_with(f"{LINEAR}.lora_mid.weight", 2, 2, 3, 3), "LoCon with lora_mid"),
+    "LoCon with a middle": (_with(f"{LINEAR}.lora_mid.weight", 2, 2, 3, 3), "lora_mid.* is not known"),
     "an unknown tensor": (_with(f"{LINEAR}.more.weight", 2), "is not known, and would not be used"),
     "A without B": (_without("linear_1.lora_up.weight"), "no partner lora_B"),
     "an alpha alone": (_with("lora_unet_x.alpha"), "no matrices beside it"),
