@@ -107,14 +107,10 @@ def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: 
             inner = inner[step]
         inner[name] = item.new
     written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    what = f"{title}: " + ", ".join(f"{item.field} {_json(item.old)} -> {_json(item.new)}" for item in found)
+    what = f"{title}: " + ", ".join(f"{each.field} {json.dumps(each.old)} -> {json.dumps(each.new)}" for each in found)
     change = Change(edit, "", len(found), 0, what)
     beside = {**checkpoint.companions, CONFIG: written.encode()}
     return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def config_of(checkpoint: Checkpoint) -> str | None:

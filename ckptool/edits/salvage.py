@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
 from ..base.records import NamedTuple, TypedDict
@@ -192,7 +192,10 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
         return Salvaged(kept, len(survey.tensors), [], verified, states=_states(checkpoint, set()))
     cut = {ref for ref, storage in reader.uses() if storage.key in missing}
-    gone = removed_with(graph, cut | flawed.keys() | _made_of(checkpoint, cut))
+    # DTensors depend on their tensor and mesh, tensors of unknown kinds on anything.
+    holders = {entry.ref for entry in survey.tensors if entry.tensor.parts or entry.tensor.kind == "unknown"}
+    made_of = holders & leading_to(graph, cut) if holders and cut else set[Ref]()
+    gone = removed_with(graph, cut | flawed.keys() | made_of)
     lost = []
     for entry in survey.tensors:
         if entry.ref in gone:
@@ -247,12 +250,3 @@ def _states(checkpoint: Checkpoint, gone: Set[Ref]) -> tuple[SalvagedState, ...]
             lacks[item.state] = {name: None for own in partial for name, ref in own.items() if ref in gone}
         states[item.path] |= {"drop": drop, "lacks": [*lacks[item.state]]}
     return tuple(states.values())
-
-
-def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
-    """Return the tensors that depend on something lost: DTensors, by tensor or mesh, and those of unknown kinds."""
-    tensors = checkpoint.survey.tensors
-    holders = {entry.ref for entry in tensors if entry.tensor.parts or entry.tensor.kind == "unknown"}
-    if not (holders and lost):
-        return set()
-    return holders & leading_to(checkpoint.graph, lost)

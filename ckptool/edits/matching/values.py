@@ -175,11 +175,8 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
     for number in range(count) if prod(tensor.shape) <= _ROW else dict.fromkeys(some):
         if 0 <= number < count:
             offset = tensor.offset + number * stride[0]
-            yield tensor._replace(shape=_beginning(shape[1:]), stride=stride[1:], offset=offset)
-
-
-def _beginning(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(min(size, max(_ROW // prod(shape[axis + 1 :]), 1)) for axis, size in enumerate(shape))
+            inside = tuple(min(size, max(_ROW // prod(shape[at + 1 :]), 1)) for at, size in enumerate(shape) if at)
+            yield tensor._replace(shape=inside, stride=stride[1:], offset=offset)
 
 
 # -- rounding
