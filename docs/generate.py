@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -234,7 +235,8 @@ def exit_codes() -> str:
 
 def formats() -> str:
     """Return the table of formats."""
-    rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
+    what = json.loads(Path(__file__).with_name("formats.json").read_text())
+    rows = [(f"`{known.name}`", what[known.name]) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 

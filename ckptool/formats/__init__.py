@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,7 @@ from ..base.findings import TWO_FORMATS, Finding
 from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, FoundPickle
+from ..files.archives import is_address
 from ..files.sources import FolderSource, Source
 from ..files.tars import is_header
 
@@ -24,7 +26,6 @@ class Format(NamedTuple):
     ``sniff(head, source) -> bool`` and ``read(source) -> Container``."""
 
     name: str
-    words: str
     module: str
     may_be: Callable[[bytes], bool]
 
@@ -49,31 +50,11 @@ _TWINS: Final = (
 #: In the order in which torch.load tests formats (torch/serialization.py, ``load`` and ``_legacy_load``): zip by four
 #: bytes, tar with Python's tarfile, then the pickles of the legacy format. It recognises safetensors by file name.
 FORMATS: Final[tuple[Format, ...]] = (
-    Format(
-        "torch-zip",
-        "the zip format of `torch.save`: torch 1.6 and later, 1.4 and 1.5 on request",
-        "zip_kinds",
-        lambda head: head.startswith(b"PK"),
-    ),
-    Format(_TAR, "the tar format of torch 0.1", "torch.tar_reader", lambda head: is_header(head[:512])),
-    Format(
-        "torch-legacy",
-        "the sequential format of `torch.save`: torch 1.5 and earlier, later on request; Python 2 too",
-        "torch.legacy_reader",
-        lambda head: bool(head),
-    ),
-    Format(
-        "safetensors",
-        "safetensors: a JSON header and bare tensors, nothing that could be run",
-        "safetensors.reader",
-        lambda head: bool(head),
-    ),
-    Format(
-        BARE_PICKLE,
-        "bare pickles of tensors or NumPy arrays, which `sanitize` makes a file of torch",
-        "bare_pickle",
-        lambda head: head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"),
-    ),
+    Format("torch-zip", "zip_kinds", lambda head: head.startswith(b"PK")),
+    Format(_TAR, "torch.tar_reader", lambda head: is_header(head[:512])),
+    Format("torch-legacy", "torch.legacy_reader", bool),
+    Format("safetensors", "safetensors.reader", bool),
+    Format(BARE_PICKLE, "bare_pickle", lambda head: head[:2] in (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")),
 )
 
 
@@ -86,7 +67,6 @@ class FolderFormat(NamedTuple):
     """
 
     name: str
-    words: str
     module: str
     by_names: bool = True
     endings: tuple[str, ...] = ()
@@ -107,53 +87,26 @@ class FolderFormat(NamedTuple):
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "dcp",
-        "folders of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files; those of accelerate as one",
         "dcp.folder",
         endings=(".distcp", ".metadata", ".metadata.tmp", "latest_checkpointed_iteration.txt", "pytorch_model_fsdp_0"),
     ),
-    FolderFormat(
-        "dcp-safetensors",
-        "folders of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors, one piece per rank",
-        "hf.ranks",
-    ),
-    FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),
-    FolderFormat(
-        "deepspeed",
-        "folders of DeepSpeed's ZeRO, stages 1 to 3 and BF16_Optimizer: the partitions of all ranks, joined",
-        "deepspeed.folder",
-    ),
-    FolderFormat(
-        "deepspeed-union",
-        "folders of DeepSpeed with whole tensors: universal checkpoints, pipelines, models without ZeRO, and experts",
-        "deepspeed.unions",
-    ),
-    FolderFormat(
-        "megatron",
-        "folders of Megatron-LM: `mp_rank_XX/model_optim_rng.pt` of all tensor-parallel and pipeline ranks, joined",
-        "megatron",
-    ),
-    FolderFormat(
-        "parts",
-        "folders with the parts of one model, as recipes describe them: `consolidated.00.pth` of Llama and so on",
-        "parts",
-        by_names=False,
-        endings=(".pth", ".pt", ".safetensors"),
-    ),
-    FolderFormat(
-        "torch-folder",
-        "the unpacked archive of a file of `torch.save`: `data.pkl`, and the storages in the folder `data`",
-        "torch.unpacked",
-    ),
-    FolderFormat(
-        "rank-files",
-        "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
-        "fsdp.meshes",
-        by_names=False,
-    ),
+    FolderFormat("dcp-safetensors", "hf.ranks"),
+    FolderFormat("hf", "hf.folder"),
+    FolderFormat("deepspeed", "deepspeed.folder"),
+    FolderFormat("deepspeed-union", "deepspeed.unions"),
+    FolderFormat("megatron", "megatron"),
+    FolderFormat("parts", "parts", by_names=False, endings=(".pth", ".pt", ".safetensors")),
+    FolderFormat("torch-folder", "torch.unpacked"),
+    FolderFormat("rank-files", "fsdp.meshes", by_names=False),
 )
 
 #: The first bytes that distinguish all formats (docs/formats.md); tar has its magic bytes at 257.
 _HEAD = 1024
+
+
+def may_be_pattern(path: str) -> bool:
+    """Return whether a path may be a pattern of rank files, rather than the name of a file."""
+    return bool({"*", "{"} & {*os.path.basename(path)}) and not (is_address(path) or os.path.lexists(path))
 
 
 def as_folder(path: str | Folder) -> Folder:

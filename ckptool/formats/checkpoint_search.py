@@ -10,6 +10,7 @@ from itertools import islice
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
+from ..base import lazy
 from ..base.addresses import is_remote
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, lost_a_slash
 from ..base.records import NamedTuple
@@ -18,7 +19,7 @@ from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..files.archives import SEPARATOR, checkpoints_in, is_address, open_any
 from ..files.zips.reader import read_archive
-from . import BARE_PICKLE, FORMATS, as_folder, folder_format
+from . import BARE_PICKLE, FORMATS, as_folder, folder_format, may_be_pattern
 from .zip_kinds import kind_of
 
 if TYPE_CHECKING:
@@ -95,11 +96,7 @@ def expanded(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_rank_pattern(path: str) -> bool:
-    if not {"*", "{"} & set(os.path.basename(path)):
-        return False
-    from .fsdp.meshes import of_one_save  # only for patterns
-
-    return of_one_save(path)
+    return may_be_pattern(path) and bool(lazy.module("formats.fsdp.meshes").of_one_save(path))
 
 
 def is_folder_of_checkpoints(path: str) -> bool:
@@ -254,7 +251,7 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
         yield from whole.values()
         for name in sorted(files):
             path = place.join(name)
-            why, archive = _recognised(path)
+            why, archive = recognised(path)
             yield SkippedFile(path, why) if why else Candidate(path, False, archive)
     yield from (Candidate(error.path, False) for error in closed)
 
@@ -301,17 +298,12 @@ def _refusal(source: Source) -> UnreadableError | None:
     return explain_zip(read_archive(source)) if head[:4] == b"PK\x03\x04" else explain(head, source)
 
 
-def why_skipped(path: str) -> str:
-    """Return why a file found in a folder is skipped, or "" if it is not.
+def recognised(path: str) -> tuple[str, bool]:
+    """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint.
 
     Not skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
     checkpoint that are not a complete file of another kind.
     """
-    return _recognised(path)[0]
-
-
-def _recognised(path: str) -> tuple[str, bool]:
-    """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint."""
     # not needed for a checkpoint
     from .foreign.frameworks import foreign_kinds
     from .foreign.identification import explain, explain_zip
@@ -387,7 +379,7 @@ def explain_directory(path: str) -> UnreadableError:
         what = f"it is {foreign.description}, not a torch checkpoint"
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
     files = [name for name in names[:_EXAMINED] if folder.size(name) is not None]
-    checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
+    checkpoints = [name for name in files if not recognised(os.path.join(path, name))[0]]
     # Subfolders may be checkpoints, as in a diffusers pipeline or a training run with other files next to them.
     folders = [name for name in names[:_EXAMINED] if folder_format(folder.inner(name))]
     checkpoints.sort(key=lambda name: bool(side_files([name])))

@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, MemberSource, Source
 from ..pickles.nodes import Global
-from . import folder_format, read_container, read_folder
+from . import folder_format, may_be_pattern, read_container, read_folder
 
 if TYPE_CHECKING:
     from ..files.folders import Folder
@@ -45,7 +45,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     ['epoch', 'best_mIoU', 'state_dict', 'optimizer'] 41
     """
     name = path_text(path)
-    if _may_be_pattern(name):
+    if may_be_pattern(name):
         from .fsdp.meshes import read_pattern
 
         if files := read_pattern(name):
@@ -122,12 +122,8 @@ def takes_path(
 def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""
-    several = _may_be_pattern(path) or _is_index(path) or os.path.isdir(path + _TENSORS)
+    several = may_be_pattern(path) or _is_index(path) or os.path.isdir(path + _TENSORS)
     return several or _folder_at(path) is not None
-
-
-def _may_be_pattern(path: str) -> bool:
-    return bool({"*", "{"} & set(os.path.basename(path))) and not (is_address(path) or os.path.lexists(path))
 
 
 def _is_index(path: str) -> bool:

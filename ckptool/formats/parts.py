@@ -30,6 +30,7 @@ from ..values.numeric import ROUNDED, to_numbers
 from .folders import opening
 from .joined import RankFile, RankFiles, rows
 from .names.hf import companions
+from .names.ranks import with_number
 from .pieces import CopyPair, Rows, strided_chunk
 from .recipes.axes import is_cut
 from .recipes.evaluation import Output, UnknownError, View, fits, joined
@@ -76,16 +77,13 @@ def _files(names: Collection[str]) -> _Files | None:
         prefixes: dict[str, str] = {}
         totals: dict[int, str] = {}
         twice: list[tuple[str, str]] = []
-        width, count = 1, 0
-        for name in sorted(names):
-            match = pattern.match(name)
-            if match is None:
-                continue
-            own = {hole: (text, int(text)) for hole, text in zip(holes, match.groups())}
-            (part, at), (_, total) = own["p"], own.get("n", ("", 0))
-            number = next((number for hole, (_, number) in own.items() if hole not in "pn"), 0)
+        matches = {name: match for name in sorted(names) if (match := pattern.match(name))}
+        group, count = holes.index("p") + 1, 0
+        for name, match in matches.items():
+            own = dict(zip(holes, map(int, match.groups())))
+            at, total = own["p"], own.get("n", 0)
+            number = next((number for hole, number in own.items() if hole not in "pn"), 0)
             count = max(count, at + 1, total)
-            width = max(width, len(part) if part[0] == "0" else 1)
             prefixes[name] = f"{number}." if "L" in own else ""
             # Two files for one place, or of two totals, are from two saves.
             if (at, number) in found or (totals and total not in totals):
@@ -97,18 +95,10 @@ def _files(names: Collection[str]) -> _Files | None:
             grid = [[(at, number) for number in numbers] for at in range(count)]  # each part has a file of each number
             parts = (tuple(found[place] for place in places if place in found) for places in grid)
             lost = (place for places in grid for place in places if place not in found)
-            missing = tuple(_like(found, template, at, width, number) for at, number in lost)
+            like = {number: name for (_, number), name in found.items()}
+            missing = tuple(with_number(like[number], *matches[like[number]].span(group), at) for at, number in lost)
             return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing, tuple(twice))
     return None
-
-
-def _like(found: Mapping[tuple[int, int], str], template: str, part: int, width: int, number: int) -> str:
-    """Return the name of a missing file: like a file of another part with the same number."""
-    name = next(name for (_, its), name in found.items() if its == number)
-    before, after = (re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(text)) for text in template.split("{p}"))
-    match = re.fullmatch(f"({before})\\d+({after})", name)
-    assert match is not None
-    return f"{match[1]}{part:0{width}d}{match[2]}"
 
 
 class Parts(RankFiles):

@@ -24,7 +24,7 @@ from ..files.folders import open_folder
 from ..files.sources import AppendPlan, ExpectedChecksum, FolderPlan, FolderSource, Plan, Source, Span, links_outside
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
-from . import read_folder, repickled
+from . import may_be_pattern, read_folder, repickled
 from .claims import claims_of
 from .losses import Promise, refuse_emptied
 from .outputs import OUTPUTS, OutputFormat, named_format
@@ -159,8 +159,7 @@ class Companions(NamedTuple):
 def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions:
     """Return which of a folder's companion files are copied into the output."""
     source = checkpoint.source
-    pattern = {"*", "{"} & {*os.path.basename(source.name)} and not os.path.lexists(source.name)
-    if not isinstance(source, FolderSource) or pattern:
+    if not isinstance(source, FolderSource) or may_be_pattern(source.name):
         return Companions()  # a pattern selects its files only
     names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set[str]()
     taken = names.difference(checkpoint.companions)

@@ -222,7 +222,8 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
     parts = named_parts(name, folder.names())
     ranks = _llama_ranks(checkpoint, folder) if parts is None and name.startswith("consolidated.00") else 1
     if ranks > 1:
-        parts = NamedParts({0: name}, range(ranks), SLICES, name.replace("00", "\0", 1), 2)
+        absent = [name.replace("00", f"{number:02d}", 1) for number in range(1, ranks)]
+        parts = NamedParts({0: name}, range(ranks), SLICES, absent)
     others = [file for file in parts.files.values() if file != name] if parts is not None else []
     names = (f"{entry.key}" for entry in checkpoint.survey.tensors)
     if parts is not None and parts.kind == RANKS and adapter_keys(names):
@@ -240,12 +241,12 @@ def _named(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
     whole = folder_format(folder) is not None
     message += f"; {'the folder is the checkpoint' if whole else join_advice(parts)}"
-    joined = parts.is_shards and not missing
+    joined = parts.kind == SHARDS and not missing
     level = "note" if joined else "warning"
     paths = tuple(os.path.realpath(folder.join(file)) for file in others) if joined else ()
     place = folder.path if whole else ""
-    alone = bool(missing)
-    return Part("part", level, message, place, False, paths, tensors_whole=parts.is_shards, alone=alone)
+    whole_tensors = parts.kind == SHARDS
+    return Part("part", level, message, place, False, paths, tensors_whole=whole_tensors, alone=bool(missing))
 
 
 def _by_content(parts: NamedParts, checkpoint: Checkpoint, folder: Folder, name: str) -> NamedParts | None:

@@ -18,7 +18,6 @@ class ZipFormat(NamedTuple):
     this kind. ``module`` has ``read(archive)``."""
 
     name: str
-    words: str
     noun: str
     records: tuple[tuple[str, ...], ...]
     module: str
@@ -33,34 +32,17 @@ class ZipFormat(NamedTuple):
 _LOCAL_HEADER: Final = b"PK\x03\x04"
 #: The first match counts. Any other archive is a torch.save checkpoint, or refused with its name.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
-    ZipFormat(
-        "torchscript",
-        "TorchScript (`torch.jit.save`) and PyTorch Mobile archives: a program with its weights",
-        "a TorchScript archive",
-        (("constants.pkl",),),
-        "torchscript",
-    ),
+    ZipFormat("torchscript", "a TorchScript archive", (("constants.pkl",),), "torchscript"),
     ZipFormat(
         "pt2",
-        "torch.export archives (`.pt2`): the weights of a program, by name",
         "a torch.export program (.pt2)",
         (("archive_format", "archive_version"), ("serialized_exported_program.json",)),
         "pt2",
     ),
     ZipFormat(
-        "torch-package",
-        "torch.package archives: each pickle an entry of a dict",
-        "a torch.package archive",
-        ((".data/extern_modules",), (".data/python_version",)),
-        "package",
+        "torch-package", "a torch.package archive", ((".data/extern_modules",), (".data/python_version",)), "package"
     ),
-    ZipFormat(
-        "torchscript-1.0",
-        "TorchScript archives of torch 1.0 to 1.3 (`model.json`)",
-        "a TorchScript archive of torch 1.0",
-        (("model.json",),),
-        "torchscript_json",
-    ),
+    ZipFormat("torchscript-1.0", "a TorchScript archive of torch 1.0", (("model.json",),), "torchscript_json"),
 )
 
 

@@ -54,7 +54,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module.sniff = lambda head, source: True  # type: ignore[attr-defined]
     module.read = Toy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    known = formats.Format("toy", "a toy", "toy", lambda head: head.startswith(MAGIC))
+    known = formats.Format("toy", "toy", lambda head: head.startswith(MAGIC))
     monkeypatch.setattr(formats, "FORMATS", (known, *formats.FORMATS))
     path = tmp_path / "model.toy"
     path.write_bytes(MAGIC + torch.arange(8.0).numpy().tobytes())

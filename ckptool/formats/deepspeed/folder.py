@@ -89,7 +89,7 @@ class Deepspeed(RankFiles):
         self.build(self._whole(self.read_again(self._first.name)))
         kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
         self.rank_save = RankSave(self._ranks, self._model.number("global_steps"))
-        name, ranks = f"DeepSpeed {self._first.version}".rstrip(), pluralize(self._ranks, "rank")
+        name, ranks = f"DeepSpeed {self._first.save['DeepSpeed']}".rstrip(), pluralize(self._ranks, "rank")
         self.writer = f"{name}, {kind}: {ranks}, step {self.rank_save.step:,}, {self.completeness}"
         if not files.in_parts:
             # The model file is complete without the partitions.
@@ -290,7 +290,7 @@ class Deepspeed(RankFiles):
         return self.builder.mapping((name, ref) for name, ref in items.items() if ref is not None)
 
     def _add(self, name: str, cut: Slices, vectors: Sequence[Vector], dtype: Dtype) -> Ref:
-        chunks = (lambda: [*cut.chunks(vectors, dtype)]) if cut.is_whole(vectors) else None
+        chunks = (lambda: [*cut.chunks(vectors)]) if cut.is_whole(vectors) else None
         return self.add_tensor(name, dtype, cut.shape, chunks, (prod(cut.shape),))
 
     def _weights(self) -> Ref:

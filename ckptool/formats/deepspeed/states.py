@@ -15,7 +15,6 @@ from math import prod
 from typing import Final
 from zlib import crc32
 
-from ...base.dtypes import Dtype
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.records import NamedTuple
 from ...base.text import quoted, words
@@ -45,7 +44,6 @@ class ZeroState(NamedTuple):
     - ``counts``: the number of ranks over which each group is cut.
     - ``addresses``: the places of each group's parameters, {} if the file does not record them.
     - ``save``: facts that all files of one save share.
-    - ``checksums``: the recorded CRC-32 of each tensor in the partition, 0 if not recorded.
     """
 
     name: str
@@ -58,17 +56,19 @@ class ZeroState(NamedTuple):
     addresses: tuple[Addresses, ...]
     round_robin: bool
     steps: tuple[float, ...]
-    version: str
     save: Mapping[str, object]
-    checksums: tuple[int, ...]
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """The recorded CRC-32 of each tensor in the partition, 0 if not recorded."""
+        return tuple(part.crc for parts in (self.flats, *(of.values() for of in self.moments)) for part in parts)
 
 
 class ModelState(NamedTuple):
     """A model file: the ``values`` at its root, and the description of the partitions.
 
     - ``groups``: the shapes of the parameters, in flat tensor order.
-    - ``frozen``: the shapes of frozen parameters; ``fragments``: this rank's parts, with their recorded CRC-32 in
-      ``checksums``.
+    - ``frozen``: the shapes of frozen parameters; ``fragments``: this rank's parts.
     - ``aliases``: names of tied parameters, mapped to the kept names.
     - ``whole``: the buffers, which every file has in full.
     - ``save``: facts that all files of one save share.
@@ -82,8 +82,12 @@ class ModelState(NamedTuple):
     aliases: Mapping[str, str]
     buffers: Collection[str]
     save: Mapping[str, object]
-    checksums: tuple[int, ...]
     whole: Mapping[str, Rows]
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """The recorded CRC-32 of each frozen part, 0 if not recorded."""
+        return tuple(part.crc for part in self.fragments.values())
 
     def number(self, name: str) -> int:
         """Return a number of the run, or 0 if it is missing."""
@@ -110,7 +114,6 @@ def read_optimizer(file: RankFile) -> ZeroState:
     states = states_of(graph, base)
     moments: list[dict[str, Rows]] = [{} for _ in flats]
     steps = []
-    checksums = [_checksum(file, ref) for ref in partitions]
     for number, flat in enumerate(flats):
         for slot, ref in states.get(number, {}).items():
             tensor, size = file.reader.tensor(ref), flat.shape[0]
@@ -120,19 +123,17 @@ def read_optimizer(file: RankFile) -> ZeroState:
                 steps.append(number_of(file, ref))
             elif count == size or (count > size and not in_parts):
                 moments[number][slot] = _flat(file, ref, f"{slot} of group {number}")
-                checksums.append(_checksum(file, ref))
     counts = items_in(graph, own, "partition_count") or [own[name] for name in ("partition_count",) if name in own]
     each = tuple(whole_number(graph, ref) for ref in counts)
     config = _values(graph, _values(graph, root, "ds_config"), "zero_optimization")
     round_robin = graph.nodes[config["round_robin_gradients"]] if "round_robin_gradients" in config else False
     groups = [values_of(graph, ref) for ref in items_in(graph, base, "param_groups")]
     rates = [graph.nodes[group["lr"]] for group in groups if "lr" in group]
-    version = str(graph.nodes[root["ds_version"]]) if "ds_version" in root else ""
     stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else None
     save = {
         "step": tuple(steps),
         "learning rate": tuple(rate for rate in rates if type(rate) is float),
-        "DeepSpeed": version,
+        "DeepSpeed": str(graph.nodes[root["ds_version"]]) if "ds_version" in root else "",
         "ranks": " and ".join(map(str, sorted({*each}))),
         "groups": len(flats),
         "dtypes": tuple(flat.dtype.name for flat in flats),
@@ -151,9 +152,7 @@ def read_optimizer(file: RankFile) -> ZeroState:
         tuple(_addresses(graph, ref) for ref in items_in(graph, own, "param_slice_mappings")),
         round_robin is True,
         tuple(steps),
-        version,
         save,
-        tuple(checksums),
     )
 
 
@@ -212,7 +211,6 @@ def read_model(file: RankFile) -> ModelState:
             "tensors": len(module),
             "names and shapes": f"CRC-32 {described:08x}",
         },
-        tuple(_checksum(file, ref) for ref in frozen.values()),
         whole,
     )
 
@@ -221,11 +219,6 @@ def shapes_in(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
     """Return the parameter shapes of each group; raise MalformedError if they are invalid."""
     groups = [ref] if mapping(file.graph, ref) is not None else list_items(file.graph.nodes[ref])
     return tuple(_shapes(file, group) for group in groups)
-
-
-def _checksum(file: RankFile, ref: Ref) -> int:
-    tensor = file.reader.tensor(ref)
-    return (file.container.stored(tensor.storage).crc or 0) if tensor is not None and tensor.storage else 0
 
 
 def _flat(file: RankFile, ref: Ref, where: str) -> Rows:
@@ -353,20 +346,16 @@ class Slices(NamedTuple):
         for rank in range(-(-size // part) if part else 0):
             yield rank, min(part, size - rank * part), rank * part
 
-    def chunks(self, vectors: Sequence[Vector], dtype: Dtype) -> Iterator[Chunk]:
-        """Yield the pieces of the flat tensor, read from vectors with this dtype."""
+    def chunks(self, vectors: Sequence[Vector]) -> Iterator[Chunk]:
+        """Yield the pieces that are in files that exist."""
         for number, size, at in self.stretches():
             for offset, count, part, local in vectors[number].pieces(self.begin, size):
                 if (rows := vectors[number].parts[part]) is not None:
-                    yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * dtype.itemsize)
+                    yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * rows.dtype.itemsize)
 
     def is_whole(self, vectors: Sequence[Vector]) -> bool:
         """Return whether all elements are in files that exist."""
-        for number, size, _ in self.stretches():
-            pieces = vectors[number].pieces(self.begin, size)
-            if size != sum(count for _, count, part, _ in pieces if vectors[number].parts[part] is not None):
-                return False
-        return True
+        return prod(self.shape) == sum(chunk.box[1][0] for chunk in self.chunks(vectors))
 
 
 def slices_of_vectors(

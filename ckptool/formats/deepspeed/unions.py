@@ -245,8 +245,6 @@ _EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
 _EXPERT_OPTIMIZER: Final = "expp_rank_0_mp_rank_00_optim_states.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
-#: The keys that may hold the optimizer's state in its files.
-_OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
 
 
 class Universal(RankFiles):
@@ -496,8 +494,8 @@ class WholeModel(NumberedFiles):
             file = self.open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
             if file is not None:
                 same.append((name, tuple(record.crc or 0 for record in file.container.records() if record.key), ()))
-                own = next(file.values[entry] for entry in _OF_OPTIMIZER if entry in file.values)
-                parts.append((name.removesuffix(".pt"), self.graft(file, own)))
+                entry = "optimizer" if "optimizer" in file.values else "optimizer_state_dict"
+                parts.append((name.removesuffix(".pt"), self.graft(file, file.values[entry])))
         self.note_same(same)
         there = {numbers[0]: name for numbers, name in files.items()}
         count = min(max([ranks, *(number + 1 for number in there)]), MAX_RANKS)

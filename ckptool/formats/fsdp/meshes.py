@@ -30,7 +30,7 @@ from ...files.folders import Folder, open_folder
 from ...files.sources import FolderSource
 from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
-from .. import folder_format, read_container
+from .. import folder_format, may_be_pattern, read_container
 from ..folders import opening
 from ..joined import RankFile, RankFiles, lost_ranks
 from ..names.hf import model_files
@@ -357,12 +357,6 @@ def _left_out(folder: Folder, names: Collection[str], sets: Sequence[RankSet]) -
     return problems
 
 
-def is_pattern(path: str) -> bool:
-    """Return whether a path is a pattern rather than the name of an existing file."""
-    name = os.path.basename(path)
-    return ("*" in name or ("{" in name and "," in name)) and not os.path.lexists(path)
-
-
 def matching(path: str) -> tuple[Folder, list[str]]:
     """Return the folder of a pattern, and the names in it that match."""
     parent, pattern = os.path.split(path)
@@ -376,7 +370,7 @@ def matching(path: str) -> tuple[Folder, list[str]]:
 
 def of_one_save(path: str) -> bool:
     """Return whether a path is a pattern whose files are all ranks of one save."""
-    if not is_pattern(path):
+    if not may_be_pattern(path):
         return False
     folder, names = matching(path)
     found = {name for rank_set in _sets(folder, names) for name in rank_set.files.values()}

@@ -73,8 +73,7 @@ def other_steps(step: StepFolder) -> list[str]:
 
 def _are_files(names: Collection[str]) -> bool:
     states = [name for name in names if _STATES in name]
-    optimizer, zero3, models = (_by_rank(kind, states) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    others = any(LAYER.match(name) or EXPERT.match(name) or EXPERT_OPTIMIZER.match(name) for name in states)
+    (optimizer, zero3, models), others = _by_kind(states), any(map(_is_other, states))
     return bool(optimizer or zero3 or (models and (others or len(models) == len(names))))
 
 
@@ -83,17 +82,16 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
 
     Does not check that all files exist.
     """
-    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    optimizer, zero3, models = _by_kind(names)
     parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
-    others = any(LAYER.match(name) or EXPERT.match(name) or EXPERT_OPTIMIZER.match(name) for name in names)
-    if not optimizer or not (zero3 or models) or parallel != {0} or others:
+    if not optimizer or not (zero3 or models) or parallel != {0} or any(map(_is_other, names)):
         return None
     own = zero3 or models
     return ZeroFiles(
         {rank[0]: optimizer[rank] for rank in sorted(optimizer)},
         {rank[0]: own[rank] for rank in sorted(own)},
         bool(zero3),
-        [pair for kind in (OPTIMIZER, RANK_MODEL if zero3 else MODEL) for pair in twice(kind, names)],
+        [pair for kind in (OPTIMIZER, RANK_MODEL if zero3 else MODEL) for pair in _by_rank(kind, names)[1]],
     )
 
 
@@ -102,7 +100,7 @@ def whole_file(names: Collection[str]) -> str:
 
     The names alone do not tell whether optimizer partitions are missing.
     """
-    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    optimizer, zero3, models = _by_kind(names)
     cut = zero3 or any(LAYER.match(name) for name in names) or any(rank[1] for rank in optimizer)
     experts = any(EXPERT.match(name) for name in names)
     alone = models.keys() == {(0,)} and not cut and (experts or not optimizer)
@@ -114,7 +112,7 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     folder."""
     if not _are_files(names):
         return None
-    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    optimizer, zero3, models = _by_kind(names)
     layers = list(filter(None, map(LAYER.match, names)))
     experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
     lacks = "" if zero3 or models else "the model's files, which have the names and shapes of the weights"
@@ -170,17 +168,18 @@ def _missing_experts(names: Collection[str]) -> list[str]:
     return sorted({*islice(files, MAX_RANKS)}.difference(names))
 
 
-def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
-    return by_number(numbered(pattern, filter(_is_torch, names)))[0]
+def _by_kind(names: Iterable[str]) -> tuple[_Ranks, _Ranks, _Ranks]:
+    """Return the files with partitions of optimizers, the model files of ranks, and the others of models."""
+    optimizer, zero3, models = (_by_rank(kind, names)[0] for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    return optimizer, zero3, models
 
 
-def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of files that match a pattern and have the same rank."""
-    return by_number(numbered(pattern, filter(_is_torch, names)))[1]
+def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> tuple[_Ranks, list[tuple[str, str]]]:
+    return by_number(numbered(pattern, (name for name in names if name.endswith(".pt"))))
 
 
-def _is_torch(name: str) -> bool:
-    return name.endswith(".pt")
+def _is_other(name: str) -> bool:
+    return any(kind.match(name) for kind in (LAYER, EXPERT, EXPERT_OPTIMIZER))
 
 
 def number_in(graph: Graph, values: Mapping[str, Ref], name: str, default: int = 0) -> int:

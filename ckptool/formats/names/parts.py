@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Final
@@ -18,6 +18,7 @@ from typing import Final
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
 from ...base.suffixes import WEIGHTS
+from .ranks import with_number
 
 #: How parts relate: slices of the same tensors, or shards with different tensors. ``RANKS`` and ``NUMBERED`` are
 #: undecided by name: ranks with the same tensors have slices, numbered files with the same tensors are each complete.
@@ -55,26 +56,13 @@ _DIGITS: Final = 7
 class NamedParts(NamedTuple):
     """The numbered files of one checkpoint: ``files`` by number, and ``every`` number that should exist.
 
-    ``kind`` says how the parts relate. ``template`` is the file name with NUL in place of the number, of ``width``
-    digits.
+    ``kind`` says how the parts relate. ``missing`` are the names of the missing files.
     """
 
     files: Mapping[int, str]
     every: range
     kind: str
-    template: str
-    width: int
-
-    @property
-    def missing(self) -> list[str]:
-        """The names of the missing files."""
-        absent = islice((number for number in self.every if number not in self.files), LIMITS.listed)
-        return [self.template.replace("\0", f"{number:0{self.width}d}") for number in absent]
-
-    @property
-    def is_shards(self) -> bool:
-        """Whether each file has different tensors, so that together they are the checkpoint."""
-        return self.kind == SHARDS
+    missing: Sequence[str]
 
 
 def keeps_number(output: str, path: str) -> bool:
@@ -129,9 +117,10 @@ def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> N
     last = max(*files, int(of) - 1 + first if of else 0)
     if last == first and not of:
         return None
-    width = len(match["number"]) if match["number"][0] == "0" else 1
-    template = match.string[: match.start("number")] + "\0" + match.string[match.end("number") :]
-    return NamedParts(dict(sorted(files.items())), range(first, last + 1), scheme.kind, template, width)
+    every = range(first, last + 1)
+    absent = islice((number for number in every if number not in files), LIMITS.listed)
+    missing = [with_number(match.string, *match.span("number"), number) for number in absent]
+    return NamedParts(dict(sorted(files.items())), every, scheme.kind, missing)
 
 
 def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
@@ -159,5 +148,5 @@ def join_advice(parts: NamedParts) -> str:
     if parts.kind == SHARDS:
         return "all parts together are the checkpoint"
     message = "each part has slices of the tensors, and joining them takes a recipe for the model"
-    meta = parts.template.lower().startswith("consolidated.")
+    meta = any(name.lower().startswith("consolidated.") for name in parts.files.values())
     return message + ": convert_llama_weights_to_hf.py of transformers has that of Llama" * meta

@@ -53,8 +53,7 @@ class RankSet(NamedTuple):
         """Return the file name of a rank, whether or not it exists."""
         before, _, after = self.template.partition("\0")
         first = next(iter(self.files.values()))
-        digits = first[len(before) : len(first) - len(after)]
-        return f"{before}{number:0{len(digits) if digits[0] == '0' else 1}d}{after}"
+        return with_number(first, len(before), len(first) - len(after), number)
 
     @property
     def pattern(self) -> str:
@@ -70,6 +69,11 @@ class RankSet(NamedTuple):
         middle = root.removeprefix(before).removesuffix(after)
         digits = middle.isascii() and middle.isdigit() and len(middle) < _DIGITS
         return int(middle) if digits and root == before + middle + after else number
+
+
+def with_number(name: str, begin: int, end: int, number: int) -> str:
+    """Return a name with another number between two of its characters, with leading zeros if it has some there."""
+    return f"{name[:begin]}{number:0{end - begin if name[begin] == '0' else 1}d}{name[end:]}"
 
 
 def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[tuple[str, str]]]:

@@ -356,17 +356,14 @@ class _Application:
         groups: dict[tuple[int, ...], set[int]] = {}
         for values in names:
             groups.setdefault(values[:at] + values[at + 1 :], set()).add(values[at])
-        wanted = self.known.get(f"#{symbol}", 0)
-        block, count = next(((key, len(own)) for key, own in groups.items() if len(own) != wanted), ((), wanted))
-        if wanted and count != wanted:
-            what = f"block {'.'.join(map(str, block))} has {count:,} values of {{{symbol}}}, not {wanted:,}"
-            raise RefusedError(what, next="get the tensors again that are missing")
+        for block, own in groups.items():
+            self._check_count(symbol, len(own), f"those of block {'.'.join(map(str, block))}")
 
-    def _check_count(self, symbol: str, count: int) -> None:
+    def _check_count(self, symbol: str, count: int, names: str = "its names") -> None:
         """Raise RefusedError if a hole has more or fewer values than ``#symbol`` among the numbers says."""
         wanted = self.known.get(f"#{symbol}", count)
         if wanted != count:
-            what = f"its names have {count:,} values of {{{symbol}}}, and its configuration or another tensor says"
+            what = f"{names} have {count:,} values of {{{symbol}}}, and its configuration or another tensor says"
             raise RefusedError(f"{what} {wanted:,}", next="get the tensors again that are missing")
 
     def _check_axes(self, uses: Sequence[_Use]) -> None:
