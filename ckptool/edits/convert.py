@@ -24,11 +24,11 @@ from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
 from ..files.folders import open_folder
 from ..formats.empty_weights import GATHER, empty_weights
-from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
+from ..formats.losses import KINDS, Loss, entries_outside, outside, refuse
 from ..formats.names.parts import keeps_number
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
-from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder, makes_shards, refuse_damage
+from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder, refuse_damage
 from ..formats.rank_part import part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
@@ -218,7 +218,7 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: Conversio
     refuse(lost, allowed, checkpoint.path, fit.holder, fit.ways, strict=request.strict)
     notes = [loss.report for loss in lost] + [*fit.notes]
     if chosen is not None:
-        beside = paths_beside(checkpoint, chosen) if request.key is not None else ()
+        beside = tuple(path for path, _ in outside(checkpoint, chosen)) if request.key is not None else ()
         left_out = [*beside, *(place for loss in lost if loss.kind == "entries" for place in loss.where)]
         # A remark on unchanged tensors would contradict that they are left out.
         kept = (one for one in checkpoint.changes if one.number or not any(within(one.path, out) for out in left_out))
@@ -337,7 +337,7 @@ class Conversion(NamedTuple):
             return makes_folder(checkpoint, output)
         if self.shard_size or not OUTPUTS[target].shards:
             return bool(self.shard_size) or OUTPUTS[target].folder
-        return makes_shards(checkpoint, output)
+        return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def called(self, name: str) -> str:
         """Return the output's name, in a folder of outputs, for an input with this name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
 from ..base.records import NamedTuple, TypedDict
@@ -123,7 +124,7 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
     is_zip = head[2:4] == b"\x03\x04" and head[8:9] != b"{"  # the first two bytes may be damaged
     if not is_zip and safetensors_reader.sniff(head, source):
         sound = _sound_container(source)
-        return (sound, True) if sound else (_read(safetensors_reader.read_cut, source), False)
+        return (sound, True) if sound else (_read(partial(safetensors_reader.read, cut=True), source), False)
     if not legacy_reader.sniff(head, source) and not sniff(head, source):
         _refuse_others(head, source)
         return rescue_zip(source, progress), False
@@ -133,7 +134,7 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
     rescued = Rescued(source, "", container.graph, container.pickle, container.byteorder)
     rescued.format, rescued.traits = container.format, container.traits
     for record in container.records():
-        rescued.keep(record.key, container.stored(record.key))
+        rescued.intact[record.key] = container.stored(record.key)
     return rescued, False
 
 

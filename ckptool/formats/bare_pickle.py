@@ -142,7 +142,6 @@ def _recognise(source: Source) -> BarePickle | None:
 
 
 def _has_numbers(graph: Graph) -> bool:
-    """Return whether the pickle has an array of numbers, by the dtypes that it makes."""
     nodes = graph.nodes
     for _, node in graph.of_type(Call):
         func, args = nodes[node.func], nodes[node.args]

@@ -137,7 +137,8 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
                     seen.add(item.path)
                     yield item
             if empty:
-                yield _no_checkpoint(path)
+                plain = UnreadableError("the folder holds no checkpoint", path=path, next="name a file")
+                yield explain_directory(path) if _is_folder(path) else plain
         except UnreadableError as error:
             yield error
 
@@ -254,15 +255,6 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
             why, archive = recognised(path)
             yield SkippedFile(path, why) if why else Candidate(path, False, archive)
     yield from (Candidate(error.path, False) for error in closed)
-
-
-def _no_checkpoint(path: str) -> UnreadableError:
-    folder = as_folder(path)
-    error = explain_directory(path) if folder.is_folder("") else None
-    if isinstance(error, NotACheckpointError):
-        return error
-    plain = UnreadableError("the folder holds no checkpoint", path=path, next="name a file")
-    return _foreign_files(folder, path) or plain
 
 
 def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
@@ -394,5 +386,5 @@ def explain_directory(path: str) -> UnreadableError:
     if checkpoints:
         what = f"it is a directory; it holds {join_limited(checkpoints)}"
         return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, checkpoints[0])))
-    plain = UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+    plain = UnreadableError("the folder holds no checkpoint", path=path, next="name a file")
     return _foreign_files(folder, path) or plain

@@ -95,8 +95,6 @@ class _Reads:
 
 
 class _Ranges:
-    """Ranges of bytes, which may overlap."""
-
     def __init__(self, ranges: set[tuple[int, int]]) -> None:
         ordered = sorted(ranges)
         self._begins = [begin for begin, _ in ordered]

@@ -79,7 +79,6 @@ def _emptied(shapes: Shapes, sure: bool, adapter: bool) -> str:
 
 
 def _sizes_beside(name: str, shapes: Shapes) -> list[int]:
-    """Return the numbers of elements of the other tensors in the module of a weight."""
     module = name.rpartition(".")[0]
     return [prod(shapes[key]) for other in _BESIDE if (key := f"{module}.{other}") in shapes]
 

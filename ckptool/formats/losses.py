@@ -198,7 +198,7 @@ def entries_outside(
     inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
     places: dict[Loss, list[str]] = {}
     minor, other, dropped = Loss("entries", (), minor=True), Loss("entries", ()), Loss("entries", (), drops=True)
-    beside = [] if named else _outside(checkpoint, state_dict)
+    beside = [] if named else outside(checkpoint, state_dict)
     tensors = {entry.ref: entry.tensor for entry in checkpoint.survey.tensors} if beside else {}
     barred = {*training, *(ref for ref, tensor in tensors.items() if not _may_be_weights(tensor))}
     storage = checkpoint.survey.reader.storage
@@ -239,19 +239,14 @@ def _may_be_weights(tensor: Tensor) -> bool:
     return is_list or tensor.kind not in ("dense", "array", "meta")
 
 
-def paths_beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the paths of everything in the file outside the state dict."""
-    return tuple(path for path, _ in _outside(checkpoint, state_dict))
-
-
-def _outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, Ref]]:
+def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, Ref]]:
     """Return the path and value of everything that is neither the state dict nor leads to it."""
     graph = checkpoint.graph
     entries = [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
     if state_dict.path == "":
         own = {str(graph.nodes[key]) for key, _ in state_dict.items}
         return [(entry.path, entry.ref) for entry in checkpoint.survey.entries if entry.key not in own]
-    outside: list[tuple[str, Ref]] = []
+    found: list[tuple[str, Ref]] = []
     while entries:
         inner: list[tuple[str, Ref]] = []
         for path, ref in entries:
@@ -263,9 +258,9 @@ def _outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, R
             elif within(state_dict.path, path) and isinstance(node, List):
                 inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
             else:
-                outside.append((path, ref))
+                found.append((path, ref))
         entries = inner
-    return outside
+    return found
 
 
 #: For each tensor name, the facts that the output must keep.

@@ -40,7 +40,6 @@ from .names.megatron import (
     name_like,
     number,
     ranks_in_words,
-    twice,
 )
 from .names.ranks import MAX_RANKS
 from .pieces import Chunk, CopyPair, Rows
@@ -112,10 +111,12 @@ class Megatron(RankFiles):
 
     format = "megatron"
 
-    def __init__(self, folder: Folder, files: Mapping[Rank, str], stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Folder, files: Mapping[Rank, str], twice: Sequence[tuple[str, str]], stack: ExitStack
+    ) -> None:
         super().__init__(folder)
         self._files = files
-        self.note_twice(twice(folder, folder.names()))
+        self.note_twice(twice)
         parts = self._read_all(stack)
         first = parts[min(parts)]
         self._arguments = first.arguments
@@ -145,7 +146,6 @@ class Megatron(RankFiles):
     # -- the files
 
     def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
-        """Return the readable files by rank, without those of another save."""
         parts = self.read_all(self._files, self._read_part, stack)
         if not parts and self.errors:
             raise self.errors[0]
@@ -381,7 +381,7 @@ def read(folder: Folder) -> tuple[FolderSource, Megatron]:
         raise ChangedError("its files changed while they were read", path=path, next="try again")
     with opening(path, "it is damaged: get the folder again") as stack:
         try:
-            container = Megatron(found.folder, files, stack)
+            container = Megatron(found.folder, *files, stack)
         except NotACheckpointError as error:
             step = "its files: " + command("inspect", found.folder.join("*/*.pt"))
             raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
@@ -389,7 +389,7 @@ def read(folder: Folder) -> tuple[FolderSource, Megatron]:
     others = [name for name in beside if ITERATION.match(name) and name != os.path.basename(found.folder.path)]
     if others:
         container.problems.append(other_steps_note(found.folder.path, LATEST, others))
-    if left := _left_out(found.folder, files.values()):
+    if left := _left_out(found.folder, files[0].values()):
         container.problems.append(left)
     return FolderSource(path, container.files, folder=found.folder.path), container
 

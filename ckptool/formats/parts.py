@@ -156,7 +156,6 @@ class Parts(RankFiles):
     def _fitting(
         self, recipes: Sequence[Recipe], names: Collection[str], facts: Sequence[Any]
     ) -> tuple[Recipe, dict[str, int]]:
-        """Return the recipe whose names and shapes fit, and the numbers of the model."""
         named = [recipe for recipe in recipes if fits(recipe, self._parts[0])]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")

@@ -86,7 +86,6 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
 
 
 def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
-    """Recognise a file of DeepSpeed that is not the whole model; return None for any other file."""
     graph, file = checkpoint.container.graph, os.path.basename(checkpoint.path)
     expert = any(_EXPERTS in text for text in graph.strings)
     if _DEEPSPEED.isdisjoint(graph.strings) and not expert and not file.endswith("model_states.pt"):
@@ -128,7 +127,6 @@ def _deepspeed(checkpoint: Checkpoint, folder: Folder) -> Part | None:
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:
-    """Recognise the file of one Megatron-LM rank; None for other files."""
     if _MEGATRON_ARGUMENT not in checkpoint.container.graph.strings:
         return None
     from .names.megatron import arguments, number
@@ -179,7 +177,6 @@ def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
 
 
 def _spread(checkpoint: Checkpoint, folder: Folder | None) -> Part | None:
-    """Recognise a file with one rank's part of DTensors or ShardedTensors; return None for any other file."""
     shards = shards_of(checkpoint)
     if shards is None or not shards.partial:
         return None

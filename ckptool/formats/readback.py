@@ -157,15 +157,12 @@ def _check_tensors(promised: Facts, read: Checkpoint) -> None:
     graph, reader = read.graph, TensorReader(read.graph)
     items = [(str(graph.nodes[key]), value) for key, value in mapping(graph, graph.root) or ()]
     if read.pickled:
-        _check_facts(promised, tensor_facts(items, reader, read.container.stored_size))
+        facts = tensor_facts(items, reader, read.container.stored_size)
     else:
         tensors = ((name, reader.tensor(ref)) for name, ref in items)
-        _check_facts(promised, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors if tensor})
-
-
-def _check_facts(promised: Facts, read: Facts) -> None:
-    for name in {**promised, **read} if promised != read else ():
-        _alike(f"tensor {quoted(name)}", promised.get(name), read.get(name))
+        facts = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors if tensor}
+    for name in {**promised, **facts} if promised != facts else ():
+        _alike(f"tensor {quoted(name)}", promised.get(name), facts.get(name))
 
 
 def _alike(what: str, promised: object, read: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..base.errors import PickleError, RefusedError
-from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import program_of
 from ..files.sources import Plan
@@ -14,15 +13,9 @@ from ..pickles.nodes import Graph
 from .losses import Promise
 
 
-class Verified(NamedTuple):
-    """The pickle of an edited graph. ``exact``: the unedited graph encodes to the file's own bytes."""
-
-    data: bytes
-    exact: bool
-
-
-def verified_pickle(checkpoint: Checkpoint) -> Verified:
-    """Encode an edited checkpoint, after proving on its own file that the codec loses nothing.
+def verified_pickle(checkpoint: Checkpoint) -> tuple[bytes, bool]:
+    """Encode an edited checkpoint, after proving on its own file that the codec loses nothing. Return the pickle, and
+    whether the unedited graph encodes to the file's own bytes.
 
     Either the edited pickle differs from the file's pickle in strings only, or the unedited graph must encode to the
     file's own bytes. If a foreign pickle does not, it must at least decode to an equal graph again. Raises RefusedError
@@ -32,11 +25,11 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
     container = checkpoint.container
     # Most edits change only names or devices: then every other byte of the pickle is the file's own.
     if redecoded(container.graph, container.pickle, data) is not None:
-        return Verified(data, True)
+        return data, True
     exact = codec_is_exact(checkpoint)
     if not exact:
         prove(checkpoint.graph, data, "edited", checkpoint.path)
-    return Verified(data, exact)
+    return data, exact
 
 
 def codec_is_exact(checkpoint: Checkpoint) -> bool:

@@ -43,21 +43,18 @@ class Rescued(Container):
         self.format = "torch-zip"
         self.problems = []
         self.lost: dict[str, str] = {}
-        self._stored: dict[str, StorageLocation] = {}
+        #: The places of intact storages.
+        self.intact: dict[str, StorageLocation] = {}
 
     @property
     def pickle(self) -> bytes:
         return self._pickle
 
-    def keep(self, key: str, stored: StorageLocation) -> None:
-        """Accept a storage as intact."""
-        self._stored[key] = stored
-
     def stored(self, key: str) -> StorageLocation:
-        return self._stored.get(key, StorageLocation(None, 0))
+        return self.intact.get(key, StorageLocation(None, 0))
 
     def records(self) -> Iterator[StoredRecord]:
-        for key, stored in self._stored.items():
+        for key, stored in self.intact.items():
             assert stored.span is not None
             name = f"{self.root}/data/{key}"
             yield StoredRecord(name, stored.span, stored.size, stored.crc, stored.compressed, key)
@@ -172,7 +169,8 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
         for candidate in candidates.get(names[key], []):
             reason = _flaw(candidate, storage, progress)
             if not reason:
-                rescued.keep(key, StorageLocation(candidate.span, candidate.size, candidate.method != 0, candidate.crc))
+                place = StorageLocation(candidate.span, candidate.size, candidate.method != 0, candidate.crc)
+                rescued.intact[key] = place
                 break
         else:
             rescued.lost[key] = reason

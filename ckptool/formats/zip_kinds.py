@@ -28,8 +28,6 @@ class ZipFormat(NamedTuple):
         return container
 
 
-#: The first bytes of every record.
-_LOCAL_HEADER: Final = b"PK\x03\x04"
 #: The first match counts. Any other archive is a torch.save checkpoint, or refused with its name.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat("torchscript", "a TorchScript archive", (("constants.pkl",),), "torchscript"),
@@ -48,7 +46,7 @@ ZIPS: Final[tuple[ZipFormat, ...]] = (
 
 def sniff(head: bytes, source: Source) -> bool:
     """Return whether a source begins like a zip archive."""
-    return head.startswith(_LOCAL_HEADER)
+    return head.startswith(b"PK\x03\x04")
 
 
 def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -> Container:

@@ -154,7 +154,6 @@ class Deepspeed(RankFiles):
             self._compare_weights()
 
     def _compare_buffers(self) -> None:
-        """Compare the buffers, which stage 3 saves in full on every rank."""
         own: list[str] = []
         others = [state for state in self._models.values() if state is not self._model]
         for name, buffer in self._model.whole.items():

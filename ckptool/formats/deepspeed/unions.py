@@ -530,7 +530,6 @@ def _universal_folder(folder: Folder, names: Collection[str]) -> Folder | None:
 
 
 def _is_pipeline(names: Collection[str]) -> bool:
-    """Return whether the files are pipeline layers without tensor parallelism, experts or partitions."""
     layers = [match for match in map(LAYER.match, names) if match]
     others = any(EXPERT.match(name) or RANK_MODEL.match(name) for name in names)
     return bool(layers) and all(match[2] is None for match in layers) and not others

@@ -39,8 +39,6 @@ _OTHER_SAVE: Final = "other-save"
 
 
 class _Spread:
-    """A tensor that is spread over the ranks, with the parts collected so far."""
-
     def __init__(self, how: Sharding, dtype: Dtype, shape: tuple[int, ...], first: str) -> None:
         self.how, self.dtype, self.shape, self.first = how, dtype, shape, first
         #: What all parts have in common.

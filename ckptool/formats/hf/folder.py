@@ -265,7 +265,6 @@ class HfFolder(ShardedContainer):
         return ShardLayout(largest, self.weights.stem, self.weights.variant)
 
     def _united(self, places: Places) -> Graph:
-        """Return one dict of all shards' tensors, keeping strides, flags and sharing within a shard."""
         builder = Builder()
         graphs: dict[int, Graph] = {}
         grafted: dict[int, dict[Ref, Ref]] = {}

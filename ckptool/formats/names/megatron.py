@@ -58,18 +58,13 @@ def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
     return {} if ".metadata" in names else by_number(numbered(_RANK, names))[0]
 
 
-def files_of_ranks(folder: Folder, names: Collection[str]) -> dict[Rank, str] | None:
-    """Return the weight files by tensor-parallel and pipeline rank; None if there are none, or experts have their own
-    ranks."""
+def files_of_ranks(folder: Folder, names: Collection[str]) -> tuple[dict[Rank, str], list[tuple[str, str]]] | None:
+    """Return the weight files by tensor-parallel and pipeline rank, and the pairs of files for the same rank; None if
+    there are none, or experts have their own ranks."""
     if any(len(numbers) > 2 for numbers in folders_of_ranks(names)):
         return None
-    files, _ = by_number(_weights(folder, names))
-    return dict(sorted(files.items())) or None
-
-
-def twice(folder: Folder, names: Collection[str]) -> list[tuple[str, str]]:
-    """Return pairs of weight files for the same rank."""
-    return by_number(_weights(folder, names))[1]
+    files, twice = by_number(_weights(folder, names))
+    return (dict(sorted(files.items())), twice) if files else None
 
 
 def _weights(folder: Folder, names: Collection[str]) -> Iterator[tuple[Rank, str]]:

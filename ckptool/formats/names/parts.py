@@ -147,6 +147,4 @@ def join_advice(parts: NamedParts) -> str:
     """Return a message on how the parts become one checkpoint."""
     if parts.kind == SHARDS:
         return "all parts together are the checkpoint"
-    message = "each part has slices of the tensors, and joining them takes a recipe for the model"
-    meta = any(name.lower().startswith("consolidated.") for name in parts.files.values())
-    return message + ": convert_llama_weights_to_hf.py of transformers has that of Llama" * meta
+    return "each part has slices of the tensors, and joining them takes a recipe for the model"

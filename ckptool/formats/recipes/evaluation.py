@@ -155,8 +155,6 @@ def _is_ignored(recipe: Recipe, name: str) -> bool:
 
 
 class _Application:
-    """A recipe, the tensors it is applied to, and the numbers that are known."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -352,7 +350,6 @@ class _Application:
             self._check_groups(layers[symbols], symbols.index(last), last)
 
     def _check_groups(self, names: Collection[tuple[int, ...]], at: int, symbol: str) -> None:
-        """Raise RefusedError if a block has fewer values of a hole than ``#symbol`` among the numbers says."""
         groups: dict[tuple[int, ...], set[int]] = {}
         for values in names:
             groups.setdefault(values[:at] + values[at + 1 :], set()).add(values[at])

@@ -168,8 +168,6 @@ def _strings(fields: dict[str, Any]) -> Iterator[str]:
 
 
 class _Kind(NamedTuple):
-    """A valid dtype and shape, and the size in bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     size: int

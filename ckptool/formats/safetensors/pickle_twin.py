@@ -80,7 +80,6 @@ def _string_size(data: bytes, at: int) -> int:
 
 
 def _is_odd_id(data: bytes, at: int) -> bool:
-    """Return whether a persistent id is not ASCII, as every unpickler requires."""
     return data[at] == op.PERSID and not data[at:].isascii()
 
 

@@ -171,14 +171,7 @@ def sniff(head: bytes, source: Source) -> bool:
     return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OWN_KINDS
 
 
-def read_cut(source: Source) -> Safetensors:
-    """Read a file that may be cut: incomplete storages have no bytes.
-
-    Raises MalformedError if the header is incomplete, or breaks another rule.
-    """
-    return Safetensors(source, cut=True)
-
-
-def read(source: Source) -> Safetensors:
-    """Read the header; raise MalformedError with the format rule that the file breaks."""
-    return Safetensors(source)
+def read(source: Source, *, cut: bool = False) -> Safetensors:
+    """Read the header; raise MalformedError with the format rule that the file breaks. With ``cut``, the file may be
+    cut after the header: incomplete storages have no bytes."""
+    return Safetensors(source, cut=cut)

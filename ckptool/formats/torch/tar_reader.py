@@ -189,8 +189,6 @@ def _dtype_of_class(cls: Node, suffix: str) -> Dtype | None:
 
 
 class _MemberReader:
-    """Reads one member from start to end: small pickles with bytes between them."""
-
     def __init__(self, source: Source, member: Member, read_ahead: int = _SMALL) -> None:
         self.source, self.name = source, member.name
         self.at, self.end = member.begin, member.begin + member.size
