@@ -29,8 +29,8 @@ from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object, read_object
 from ..files.folders import open_folder
 from ..files.sources import FolderSource
-from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.opening import CheckpointOrPath, as_checkpoint
+from ..formats.rank_part import GATHER, empty_weights
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules

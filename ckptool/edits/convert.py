@@ -23,13 +23,12 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
 from ..files.folders import open_folder
-from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.losses import KINDS, Loss, entries_outside, outside, refuse
-from ..formats.names.parts import keeps_number
+from ..formats.names.numbered import keeps_number
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
-from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder, refuse_damage
-from ..formats.rank_part import part_of
+from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder, refuse_damage
+from ..formats.rank_part import GATHER, empty_weights, part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
 from .flat_params import refuse_flat, unflatten_by
@@ -434,6 +433,6 @@ def output_format(path: str) -> str:
     if known is not None:
         return known.name
     what, step = "the name has no suffix that means a format", "say it: `--to-format safetensors`"
-    if is_folder_name(path):
+    if path.endswith(os.sep):
         what, step = "the name means a folder", "say its format: `--to-format safetensors` `--max-shard-size 5GB`"
     raise TargetError(f"{what}; there are {join_limited(TARGETS)}", path=path, next=step)

@@ -41,7 +41,7 @@ from .names.megatron import (
     number,
     ranks_in_words,
 )
-from .names.ranks import MAX_RANKS
+from .names.numbered import MAX_RANKS
 from .pieces import Chunk, CopyPair, Rows
 
 #: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns

@@ -30,7 +30,7 @@ from ..values.numeric import ROUNDED, to_numbers
 from .folders import opening
 from .joined import RankFile, RankFiles, rows
 from .names.hf import companions
-from .names.ranks import with_number
+from .names.numbered import with_number
 from .pieces import CopyPair, Rows, strided_chunk
 from .recipes.axes import is_cut
 from .recipes.evaluation import Output, UnknownError, View, fits, joined
@@ -295,7 +295,7 @@ def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mappi
         what = f"{quoted(name)} has the shape {list(own.shape)} in {first}, and {odd[1]} in {odd[0]}"
         raise RefusedError(f"{what}: these are not parts of one model")
     try:
-        return joined(pattern, views, known)
+        return joined(pattern, tuple(views.items()), frozenset(known.items()))
     except UnknownError:
         raise
     except RefusedError as error:

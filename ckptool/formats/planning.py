@@ -236,11 +236,6 @@ def _with_claims(
     )
 
 
-def is_folder_name(output: str) -> bool:
-    """Return whether a name can only name a folder."""
-    return output.endswith(os.sep)
-
-
 def _check_target(target: Target, output: str) -> None:
     stem = os.path.splitext(output)[0]
     named, written_as = named_format(output), OUTPUTS[target.format]
@@ -253,7 +248,7 @@ def _check_target(target: Target, output: str) -> None:
 
 def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) -> None:
     """Raise RefusedError if a single file would be written under a folder name; ``suffix`` completes a better name."""
-    if is_folder_name(output) and isinstance(planned, Plan) and not os.path.isdir(output):
+    if output.endswith(os.sep) and isinstance(planned, Plan) and not os.path.isdir(output):
         raise _misnamed("the name says a folder, and the output is one file", output, output.rstrip(os.sep) + suffix)
 
 

@@ -46,8 +46,7 @@ from ..checkpoint.survey import Account
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
 from ..files.sources import FolderSource
-from ..formats.empty_weights import GATHER, empty_weights
-from ..formats.rank_part import WHOLE, part_of, shards_of
+from ..formats.rank_part import GATHER, WHOLE, empty_weights, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import storage_flaws
 from ..safety.torch_lists import DEFAULT, list_of

@@ -19,7 +19,7 @@ from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.quantized import Quantization, quantization
 from ..checkpoint.sharding import MeshReport
 from ..checkpoint.survey import Account, StateDict, Survey, TensorEntry, account
-from ..formats.names.families import family_of_model
+from ..formats.names.hf import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node

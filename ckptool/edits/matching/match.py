@@ -24,9 +24,8 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.tensors import is_sharded
 from ...files.sources import FolderSource, MemberSource
 from ...formats import folder_format
-from ...formats.empty_weights import GATHER, empty_weights
 from ...formats.opening import CheckpointOrPath, opened
-from ...formats.rank_part import Part, part_of
+from ...formats.rank_part import GATHER, Part, empty_weights, part_of
 from ..averages import averages_within, is_average
 from ..convert import suggested_edit
 from .candidates import Case, Steps, case_of, drop_steps, shared_shapes

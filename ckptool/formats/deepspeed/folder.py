@@ -32,7 +32,7 @@ from ..folders import opening, other_steps_note
 from ..joined import RankFile, RankFiles, grafted_key, rows
 from ..names.deepspeed import MODEL, OPTIMIZER, RANK_MODEL, ZeroFiles, other_steps, step_folder, zero_files
 from ..names.hf import model_files
-from ..names.ranks import MAX_RANKS, StepFolder
+from ..names.numbered import MAX_RANKS, StepFolder
 from ..pieces import STATISTICS, CopyPair, Rows
 from .states import (
     MOST_ODD,

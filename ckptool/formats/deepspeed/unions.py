@@ -42,7 +42,7 @@ from ..names.deepspeed import (
     whole_file,
     whole_number,
 )
-from ..names.ranks import MAX_RANKS, StepFolder, by_number
+from ..names.numbered import MAX_RANKS, StepFolder, by_number
 from ..names.training import training_folder
 from ..pieces import Rows
 from .folder import groups_with, name_like, state_dict_with

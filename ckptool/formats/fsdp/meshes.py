@@ -34,7 +34,7 @@ from .. import folder_format, may_be_pattern, read_container
 from ..folders import opening
 from ..joined import RankFile, RankFiles, lost_ranks
 from ..names.hf import model_files
-from ..names.ranks import RankSet, mates, numbered_sets, rank_sets, torch_files
+from ..names.numbered import RankSet, mates, numbered_sets, rank_sets, torch_files
 from .merging import Merge
 
 #: Files of a set that are tried until one can be read.

@@ -31,7 +31,7 @@ from ..names.dcp import fsdp_folders
 from ..names.deepspeed import step_folder
 from ..names.hf import Index, Weights, companions, index_name, is_checkpoint, read_index, side_files, weights_of
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import SHARDING_INFO, common_metadata, whole_metadata
+from ..safetensors.header import SHARDING_INFO, common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
 
 #: Module folders of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.

@@ -25,7 +25,7 @@ from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
 from ..names.hf import companions, weights_of
 from ..pieces import Box, Chunk, assembled, box_text, misfit
 from ..safetensors import reader as safetensors_reader
-from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
+from ..safetensors.header import common_metadata, saved_offsets, without_sharding
 
 _NAME: Final = regex(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
 

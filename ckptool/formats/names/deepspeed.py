@@ -21,7 +21,7 @@ from ...checkpoint.objects import callable_name, list_items
 from ...files.folders import Folder
 from ...pickles.nodes import Call, Graph, List, Ref
 from ..folders import read_tag
-from .ranks import MAX_RANKS, StepFolder, by_number, numbered
+from .numbered import MAX_RANKS, StepFolder, by_number, numbered
 
 OPTIMIZER: Final = regex(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3, each rank writes its own model file.

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: weights, their index, and companion files.
+"""The files of a Hugging Face folder: weights, their index, and companion files; the family of a model.
 
 Sources: transformers (``modeling_utils``: which weights are loaded from a folder), huggingface_hub
 (``serialization/_torch.py``: how shards and their index are written), peft and accelerate (names of companion files).
@@ -7,7 +7,7 @@ Sources: transformers (``modeling_utils``: which weights are loaded from a folde
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from itertools import islice
@@ -21,7 +21,7 @@ from ...base.suffixes import WEIGHTS
 from ...base.text import quoted
 from ...files.sources import Source
 from ..safetensors.header import strict_json
-from .parts import shards_of_folder
+from .numbered import shards_of_folder
 
 #: Weight file names before the suffix, in load order. Other names come last.
 _STEMS: Final = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
@@ -240,3 +240,15 @@ def read_index(source: Source) -> Index:
 def _broken(path: str, rule: str) -> MalformedError:
     what = f"{os.path.basename(path)} is not a valid index of shards: {rule}"
     return MalformedError(what, next="get the index again")  # the caller adds the path of the folder
+
+
+#: Keys that are looked at; every family shows within its first layers.
+_LOOKED_AT: Final = 4_000
+_NUMBER: Final = regex(r"\.\d+(?=\.)")
+
+
+def family_of_model(names: Iterable[str]) -> str:
+    """Return the family of a model with these keys, such as "GPT-2", or "" if the names show none."""
+    text = _NUMBER.sub(".#", "." + "\n.".join(islice(names, _LOOKED_AT)))
+    rows = table("formats/names/families")["families"]
+    return next((family for family, *parts in rows if all(part in text for part in parts)), "")

@@ -19,7 +19,7 @@ from ...checkpoint.objects import callable_name, named_attributes
 from ...files.folders import Folder
 from ...pickles.nodes import CONSTANTS, Call, Global, Graph
 from ..folders import read_tag
-from .ranks import MAX_RANKS, StepFolder, by_number, numbered
+from .numbered import MAX_RANKS, StepFolder, by_number, numbered
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
 ITERATION: Final = regex(r"(?:iter_\d+|release)\Z")

@@ -102,7 +102,7 @@ class Leaf(NamedTuple):
     @property
     def tags(self) -> list[Tag]:
         """The factors as tags; those of size 1 have none."""
-        return list(tagged(self.factors))
+        return [tag for tag in all_tags(self) if tag is not None]
 
     @property
     def is_padding(self) -> bool:
@@ -113,16 +113,6 @@ class Leaf(NamedTuple):
 def sizes(factors: Sequence[Factor], known: Mapping[str, int]) -> int:
     """Return the product of the factors' sizes."""
     return prod(each.size(known) for each in factors)
-
-
-def tagged(factors: Sequence[Factor]) -> Iterator[Tag]:
-    """Yield the tags of factors, without the factors of size 1."""
-    seen: Counter[tuple[str, int]] = Counter()
-    for each in factors:
-        key = each.symbol, each.number
-        if key != ("", 1):
-            yield (*key, seen[key])
-            seen[key] += 1
 
 
 def leaves(axes: Axes) -> list[Leaf]:
@@ -223,8 +213,12 @@ def _dimension(outer: list[Factor], sections: list[list[Factor]], inner: list[Fa
 
 def all_tags(leaf: Leaf) -> list[Tag | None]:
     """Return the tag of each factor; None for the number 1."""
-    tags = tagged(leaf.factors)
-    return [None if (each.symbol, each.number) == ("", 1) else next(tags) for each in leaf.factors]
+    before: Counter[tuple[str, int]] = Counter()
+    tags: list[Tag | None] = []
+    for key in ((each.symbol, each.number) for each in leaf.factors):
+        tags.append(None if key == ("", 1) else (*key, before[key]))
+        before[key] += 1
+    return tags
 
 
 def steps_of(leaf: Leaf, stride: Sequence[int], known: Mapping[str, int]) -> tuple[int, dict[Tag, int]]:

@@ -105,17 +105,12 @@ def apply(
     return _Application(recipe, tensors, facts, known).result()
 
 
-def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]) -> Output:
+@lru_cache(maxsize=64)  # the layers of a model are alike
+def joined(pattern: Pattern, parts: tuple[tuple[str, View], ...], known: frozenset[tuple[str, int]]) -> Output:
     """Return the whole of a tensor that is cut over the parts of a checkpoint, by the names of their files, in order.
 
     ``known`` has numbers of the whole model. Raise RefusedError if the parts differ in shape, or a number is missing.
     """
-    return _joined(pattern, tuple(parts.items()), frozenset(known.items()))
-
-
-@lru_cache(maxsize=64)
-def _joined(pattern: Pattern, parts: tuple[tuple[str, View], ...], known: frozenset[tuple[str, int]]) -> Output:
-    """Return what ``joined`` returns: the layers of a model are alike, so it is computed once for all of them."""
     part, whole = part_and_whole(pattern.axes or ())
     name = pattern.name.text.replace("{", "").replace("}", "")
     rule = with_pairs(

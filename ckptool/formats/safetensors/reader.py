@@ -18,8 +18,7 @@ from ...files.sources import Source, Span
 from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Graph
 from ..foreign.identification import explain
-from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
-from .sharding_info import is_piece
+from .header import MAX_HEADER, TensorEntry, in_file_order, is_piece, read_header
 
 #: F4 values in one torch element, which is a byte.
 _F4_VALUES: Final = 2

@@ -36,8 +36,7 @@ from ..losses import (
     storages_within,
     whole_state_dict,
 )
-from .header import MAX_HEADER, METADATA, TensorEntry
-from .sharding_info import metadata_for
+from .header import MAX_HEADER, METADATA, TensorEntry, metadata_for
 
 _ALIGNMENT: Final = 8
 #: A torch dtype with two values per element; the format counts single values.

@@ -30,9 +30,9 @@ from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
 from ...edits.sanitize.trial import loadable
 from ...files.sources import FolderSource
-from ...formats.empty_weights import GATHER, empty_weights
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
+from ...formats.rank_part import GATHER, empty_weights
 from ...pickles.nodes import Global
 from ..edit_steps import edit_step, sanitize_step
 from ..inspection import inspection
