@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from ..base import lazy
 from ..base.errors import UnreadableError
@@ -35,8 +35,7 @@ class Format(NamedTuple):
 
     def read(self, source: Source) -> Container:
         """Read a source; raise MalformedError for a damaged one."""
-        container: Container = lazy.module(f"formats.{self.module}").read(source)
-        return container
+        return cast(Container, lazy.module(f"formats.{self.module}").read(source))
 
 
 _TAR: Final = "torch-tar"
@@ -79,8 +78,7 @@ class FolderFormat(NamedTuple):
 
     def read(self, folder: Folder) -> tuple[FolderSource, Container]:
         """Read a folder; raise MalformedError for a damaged one."""
-        opened: tuple[FolderSource, Container] = lazy.module(f"formats.{self.module}").read(folder)
-        return opened
+        return cast("tuple[FolderSource, Container]", lazy.module(f"formats.{self.module}").read(folder))
 
 
 #: The order matters: a DCP folder may also have files of transformers.

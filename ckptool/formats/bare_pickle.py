@@ -71,10 +71,8 @@ class BarePickle(Container):
         return editor.done()
 
     def _persistent_id(self, editor: GraphEditor, data: bytes) -> Ref | None:
-        """Add the persistent id of the storage in a torch file, and remember its bytes; return None for any other file.
-
-        A view of a storage, and big-endian numbers, count as another file: no version of torch pickles them this way.
-        """
+        """Add the persistent id of the storage in a torch file, and remember its bytes; return None for any other file,
+        also for views of storages and big-endian numbers, which no version of torch pickles this way."""
         try:
             file = BytesSource(data, self.source.name)
             reader = zip_reader if zip_reader.sniff(file.read(0, _HEAD), file) else legacy_reader

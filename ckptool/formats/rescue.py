@@ -104,10 +104,8 @@ class _ZipScan:
         self.sizes.update({f"{self.folder}data/{key}": storage.nbytes for key, storage in self.storages.items()})
 
     def byteorder(self) -> str:
-        """Return the text of the record 'byteorder', or "little" without one.
-
-        Its name or its text may be damaged, but hardly both, and only "big" has three letters.
-        """
+        """Return the text of the record 'byteorder', or "little" without one. Its name or its text may be damaged, but
+        hardly both, and only "big" has three letters."""
         for record in self.records:
             if not record.whole or record.size not in (3, 6) or record.method:
                 continue
@@ -178,10 +176,8 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
 
 
 def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
-    """Return the records as listed in the directory.
-
-    Only the two lengths that lead to the payload are taken from the local header: a checksum must confirm them.
-    """
+    """Return the records as listed in the directory, with two lengths from the local header that lead to the payload: a
+    checksum must confirm them."""
     records = {}
     source = archive.source
     for record in archive.records:
@@ -197,10 +193,8 @@ def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
 def _candidates(
     walked: list[RecoveredRecord], archive: Archive | None, wanted: Collection[str]
 ) -> dict[str, list[RecoveredRecord]]:
-    """Return the records that may hold each folded name in ``wanted``: by local headers first, then by the directory.
-
-    A name that two headers claim is dropped. If header and directory disagree on a name, the wanted name counts.
-    """
+    """Return the records that may hold each folded name in ``wanted``: by local headers first, then by the directory. A
+    name that two headers claim is dropped. If header and directory disagree on a name, the wanted name counts."""
     names = {record.header: fold_case(record.name) for record in archive.records} if archive else {}
     by_name: dict[str, list[RecoveredRecord]] = {}
     for record in walked:

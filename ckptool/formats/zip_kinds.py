@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from ..base import lazy
 from ..base.records import NamedTuple
@@ -24,8 +24,7 @@ class ZipFormat(NamedTuple):
 
     def read(self, archive: Archive) -> Container:
         """Read an archive of this kind."""
-        container: Container = lazy.module(f"formats.programs.{self.module}").read(archive)
-        return container
+        return cast(Container, lazy.module(f"formats.programs.{self.module}").read(archive))
 
 
 #: The first match counts. Any other archive is a torch.save checkpoint, or refused with its name.

@@ -30,9 +30,9 @@ from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
 from ..folders import TOO_LARGE, grouped, open_listing, opening, other_steps_note, with_storage_keys
 from ..joined import CopiedContainer
-from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..names.hf import model_files, side_files, weights_of
 from ..names.megatron import ITERATION, LATEST, latest_folder
+from ..names.training import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from ..pieces import RANK_VALUES, Box, CopyPair, Rows, is_own
 from ..search.pickle_search import bare_pickles, find_pickles
 from .items import KnownItems, OpenedItem, PiecesSource, SubclassError, TensorItem, open_item, open_tensor

@@ -92,11 +92,9 @@ class TensorItem(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """The parts of an item that are equal for all tensors of one dtype and shape.
-
-    ``head`` is followed by the record of the elements, which has ``size`` bytes, with the elements ``skipped`` bytes
-    after its start. ``rest`` matches the ``length`` bytes after it; the first group is the checksum of the elements.
-    """
+    """The parts of an item that are equal for all tensors of one dtype and shape. ``head`` is followed by the record of
+    the elements, which has ``size`` bytes, with the elements ``skipped`` bytes after its start. ``rest`` matches the
+    ``length`` bytes after it; the first group is the checksum of the elements."""
 
     head: bytes
     size: int

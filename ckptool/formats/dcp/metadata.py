@@ -27,8 +27,8 @@ from ...files.sources import Source, Span
 from ...formats import read_container
 from ...pickles.nodes import Dict, Graph, Ref
 from ..foreign.identification import explain_placeholder
-from ..names.dcp import DATA, OF_RANK
 from ..names.megatron import ITERATION, Arguments, arguments, number, ranks_in_words
+from ..names.training import DATA, OF_RANK
 from ..pieces import Box, box_text, misfit
 
 
@@ -234,10 +234,12 @@ Note: TypeAlias = Callable[..., None]
 _OWN: Final = (".distcp", ".metadata", ".tmp")
 #: Files that frameworks add to the folder.
 _FRAMEWORK_FILES: Final = {
-    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
     "common.pt": "the values of a Megatron-LM checkpoint that are not tensors: arguments, iteration",
+    "meta.pt": "the rest of a checkpoint of Lightning: loops, callbacks, hyperparameters",
     "metadata.json": "the version of Megatron-LM's format",
 }
+#: Those that record the step, and the frameworks that write them.
+_BESIDE: Final = {"common.pt": "Megatron-LM", "meta.pt": "Lightning"}
 
 
 def extra_files(names: Iterable[str]) -> dict[str, str]:
@@ -399,8 +401,6 @@ def _heads(files: Mapping[str, Source], items: Iterable[Item]) -> dict[str, Span
     }
 
 
-#: Files next to the pieces that record the step, and the frameworks that write them.
-_BESIDE: Final = {"common.pt": "Megatron-LM", "meta.pt": "Lightning"}
 #: Paths of a step value, and the framework that stores it there ("" if several do). Sources: torchtitan,
 #: ``components/checkpoint.py`` and ``train.py``.
 _PLACES: Final = {

@@ -27,9 +27,9 @@ from ...pickles.nodes import Graph, Persistent, Ref
 from .. import folder_format
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain, explain_placeholder
-from ..names.dcp import fsdp_folders
 from ..names.deepspeed import step_folder
 from ..names.hf import Index, Weights, companions, index_name, is_checkpoint, read_index, side_files, weights_of
+from ..names.training import fsdp_folders
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.header import SHARDING_INFO, common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader

@@ -183,10 +183,8 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
 
 
 def _ends(pieces: Sequence[TensorPiece]) -> bool:
-    """Return whether the pieces show where the tensor ends: it is a scalar, or the last piece is the smaller one.
-
-    Ranks divide a tensor into equal pieces, except that the last one may be smaller.
-    """
+    """Return whether the pieces show where the tensor ends: it is a scalar, or the last piece is smaller than others,
+    which are equal."""
     first, last = (edge(piece.box for piece in pieces)[1] for edge in (min, max))
     return not first or any(here < there for here, there in zip(last, first))
 

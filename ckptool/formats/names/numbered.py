@@ -165,9 +165,7 @@ SLICES, SHARDS, RANKS, NUMBERED = "slices", "shards", "ranks", "numbered"
 
 class _Scheme(NamedTuple):
     """A naming scheme for parts: ``mark`` matches the groups ``number`` and, where names have it, ``of`` (the total).
-
-    ``first`` is the lowest number.
-    """
+    ``first`` is the lowest number."""
 
     mark: re.Pattern[str]
     first: int

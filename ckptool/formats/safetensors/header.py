@@ -177,11 +177,9 @@ class _Kind(NamedTuple):
 def _entry(
     source: Source, name: str, value: Any, data: int, alike: dict[tuple[str, tuple[int, ...]], _Kind]
 ) -> TensorEntry:
-    """Return a tensor; raise MalformedError with the rule that it breaks.
-
-    ``data`` is the end of the header. ``alike`` has the first kinds of tensors in it: most tensors have one of few
-    kinds. They share its objects, which take a third of their memory, and its checks.
-    """
+    """Return a tensor; raise MalformedError with the rule that it breaks. ``data`` is the end of the header. ``alike``
+    has the first kinds of tensors: most tensors have one of few, and share its objects, which saves two thirds of their
+    memory, and its checks."""
 
     def broken(rule: str) -> MalformedError:
         return _broken(source, f"tensor {quoted(name)}: {rule}", name)

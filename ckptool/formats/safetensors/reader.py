@@ -129,10 +129,8 @@ class Safetensors(Container):
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
 
     def _twin(self, *, whole: bool) -> list[Finding] | None:
-        """Return the finding that the file is also a pickle, if it is; None if the bytes do not tell.
-
-        Only ``whole`` reads values to find out.
-        """
+        """Return the finding that the file is also a pickle, if it is; None if the bytes do not tell. Only ``whole``
+        reads values to find out."""
         from .pickle_twin import names_global  # needed for one file in ten
 
         found = names_global(self.source, 8 + int.from_bytes(self.source.read(0, 8), "little"), whole=whole)

@@ -198,10 +198,8 @@ def _may_learn(tensor: Tensor) -> bool:
 
 
 def _sharing(tensors: Sequence[Named]) -> list[str]:
-    """Return the names of tensors that share bytes, by the rules of ``save_file``: two rows of one storage do not.
-
-    Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
-    """
+    """Return the names of tensors that share bytes, by the rules of ``save_file``: two rows of one storage do not
+    (``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py)."""
     uses: dict[str, list[tuple[int, int, int, str]]] = {}
     times = Counter([tensor.storage for _, tensor, _ in tensors])
     for number, (name, tensor, _) in enumerate(tensors if len(times) < len(tensors) else ()):
@@ -258,10 +256,8 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 def _header_text(tensors: Sequence[TensorEntry], texts: Mapping[str, str]) -> bytes:
-    """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair.
-
-    The offsets of the tensors count from the end of the header.
-    """
+    """Return the header for tensors in byte order, whose offsets count from the end of the header; raise
+    UnicodeEncodeError for half a surrogate pair."""
     spelled = json.dumps(dict(texts), ensure_ascii=False, separators=(",", ":"))
     entries = [f'"{METADATA}":{spelled}'] if texts else []
     # Many tensors have one of few shapes. Joined from strings, because a dict and two lists for each tensor take ten

@@ -68,13 +68,6 @@ class _TarTensor(NamedTuple):
     offset: int
 
 
-class _Redirected(dict[Ref, Ref]):
-    """References to replaced nodes; all other references map to themselves."""
-
-    def __missing__(self, ref: Ref) -> Ref:
-        return ref
-
-
 class TorchTar(Container):
     """A checkpoint of torch 0.1. Storage keys are the storages' numbers in the file."""
 
@@ -132,7 +125,7 @@ class TorchTar(Container):
         builder = Builder()
         builder.nodes.extend(graph.nodes)
         refs: dict[int, Ref] = {}
-        replaced = _Redirected()
+        replaced: dict[Ref, Ref] = {}
         for ref, node in enumerate(graph.nodes):
             if not isinstance(node, Persistent):
                 continue
@@ -147,11 +140,12 @@ class TorchTar(Container):
             if key not in refs:
                 refs[key] = self._tensor(builder, key) if key in self._tensors else self._storage(builder, key)
             replaced[ref] = refs[key]
-        own = [relocated(node, replaced) for node in graph.nodes]
+        places = {ref: replaced.get(ref, ref) for ref in range(len(graph.nodes))}
+        own = [relocated(node, places) for node in graph.nodes]
         for ref in replaced:
             own[ref] = None  # nothing refers to it now
         nodes = own + builder.nodes[len(own) :]
-        return Graph(nodes, replaced[graph.root], graph.style, graph.refused, graph.oddities)
+        return Graph(nodes, places[graph.root], graph.style, graph.refused, graph.oddities)
 
     def _tensor(self, builder: Builder, key: int) -> Ref:
         _, shape, strides, offset = tensor = self._tensors[key]
