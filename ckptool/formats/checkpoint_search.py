@@ -24,7 +24,6 @@ from .zip_kinds import kind_of
 
 if TYPE_CHECKING:
     from ..files.folders import Folder
-    from ..files.sources import Source
 
 #: Archives whose members may be checkpoints.
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
@@ -258,7 +257,9 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
 
 
 def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
-    from .foreign.frameworks import foreign_folder, foreign_kinds  # not needed for a checkpoint
+    # not needed for a checkpoint
+    from .foreign.frameworks import foreign_folder, foreign_kinds
+    from .foreign.identification import explain, explain_zip
 
     named: list[tuple[str, NextStep | None]] = []
     for name in sorted(folder.names())[:_EXAMINED]:
@@ -268,7 +269,9 @@ def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
             continue
         try:
             with closing(open_any(folder.join(name))) as source:
-                error = _refusal(source)
+                head = source.read(0, 1024)
+                is_zip = head[:4] == b"PK\x03\x04"  # which may be a checkpoint
+                error = explain_zip(read_archive(source)) if is_zip else explain(head, source)
         except UnreadableError:
             continue
         if error is not None and getattr(error, "kind", "") in _ARCHIVES | foreign_kinds():
@@ -280,14 +283,6 @@ def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
     what += ", among others" * (len(named) > _NAMED)
     own = named[0][1] if len(named) == 1 else None
     return UnreadableError(what, path=path, next=own or command("scan", path))
-
-
-def _refusal(source: Source) -> UnreadableError | None:
-    """Return the error that names what a file is; None for a zip that may be a checkpoint."""
-    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
-
-    head = source.read(0, 1024)
-    return explain_zip(read_archive(source)) if head[:4] == b"PK\x03\x04" else explain(head, source)
 
 
 def recognised(path: str) -> tuple[str, bool]:

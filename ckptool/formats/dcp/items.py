@@ -27,7 +27,7 @@ from ...safety.arguments import CallChecker
 from ...safety.torch_lists import NEWEST, ever_listed
 from ...safety.weights_only import graph_blockers
 from ..pieces import Box, Chunk, ChunkedSource, Layout, Rows, layout_of, tensor_rows
-from ..torch.zip_reader import TorchZip, read_records
+from ..torch.zip_reader import TorchZip, read_checkpoint
 from .metadata import SMALL, Item, edges
 
 #: The most pickles that are cached, and the most bytes of each: a model has tensors of a few dozen shapes.
@@ -202,7 +202,7 @@ def open_item(item: Item, file: Source, known: KnownItems, size: int = 0) -> Ope
         source: Source = SliceSource(whole, at, length, item.place)
         if length <= SMALL:
             source = BytesSource(source.read(0, length), item.place)
-        opened = OpenedItem(item, whole, at, read_records(read_archive(source), known))
+        opened = OpenedItem(item, whole, at, read_checkpoint(read_archive(source), known))
         for problem in opened.zip.problems:
             if problem.refused_by_torch or problem.ambiguous or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)

@@ -15,7 +15,7 @@ from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.survey import StateDict
 from ...files.sources import FolderPlan, Plan
-from ...pickles.nodes import Dict, Graph, Ref
+from ...pickles.nodes import Dict, Ref
 from ...values.elements import tensor_size
 from ..losses import Fit, Promise, refuse_emptied, refuse_texts, tensor_facts, whole_state_dict
 from ..names.hf import index_name
@@ -172,7 +172,9 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
         sizes |= used
 
     def shard_plan(names: Sequence[str], stem: str) -> Plan:
-        part = _part(graph, [ref for name in names for ref in entries[name]])
+        builder, places = Builder(), dict[Ref, Ref]()
+        pairs = [builder.graft(graph, ref, places) for name in names for ref in entries[name]]
+        part = builder.graph(builder.add(Dict(pairs)))
         return zip_writer.archive_plan(checkpoint.changed(part, [], needs_relayout=True, root=stem))
 
     shards = split(items, target.shard_size)
@@ -180,12 +182,6 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
         stem = _stem(target)
         return FolderPlan(((f"{stem}.bin", shard_plan([item.name for item in items], stem)),))
     return _files(target, "bin", shards, shard_plan, sum(sizes.values()), {})
-
-
-def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
-    builder = Builder()
-    places: dict[Ref, Ref] = {}
-    return builder.graph(builder.add(Dict([builder.graft(graph, ref, places) for ref in pairs])))
 
 
 def _files(

@@ -23,7 +23,7 @@ from ...files.folders import Folder
 
 _RANK: Final = regex(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
 _WORLD: Final = regex(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
-_NUMBER: Final = regex(r"(?<!\d)\d{1,6}(?!\d)")
+_NUMBER: Final = regex(r"(?<!\d)(\d{1,6})(?!\d)")
 #: Numbers with this many digits or more are not ranks or parts.
 _DIGITS: Final = 7
 #: The most ranks that are believed and checked for completeness.
@@ -104,14 +104,8 @@ def numbered(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[t
 
 def rank_sets(names: Collection[str]) -> list[RankSet]:
     """Return the sets of files whose names say "rank", in name order."""
-    templates: dict[str, list[tuple[int, str]]] = {}
-    for name in sorted(torch_files(names)):
-        match = _RANK.search(name)
-        if match:
-            template = name[: match.start(1)] + "\0" + name[match.end(1) :]
-            templates.setdefault(template, []).append((int(match[1]), name))
     sets = []
-    for template, pairs in templates.items():
+    for template, pairs in _templates(names, _RANK, 1).items():
         files, twice = by_number(pairs)
         world = _WORLD.search(template)
         label, ranks = _label(_RANK_WORD.sub("\0", _WORLD.sub("\0", template))), int(world[1]) if world else 0
@@ -127,16 +121,24 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
 
     Such names may mean anything: only the content of the files decides.
     """
-    templates: dict[str, dict[int, str]] = {}
-    for name in sorted(torch_files(names)):
-        for match in _NUMBER.finditer(name):
-            template = name[: match.start()] + "\0" + name[match.end() :]
-            templates.setdefault(template, {})[int(match[0])] = name
     sets = []
-    for template, files in templates.items():
+    for template, pairs in _templates(names, _NUMBER).items():
+        files = dict(pairs)
         if len(files) > 1:
             sets.append(RankSet(_label(template), 0, False, dict(sorted(files.items())), template))
     return sorted(sets, key=lambda rank_set: -len(rank_set.files))
+
+
+def _templates(
+    names: Collection[str], number: re.Pattern[str], most: int | None = None
+) -> dict[str, list[tuple[int, str]]]:
+    """Return (number, name) by template, for the first ``most`` numbers in each name."""
+    templates: dict[str, list[tuple[int, str]]] = {}
+    for name in sorted(torch_files(names)):
+        for match in islice(number.finditer(name), most):
+            template = name[: match.start(1)] + "\0" + name[match.end(1) :]
+            templates.setdefault(template, []).append((int(match[1]), name))
+    return templates
 
 
 def mates(names: Collection[str], among: Collection[str]) -> set[str]:

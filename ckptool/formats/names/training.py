@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Final, TypeAlias
+from typing import Final
 
 from ...base.errors import NotACheckpointError, UnreadableError
 from ...base.lazy import regex
@@ -38,11 +38,12 @@ def training_folder(folder: Folder) -> NotACheckpointError | None:
     return None
 
 
-_Explain: TypeAlias = "Callable[[Folder, Collection[str]], NotACheckpointError | None]"
-
-
 def _latest_step(
-    folder: Folder, names: Collection[str], tag_file: str, pattern: re.Pattern[str], explain: _Explain
+    folder: Folder,
+    names: Collection[str],
+    tag_file: str,
+    pattern: re.Pattern[str],
+    explain: Callable[[Folder, Collection[str]], NotACheckpointError | None],
 ) -> NotACheckpointError | None:
     """Return the error for the step that ``tag_file`` names as the latest, or else the last step in the folder."""
     steps = sorted((name for name in names if pattern.match(name)), key=lambda name: (len(name), name))

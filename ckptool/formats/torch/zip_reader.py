@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ...base.errors import CkptoolError, MalformedError, PickleError
+from ...base.errors import MalformedError, PickleError
 from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
 from ...base.records import new_tuple
@@ -330,22 +330,7 @@ def sniff(head: bytes, source: Source) -> bool:
 
 def read(source: Source) -> TorchZip:
     """Read a zip checkpoint; raise the error that names any other zip archive."""
-    return read_records(read_whole(source))
-
-
-def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
-    """Read the zip checkpoint in an archive; raise the error that names any other archive."""
-    if kind_of(archive) is not None:
-        raise _other_archive(archive)
-    return read_checkpoint(archive, known)
-
-
-def _other_archive(archive: Archive) -> CkptoolError:
-    from ..foreign import identification
-
-    error = identification.explain_zip(archive)
-    assert error is not None
-    return error
+    return read_checkpoint(read_whole(source))
 
 
 def read_whole(source: Source) -> Archive:
@@ -359,10 +344,14 @@ def read_whole(source: Source) -> Archive:
 
 
 def read_checkpoint(archive: Archive, known: Known | None = None) -> TorchZip:
-    """Read an archive that is of no kind in ``ZIPS``; raise the error that names it if it has no data.pkl."""
-    record = archive.find("data.pkl")
+    """Read the zip checkpoint in an archive; raise the error that names any other archive."""
+    record = archive.find("data.pkl") if kind_of(archive) is None else None
     if record is None:
-        raise _other_archive(archive)
+        from ..foreign import identification
+
+        error = identification.explain_zip(archive)
+        assert error is not None
+        raise error
     # All that is read to list the tensors: data.pkl, and some records of a few bytes.
     archive.source.prefetch(
         (item.header, item.compressed + _AROUND) for item in archive.records if "/data/" not in item.name
