@@ -152,9 +152,8 @@ class Metadata(NamedTuple):
         pieces = Pieces(self.values)
         for item in self.items:
             if item.name not in self.values:
-                note(
-                    "unlisted-item", "warning", f"{item.place} holds {pieces.name(item)}, which .metadata does not list"
-                )
+                what = f"{item.place} holds {pieces.name(item)}, which .metadata does not list"
+                note("unlisted-item", "warning", what)
             elif item.file not in sizes:
                 missing.setdefault(item.file, []).append(item)
             elif item.at + item.length > sizes[item.file]:

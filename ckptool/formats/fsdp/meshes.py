@@ -119,9 +119,8 @@ class Meshes(RankFiles):
             lost = any(self._tensors[key] is None for key in self._tensors.keys() - before)
             # A mesh with fewer ranks is one of several: the others may hold tensors that no file here names.
             everywhere = {mesh.ranks for mesh in merge.meshes} == {merge.world}
-            self._note_absent(
-                rank_set, merge, merge.is_sure and everywhere and not (lost or merge.odd or self.problems)
-            )
+            whole = merge.is_sure and everywhere and not (lost or merge.odd or self.problems)
+            self._note_absent(rank_set, merge, whole)
             grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
             storages = frozenset((*(self._tensors.keys() - before), *grafted))
             # A damaged pickle may have lost storages and other values.

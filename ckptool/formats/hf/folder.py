@@ -98,9 +98,8 @@ class HfFolder(ShardedContainer):
         containers = [shard.container for shard in self.shards]
         first = containers[0]
         if any(container.byteorder != first.byteorder for container in containers):
-            raise UnreadableError(
-                "its shards are of both byte orders", path=folder.path, next="convert them one by one"
-            )
+            what = "its shards are of both byte orders"
+            raise UnreadableError(what, path=folder.path, next="convert them one by one")
         self.byteorder = first.byteorder
         headers = [container.metadata for container in containers]
         self.metadata: Mapping[str, str] = common_metadata([whole_metadata(first.metadata), *headers[1:]])

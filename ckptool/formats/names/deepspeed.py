@@ -119,10 +119,8 @@ def explain(folder: Folder, names: Collection[str]) -> NotACheckpointError | Non
     lacks = lacks if optimizer or layers or experts else "the optimizer's files (zero_pp_rank_N_..._optim_states.pt)"
     missing = _missing(optimizer, zero3, models, layers) + _missing_experts(experts) + [lacks] * bool(lacks)
     counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
-    files = [*counts, (experts, "expert file")]
-    what = (
-        f"it is a DeepSpeed checkpoint of {join_limited([pluralize(len(part), noun) for part, noun in files if part])}"
-    )
+    files = [pluralize(len(part), noun) for part, noun in (*counts, (experts, "expert file")) if part]
+    what = f"it is a DeepSpeed checkpoint of {join_limited(files)}"
     what += f"; missing: {join_limited(missing)}" if missing else ""
     what += "" if lacks else "; its tensors are cut in ways that only the model knows: not joined"
     step: AnyStep = "its files: " + command("inspect", folder.join("*.pt"))

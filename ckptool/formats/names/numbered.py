@@ -154,9 +154,7 @@ def torch_files(names: Collection[str]) -> Iterator[str]:
 
 
 def _label(template: str) -> str:
-    stem = next(
-        template.removesuffix(suffix) for suffix in sorted(TORCH, key=len, reverse=True) if template.endswith(suffix)
-    )
+    stem = template.removesuffix(max(filter(template.endswith, TORCH), key=len))
     return "_".join(part for piece in stem.split("\0") if (part := piece.strip(_BETWEEN)))
 
 

@@ -71,10 +71,6 @@ class Condition(NamedTuple):
     name: NamePattern
     there: bool
 
-    def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
-        """Return whether the condition holds among tensors with these names."""
-        return (self.name.filled(known) in tensors) is self.there
-
 
 class Rule(NamedTuple):
     """Tensors on side a, and the tensors on side b that they become. ``number`` is the place in the file, from 1.
@@ -113,7 +109,8 @@ class Rule(NamedTuple):
 
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
         """Return whether the rule applies among tensors with these names."""
-        return self.where[0] is None or self.where[0].holds(tensors, known)
+        own = self.where[0]
+        return own is None or (own.name.filled(known) in tensors) is own.there
 
 
 class Refusal(NamedTuple):

@@ -148,9 +148,7 @@ class TorchLegacy(Container):
         if at < size:
             self._note("trailing-bytes", "warning", f"{size - at:,} bytes follow the last storage", offset=at)
             if b"PK\x05\x06" in self.source.read(max(at, size - _ZIP_TAIL), _ZIP_TAIL):
-                what = (
-                    "the end of a zip archive follows the last storage: other readers than torch take the file for one"
-                )
+                what = "the end of a zip archive follows the last storage: other readers take the file for one"
                 self._note("second-archive", "error", what, offset=at)
         missing = next((key for key in storages if key not in self._places), None)
         if missing is not None:

@@ -324,9 +324,7 @@ def read(source: Source) -> TorchTar:
     chosen = {name: member for name, member in resolutions.items() if member is not None}
     missing = [name for name in resolutions if name not in chosen]
     if missing:
-        what = (
-            f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}: torch cannot load it either"
-        )
+        what = f"it looks like the tar format of torch 0.1 but has no member {missing[0]!r}: torch cannot load it"
         raise NotACheckpointError(what, kind="torch-tar", path=source.name, next="get it from who wrote it")
     if entries[-1].end > source.size:
         what = "the file is cut: it ends within its last member"

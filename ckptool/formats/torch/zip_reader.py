@@ -297,9 +297,8 @@ def version_problem(archive: Archive) -> Finding | None:
         return Finding("two-versions", "error", what)
     version = other if version is None else version
     if version is None:
-        return Finding(
-            "no-version", "error", "the record 'version' is missing; torch refuses such a file", refused=True
-        )
+        what = "the record 'version' is missing; torch refuses such a file"
+        return Finding("no-version", "error", what, refused=True)
     text = version.strip()
     if text.isdigit() and 1 <= int(text) <= 10:
         return None
