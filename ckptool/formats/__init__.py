@@ -115,10 +115,8 @@ def as_folder(path: str | Folder) -> Folder:
 
 
 def folder_format(path: str | Folder, *, by_names: bool = False) -> FolderFormat | None:
-    """Return the format of a folder that is one checkpoint, or None for any other folder or path.
-
-    With ``by_names``, only formats that are recognised without opening weight files are found.
-    """
+    """Return the format of a folder that is one checkpoint, or None for any other folder or path. With ``by_names``,
+    only formats that are recognised without opening weight files are found."""
     folder = as_folder(path)
     try:
         names = folder.names(strict=True)
@@ -129,20 +127,16 @@ def folder_format(path: str | Folder, *, by_names: bool = False) -> FolderFormat
 
 
 def read_folder(path: str | Folder) -> tuple[FolderSource, Container] | None:
-    """Read a folder in the format that its file names show; return None if it is not one checkpoint.
-
-    Raises the same errors as ``read_container``.
-    """
+    """Read a folder in the format that its file names show; return None if it is not one checkpoint. Raises the same
+    errors as ``read_container``."""
     folder = as_folder(path)
     known = folder_format(folder)
     return known.read(folder) if known else None
 
 
 def read_container(source: Source) -> Container:
-    """Read a source in the format that its content shows.
-
-    Raises NotACheckpointError, which names the file's format, and MalformedError for a damaged checkpoint.
-    """
+    """Read a source in the format that its content shows. Raises NotACheckpointError, which names the file's format,
+    and MalformedError for a damaged checkpoint."""
     head = source.read(0, _HEAD)
     known = next((known for known in FORMATS if known.sniff(head, source)), None)
     if known is None:

@@ -52,10 +52,8 @@ class SkippedFile(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A path to read. ``named`` tells whether the user typed it, or it was found in a folder.
-
-    ``archive``: it was found in a folder, and is an archive of other files, which may be checkpoints.
-    """
+    """A path to read. ``named`` tells whether the user typed it, or it was found in a folder. ``archive``: it was found
+    in a folder, and is an archive of other files, which may be checkpoints."""
 
     path: str
     named: bool
@@ -286,11 +284,9 @@ def _foreign_files(folder: Folder, path: str) -> UnreadableError | None:
 
 
 def recognised(path: str) -> tuple[str, bool]:
-    """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint.
-
-    Not skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
-    checkpoint that are not a complete file of another kind.
-    """
+    """Return why a file found in a folder is skipped, or "", and whether it is an archive but no checkpoint. Not
+    skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
+    checkpoint that are not a complete file of another kind."""
     # not needed for a checkpoint
     from .foreign.frameworks import foreign_kinds
     from .foreign.identification import explain, explain_zip

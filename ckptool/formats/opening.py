@@ -70,10 +70,8 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
 
 def path_text(path: FilePath, otherwise: str = "") -> str:
-    """Return a path as text, an address without its secrets; raise TypeError for anything else.
-
-    ``otherwise`` names what else is accepted.
-    """
+    """Return a path as text, an address without its secrets; raise TypeError for anything else. ``otherwise`` names
+    what else is accepted."""
     if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
         raise TypeError(f"a path (str or os.PathLike){otherwise} is expected, not {type(path).__name__}")
     return conceal(name)

@@ -93,11 +93,9 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box]) -> Misfit | None:
 
 
 class Rows(NamedTuple):
-    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``.
-
-    To compare copies: ``crc`` is the recorded CRC-32 of the storage in ``file``, 0 if not recorded. ``place`` describes
-    the elements' place in that storage: its size, the offset and the strides. ``is_whole``: it holds nothing else.
-    """
+    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``. To compare copies: ``crc`` is
+    the recorded CRC-32 of the storage in ``file``, 0 if not recorded. ``place`` describes the elements' place in that
+    storage: its size, the offset and the strides. ``is_whole``: it holds nothing else."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -487,11 +485,9 @@ def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 class CopyPair(NamedTuple):
-    """Two copies of the tensor that messages call ``path``.
-
-    ``by_chance``: two new layers may be equal by chance, so copies are one tensor only if they also have more than one
-    value. ``why`` tells the user how two tensors may have got the same name, "" for copies.
-    """
+    """Two copies of the tensor that messages call ``path``. ``by_chance``: two new layers may be equal by chance, so
+    copies are one tensor only if they also have more than one value. ``why`` tells the user how two tensors may have
+    got the same name, "" for copies."""
 
     path: str
     first: Rows

@@ -23,11 +23,9 @@ _ZIP_END: Final = b"PK\x05\x06"
 
 
 def is_plain_pickle(source: Source) -> bool:
-    """Return whether a file holds exactly one pickle of plain data, and no program takes it for anything else.
-
-    Such a file has the kind "pickle". Its pickle names nothing, its strings and bytes hold neither pickles nor
-    configuration, and the file fits no other format, so a search would find nothing that could run.
-    """
+    """Return whether a file holds exactly one pickle of plain data, and no program takes it for anything else. Such a
+    file has the kind "pickle". Its pickle names nothing, its strings and bytes hold neither pickles nor configuration,
+    and the file fits no other format, so a search would find nothing that could run."""
     if source.size > _MOST or source.name.endswith(_PARTS):
         return False
     data = source.read(0, source.size)

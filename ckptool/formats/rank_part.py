@@ -316,12 +316,9 @@ _BESIDE: Final = ("bias", "running_mean", "running_var", "weight_g", "weight_sca
 
 
 def empty_weights(checkpoint: Checkpoint) -> str:
-    """Return a message about weights that have no values, or "" if they have values.
-
-    Tensors of size 0 are legitimate as buffers, and as parameters of a module whose tensors all have size 0. They
-    contradict the model if every weight is empty, if other tensors of the module have elements, or if most weights are
-    empty.
-    """
+    """Return a message about weights that have no values, or "" if they have values. Tensors of size 0 are legitimate
+    as buffers, and as parameters of a module whose tensors all have size 0. They contradict the model if every weight
+    is empty, if other tensors of the module have elements, or if most weights are empty."""
     if checkpoint.traits.assembled:
         return ""  # the ranks recorded the shapes of the whole tensors
     survey = checkpoint.survey

@@ -133,10 +133,8 @@ def measure_cut_zip(source: Source) -> CutZip | None:
 
 
 def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) -> Rescued:
-    """Return every storage whose bytes exist and match their checksum.
-
-    Directory content counts only if a checksum confirms it. Raises MalformedError if the pickle is not intact.
-    """
+    """Return every storage whose bytes exist and match their checksum. Directory content counts only if a checksum
+    confirms it. Raises MalformedError if the pickle is not intact."""
     scan = _ZipScan(source)
     try:
         archive = read_archive(source)

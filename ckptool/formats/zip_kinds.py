@@ -49,10 +49,8 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -> Container:
-    """Read a zip. Raises NotACheckpointError, which names its format, and MalformedError for a damaged one.
-
-    ``known`` returns the graph of a checkpoint's pickle if it need not be decoded, else None.
-    """
+    """Read a zip. Raises NotACheckpointError, which names its format, and MalformedError for a damaged one. ``known``
+    returns the graph of a checkpoint's pickle if it need not be decoded, else None."""
     zip_reader = lazy.module("formats.torch.zip_reader")
     archive: Archive = zip_reader.read_whole(source)
     kind = kind_of(archive)

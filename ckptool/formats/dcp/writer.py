@@ -353,9 +353,8 @@ _PLAIN_ARGUMENTS: Final = 6
 
 class Leaf(NamedTuple):
     """A value that becomes an item: its flat name, its path in the object, and its path as ``inspect`` shows it.
-
-    ``tensor`` is None for any other object. ``dtype`` is None for an item stored as an object, which may be a tensor.
-    """
+    ``tensor`` is None for any other object. ``dtype`` is None for an item stored as an object, which may be a
+    tensor."""
 
     name: str
     path: tuple[str | int, ...]

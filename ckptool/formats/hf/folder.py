@@ -41,10 +41,8 @@ _HEAD: Final = 1024
 
 
 class ShardTensor(NamedTuple):
-    """A tensor of a shard: ``plain`` for safetensors, else the ``ref`` of a tensor in the shard's graph.
-
-    ``size`` is the size of its elements in bytes. ``storages`` maps the storages it reads to their full sizes in bytes.
-    """
+    """A tensor of a shard: ``plain`` for safetensors, else the ``ref`` of a tensor in the shard's graph. ``size`` is
+    the size of its elements in bytes. ``storages`` maps the storages it reads to their full sizes in bytes."""
 
     plain: PlainTensor | None
     ref: Ref

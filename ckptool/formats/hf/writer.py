@@ -37,10 +37,8 @@ class Item(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in a text like ``5GB`` (powers of ten, as in huggingface_hub) or a plain number of bytes.
-
-    Raises TargetError for any other text.
-    """
+    """Return the bytes in a text like ``5GB`` (powers of ten, as in huggingface_hub) or a plain number of bytes. Raises
+    TargetError for any other text."""
     match = _SIZE.match(text)
     size = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1)) if match else 0
     if size < 1:
@@ -49,10 +47,8 @@ def parse_size(text: str) -> int:
 
 
 def split(items: Iterable[Item], most: int) -> list[list[str]]:
-    """Return the tensor names of each shard.
-
-    A tensor of more than ``most`` bytes gets its own shard. Tensors that share a storage go into the same shard.
-    """
+    """Return the tensor names of each shard. A tensor of more than ``most`` bytes gets its own shard. Tensors that
+    share a storage go into the same shard."""
     shards: list[dict[str, None]] = []
     current: dict[str, None] = {}
     filled = 0
@@ -111,10 +107,8 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
-    """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there are several.
-
-    Raises the same errors as the plan of a single file.
-    """
+    """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there are several. Raises the same
+    errors as the plan of a single file."""
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
         safetensors_writer.refuse_unfit(checkpoint, whole)

@@ -43,10 +43,8 @@ _Ranks: TypeAlias = dict[tuple[int, ...], str]
 
 class ZeroFiles(NamedTuple):
     """The files of one step by data-parallel rank. Below stage 3 there is a single model file, under rank 0.
-
     ``in_parts`` means stage 3, with one model file per rank. ``twice`` lists pairs of files for the same rank, such as
-    a float16 file and a later bfloat16 file.
-    """
+    a float16 file and a later bfloat16 file."""
 
     optimizers: dict[int, str]
     models: dict[int, str]
@@ -79,9 +77,7 @@ def _are_files(names: Collection[str]) -> bool:
 
 def zero_files(names: Collection[str]) -> ZeroFiles | None:
     """Return the files of a model whose partitions can be joined; None if the model is cut differently or not at all.
-
-    Does not check that all files exist.
-    """
+    Does not check that all files exist."""
     optimizer, zero3, models = _by_kind(names)
     parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
     if not optimizer or not (zero3 or models) or parallel != {0} or any(map(_is_other, names)):
@@ -96,10 +92,8 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
 
 
 def whole_file(names: Collection[str]) -> str:
-    """Return the model file of a model that is not cut over ranks, or "". Its experts may have their own files.
-
-    The names alone do not tell whether optimizer partitions are missing.
-    """
+    """Return the model file of a model that is not cut over ranks, or "". Its experts may have their own files. The
+    names alone do not tell whether optimizer partitions are missing."""
     optimizer, zero3, models = _by_kind(names)
     cut = zero3 or any(LAYER.match(name) for name in names) or any(rank[1] for rank in optimizer)
     experts = any(EXPERT.match(name) for name in names)
@@ -191,11 +185,8 @@ def items_in(graph: Graph, values: Mapping[str, Ref], name: str) -> Sequence[Ref
 
 
 def whole_number(graph: Graph, ref: Ref) -> int:
-    """Return an integer, or 0 for anything else.
-
-    For a list, return its largest integer: DeepSpeed has one partition count per group. For an enum member such as the
-    ZeRO stage, pickled as a call of its class, return its value.
-    """
+    """Return an integer, or 0 for anything else. For a list, return its largest integer: DeepSpeed has one partition
+    count per group. For an enum member such as the ZeRO stage, pickled as a call of its class, return its value."""
     node = graph.nodes[ref]
     inner = node.items if isinstance(node, List) else (ref,)
     if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":

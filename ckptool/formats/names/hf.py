@@ -80,11 +80,9 @@ class Weights(NamedTuple):
 
 
 class Index(NamedTuple):
-    """A shard index: the file of each tensor, in order, and the total size in bytes, -1 if not given.
-
-    ``described`` tells whether there is a "metadata" object; without one transformers raises KeyError
-    (``get_checkpoint_shard_files`` in utils/hub.py).
-    """
+    """A shard index: the file of each tensor, in order, and the total size in bytes, -1 if not given. ``described``
+    tells whether there is a "metadata" object; without one transformers raises KeyError (``get_checkpoint_shard_files``
+    in utils/hub.py)."""
 
     files: Mapping[str, str]
     total: int
@@ -114,11 +112,8 @@ def index_name(stem: str, suffix: str, variant: str = "") -> str:
 
 
 def weights_of(names: Collection[str], index: str = "") -> Weights | None:
-    """Return the weights that transformers loads from a folder, or None if there are none.
-
-    Weights without a variant come first, then safetensors, then single files before shards. ``index`` is an index that
-    the user named instead.
-    """
+    """Return the weights that transformers loads from a folder, or None if there are none. Weights without a variant
+    come first, then safetensors, then single files before shards. ``index`` is an index that the user named instead."""
     variants = any(name in names for name in _SURE)
     ordered = sorted(name for name in names if name.endswith(_WEIGHTS))
     candidates = [weights for name in ordered if (weights := _single_file(name, variants)) is not None]
@@ -180,10 +175,8 @@ def side_files(names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """Return the files to copy with the weights: configuration, tokenizer, optimizer, code, texts.
-
-    Other weights are excluded, and so are unknown files that may hold weights.
-    """
+    """Return the files to copy with the weights: configuration, tokenizer, optimizer, code, texts. Other weights are
+    excluded, and so are unknown files that may hold weights."""
     return [name for name in sorted(names) if not name.startswith(".") and _is_companion(name)]
 
 
@@ -209,10 +202,7 @@ def _description(name: str) -> str:
 
 
 def read_index(source: Source) -> Index:
-    """Read an index; raise MalformedError with the violated rule.
-
-    All files that it names must be in its own folder.
-    """
+    """Read an index; raise MalformedError with the violated rule. All files that it names must be in its own folder."""
     path = source.name
     if source.size > _MAX_INDEX:
         raise _broken(path, f"it has {source.size:,} bytes, {_MAX_INDEX:,} are the most")

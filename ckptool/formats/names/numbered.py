@@ -71,9 +71,7 @@ class RankSet(NamedTuple):
 
     def rank_of(self, root: str, number: int) -> int:
         """Return the number in the name under which a file was saved, which torch records as the archive's folder.
-
-        ``root`` is that folder; ``number`` is returned if it has none.
-        """
+        ``root`` is that folder; ``number`` is returned if it has none."""
         before, _, after = os.path.splitext(self.template)[0].partition("\0")
         middle = root.removeprefix(before).removesuffix(after)
         digits = middle.isascii() and middle.isdigit() and len(middle) < _DIGITS
@@ -117,10 +115,8 @@ _RANK_WORD: Final = regex(r"(?<![a-z])rank[_.-]?\0", re.I)
 
 
 def numbered_sets(names: Collection[str]) -> list[RankSet]:
-    """Return the sets of at least two files that differ in one number, large sets first.
-
-    Such names may mean anything: only the content of the files decides.
-    """
+    """Return the sets of at least two files that differ in one number, large sets first. Such names may mean anything:
+    only the content of the files decides."""
     sets = []
     for template, pairs in _templates(names, _NUMBER).items():
         files = dict(pairs)
@@ -188,10 +184,8 @@ _SCHEMES: Final = (
 
 
 class NamedParts(NamedTuple):
-    """The numbered files of one checkpoint: ``files`` by number, and ``every`` number that should exist.
-
-    ``kind`` says how the parts relate. ``missing`` are the names of the missing files.
-    """
+    """The numbered files of one checkpoint: ``files`` by number, and ``every`` number that should exist. ``kind`` says
+    how the parts relate. ``missing`` are the names of the missing files."""
 
     files: Mapping[int, str]
     every: range
@@ -226,10 +220,8 @@ def marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
 
 
 def named_parts(name: str, names: Collection[str]) -> NamedParts | None:
-    """Return the parts among ``names`` that belong with the file ``name``, which is one of them.
-
-    Returns None if the name has no part number, or has the first number and no other parts exist.
-    """
+    """Return the parts among ``names`` that belong with the file ``name``, which is one of them. Returns None if the
+    name has no part number, or has the first number and no other parts exist."""
     for scheme, match in marks(name):
         before, after = name[: match.start("number")], name[match.end("number") :]
         files = {int(match["number"]): name}

@@ -24,10 +24,8 @@ _TAG: Final = regex(r"global_step\d+\Z")
 
 
 def training_folder(folder: Folder) -> NotACheckpointError | None:
-    """Return the error that describes a DeepSpeed or Megatron folder, or None for any other folder.
-
-    Reads file names, and one file of each kind.
-    """
+    """Return the error that describes a DeepSpeed or Megatron folder, or None for any other folder. Reads file names,
+    and one file of each kind."""
     names = folder.names()
     if error := deepspeed_files.explain(folder, names) or megatron_files.explain(folder, names):
         return error

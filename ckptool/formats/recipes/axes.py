@@ -44,10 +44,8 @@ Tag = tuple[str, int, int]
 
 
 class Dimension(NamedTuple):
-    """One dimension: factors, sections one behind the other, and further factors inside these.
-
-    Without sections there is one that has no factors. ``cut``: each part of a checkpoint has a share of the whole.
-    """
+    """One dimension: factors, sections one behind the other, and further factors inside these. Without sections there
+    is one that has no factors. ``cut``: each part of a checkpoint has a share of the whole."""
 
     outer: Factors
     sections: tuple[Factors, ...]
@@ -130,11 +128,9 @@ def is_cut(axes: Axes) -> bool:
 
 
 def part_and_whole(axes: Axes) -> tuple[Axes, Axes]:
-    """Return the axes of one part, and of the whole in which p counts the parts.
-
-    A factor ``h/p`` is the factor p before the share of one part, which is a symbol of its own. All that a dimension
-    without sections has behind its first factor lies together, so it is one factor there.
-    """
+    """Return the axes of one part, and of the whole in which p counts the parts. A factor ``h/p`` is the factor p
+    before the share of one part, which is a symbol of its own. All that a dimension without sections has behind its
+    first factor lies together, so it is one factor there."""
     part, whole = [], []
     for number, dimension in enumerate(axes):
         if dimension.cut or (

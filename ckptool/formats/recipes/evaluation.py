@@ -43,11 +43,8 @@ class View(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A part of an output: the ``box`` in its grid that the block fills, and where its elements are.
-
-    They are a view of the tensor ``source``: shape, strides, and the distance from the tensor's first element, all in
-    elements.
-    """
+    """A part of an output: the ``box`` in its grid that the block fills, and where its elements are. They are a view of
+    the tensor ``source``: shape, strides, and the distance from the tensor's first element, all in elements."""
 
     box: Box
     source: str
@@ -57,11 +54,9 @@ class Block(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A tensor that comes out. ``sources`` are the names of the tensors it is made of.
-
-    Without ``blocks`` the only source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``rule``
-    is the number of the rule, ``place`` the place of the first input among all tensors.
-    """
+    """A tensor that comes out. ``sources`` are the names of the tensors it is made of. Without ``blocks`` the only
+    source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``rule`` is the number of the rule,
+    ``place`` the place of the first input among all tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,10 +68,8 @@ class Output(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outputs, notes for people, numbers of the model, and the names of the other tensors.
-
-    The recipe ignores some, has no rule for the ``rest``, and ``apart`` are the tensors of other models in the file.
-    """
+    """The outputs, notes for people, numbers of the model, and the names of the other tensors. The recipe ignores some,
+    has no rule for the ``rest``, and ``apart`` are the tensors of other models in the file."""
 
     outputs: list[Output]
     ignored: list[str]
@@ -108,9 +101,8 @@ def apply(
 @lru_cache(maxsize=64)  # the layers of a model are alike
 def joined(pattern: Pattern, parts: tuple[tuple[str, View], ...], known: frozenset[tuple[str, int]]) -> Output:
     """Return the whole of a tensor that is cut over the parts of a checkpoint, by the names of their files, in order.
-
-    ``known`` has numbers of the whole model. Raise RefusedError if the parts differ in shape, or a number is missing.
-    """
+    ``known`` has numbers of the whole model. Raise RefusedError if the parts differ in shape, or a number is
+    missing."""
     part, whole = part_and_whole(pattern.axes or ())
     name = pattern.name.text.replace("{", "").replace("}", "")
     rule = with_pairs(

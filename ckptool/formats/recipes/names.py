@@ -44,10 +44,8 @@ class Sum(NamedTuple):
         return self.constant + sum(factor * known[symbol] for symbol, factor in self.factors)
 
     def solved(self, number: int, known: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the values of the other symbols for which the sum is ``number``, or None if there are none.
-
-        Several unknown symbols are digits: in {3B+J+1} J is 0, 1 or 2.
-        """
+        """Return the values of the other symbols for which the sum is ``number``, or None if there are none. Several
+        unknown symbols are digits: in {3B+J+1} J is 0, 1 or 2."""
         rest = number - self.constant - sum(known[name] * factor for name, factor in self.factors if name in known)
         unknown = sorted((item for item in self.factors if item[0] not in known), key=lambda item: -abs(item[1]))
         found = {}
@@ -150,11 +148,9 @@ def _sum(text: str, name: str) -> Sum:
 
 
 def choices(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts with each choice, such as ``{weight|bias}``, replaced by one of its words.
-
-    The choices of one number are made together: the first of each text, the second of each text, and so on. Raise
-    MalformedError if they differ in length.
-    """
+    """Yield the texts with each choice, such as ``{weight|bias}``, replaced by one of its words. The choices of one
+    number are made together: the first of each text, the second of each text, and so on. Raise MalformedError if they
+    differ in length."""
     found = [[hole.split("|") for hole in _HOLE.findall(text) if "|" in hole] for text in texts]
     most = max(map(len, found), default=0)
     if not most:

@@ -153,11 +153,8 @@ def _at(values: Any, path: str) -> Any:
 
 
 def formula(text: str, known: Mapping[str, int]) -> int | None:
-    """Return the value of a formula of numbers and symbols with + - * /.
-
-    Return None if a symbol is unknown, a division leaves a rest, or no model has a number so large. Raise
-    MalformedError for a text that is no formula.
-    """
+    """Return the value of a formula of numbers and symbols with + - * /. Return None if a symbol is unknown, a division
+    leaves a rest, or no model has a number so large. Raise MalformedError for a text that is no formula."""
     if not _FORMULA.match(text):
         raise MalformedError(f"{quoted('=' + text)} is not a formula of numbers with + - * /")
     total = 0

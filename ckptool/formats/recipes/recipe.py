@@ -114,11 +114,8 @@ class Rule(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Models that the recipe does not fit, and why.
-
-    They have a value in ``field`` of the configuration that is not in ``unless`` (``needed``: or lack the field), or
-    names without a rule that the glob ``name`` fits.
-    """
+    """Models that the recipe does not fit, and why. They have a value in ``field`` of the configuration that is not in
+    ``unless`` (``needed``: or lack the field), or names without a rule that the glob ``name`` fits."""
 
     why: str
     field: str

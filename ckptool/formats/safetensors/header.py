@@ -31,11 +31,9 @@ class _DuplicateNameError(ValueError):
 
 
 def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any] | None = None) -> Any:
-    """Return the value of a JSON text; ``parse_int`` replaces ``int``.
-
-    Raises ValueError, whose message calls the text ``subject``, for invalid JSON (including NaN and Infinity), for too
-    deep nesting, and for an object with a name twice: one reader may take the first, another the last.
-    """
+    """Return the value of a JSON text; ``parse_int`` replaces ``int``. Raises ValueError, whose message calls the text
+    ``subject``, for invalid JSON (including NaN and Infinity), for too deep nesting, and for an object with a name
+    twice: one reader may take the first, another the last."""
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant, parse_int=parse_int)
@@ -93,10 +91,8 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors in JSON order, and the metadata.
-
-    ``oddities`` are messages about spellings that the library accepts but never writes.
-    """
+    """The tensors in JSON order, and the metadata. ``oddities`` are messages about spellings that the library accepts
+    but never writes."""
 
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
@@ -104,10 +100,8 @@ class Header(NamedTuple):
 
 
 def read_header(source: Source, *, cut: bool = False) -> Header:
-    """Read and check the header; raise MalformedError with the rule that the file breaks.
-
-    With ``cut``, the file may end before its last tensor, or continue after it.
-    """
+    """Read and check the header; raise MalformedError with the rule that the file breaks. With ``cut``, the file may
+    end before its last tensor, or continue after it."""
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes of the header's length")
     size = int.from_bytes(source.read(0, 8), "little")
@@ -285,11 +279,8 @@ VERSION: Final = "DCP_VERSION"
 def saved_offsets(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, tuple[int, ...]]], where: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return each tensor's offset in the larger tensor that it is a piece of, in elements per dimension.
-
-    As in torch, a file without sharding information has whole tensors. Raises MalformedError if the information is
-    invalid.
-    """
+    """Return each tensor's offset in the larger tensor that it is a piece of, in elements per dimension. As in torch, a
+    file without sharding information has whole tensors. Raises MalformedError if the information is invalid."""
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in tensors}
     entries = _offsets(metadata[SHARDING_INFO])
@@ -304,10 +295,8 @@ def saved_offsets(
 
 
 def whole_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the metadata, without sharding information that only has zero offsets.
-
-    Such information must name every tensor of the file, and no reader needs it.
-    """
+    """Return the metadata, without sharding information that only has zero offsets. Such information must name every
+    tensor of the file, and no reader needs it."""
     return without_sharding(metadata) if SHARDING_INFO in metadata and not is_piece(metadata) else metadata
 
 
@@ -323,10 +312,8 @@ def common_metadata(headers: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
 
 
 def is_piece(metadata: Mapping[str, str]) -> bool:
-    """Return whether some tensor of the file begins within a larger one, or its place is invalid.
-
-    Always False for a file of the first rank.
-    """
+    """Return whether some tensor of the file begins within a larger one, or its place is invalid. Always False for a
+    file of the first rank."""
     if SHARDING_INFO not in metadata:
         return False
     try:

@@ -27,11 +27,9 @@ _NUMBER: Final = regex(rb"[ILFgp][\w.+ \t\r\v\f-]*\0")
 
 
 def names_global(source: Source, header: int, *, whole: bool = False) -> bool | None:
-    """Return whether an unpickler that reads the file from its start reaches a global that it would import.
-
-    ``header`` is the offset of the values. Examines only bytes that were read to open the file, and returns None if
-    they do not tell; with ``whole``, continues in the values, up to 64 MiB, and returns None if these do not tell.
-    """
+    """Return whether an unpickler that reads the file from its start reaches a global that it would import. ``header``
+    is the offset of the values. Examines only bytes that were read to open the file, and returns None if they do not
+    tell; with ``whole``, continues in the values, up to 64 MiB, and returns None if these do not tell."""
     most = min(max(header, _FIRST), _MOST)
     found = _within(source, most, jump=whole)
     while whole and found is None and most < min(_MOST, source.size):

@@ -40,10 +40,8 @@ TRAITS: Final = Traits(
 
 
 def load_rule(container: Container, source: Source, torch: str) -> str:
-    """Return why torch.load does not pass a file to the safetensors library, or "".
-
-    It decides only by the file name (torch/serialization.py, ``load``).
-    """
+    """Return why torch.load does not pass a file to the safetensors library, or "". It decides only by the file name
+    (torch/serialization.py, ``load``)."""
     from ...safety.torch_lists import rules  # imported late, because few commands predict torch.load
 
     if container.misnamed(source):

@@ -130,12 +130,9 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
-    """Plan a file of the chosen tensors. ``metadata`` becomes the header's texts.
-
-    Names omitted for another tensor are added to the texts as ``save_model`` does: name -> kept name. With
-    ``in_order``, tensors stay in state dict order unless one would become misaligned. Raises RefusedError if bytes of a
-    tensor are missing.
-    """
+    """Plan a file of the chosen tensors. ``metadata`` becomes the header's texts. Names omitted for another tensor are
+    added to the texts as ``save_model`` does: name -> kept name. With ``in_order``, tensors stay in state dict order
+    unless one would become misaligned. Raises RefusedError if bytes of a tensor are missing."""
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
     header: dict[str, TensorEntry] = {}

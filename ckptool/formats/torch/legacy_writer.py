@@ -36,12 +36,9 @@ _SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
 
 
 def fit(checkpoint: Checkpoint, target: Target) -> Fit:
-    """Return the content that torch cannot load from such a file, although it writes it.
-
-    These are tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and
-    nested tensors: torch builds them from the values of their sizes, but reads storages only after building all
-    objects.
-    """
+    """Return the content that torch cannot load from such a file, although it writes it. These are tensors over untyped
+    storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and nested tensors: torch builds them
+    from the values of their sizes, but reads storages only after building all objects."""
     refuse_texts(checkpoint, target)
     graph = checkpoint.graph
     uses = TensorReader(graph).uses()  # not from the survey, which takes much longer if nothing is lost
@@ -87,10 +84,8 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 
 def file_plan(checkpoint: Checkpoint) -> Plan:
-    """Return the file, with the storages that the object uses.
-
-    Raises RefusedError if bytes are missing, or one storage is described in two ways.
-    """
+    """Return the file, with the storages that the object uses. Raises RefusedError if bytes are missing, or one storage
+    is described in two ways."""
     twice = sorted(TensorReader(checkpoint.graph).disagreeing)
     if twice:
         what = f"storage {quoted(twice[0])} is used with two dtypes, which the legacy format cannot express"

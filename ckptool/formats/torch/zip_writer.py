@@ -47,10 +47,8 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 
 def archive_plan(checkpoint: Checkpoint) -> Plan:
-    """Return a zip as torch writes it, with the storages that the graph uses, numbered in order of mention.
-
-    This is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
-    """
+    """Return a zip as torch writes it, with the storages that the graph uses, numbered in order of mention. This is the
+    layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``)."""
     used_storages(checkpoint.graph, checkpoint.path)  # raises for a possible storage of an unknown kind
     graph, storages = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
@@ -92,10 +90,8 @@ def archive_contents(
 def storage_contents(
     checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
 ) -> Iterator[RecordContent]:
-    """Yield the records of storages, numbered in order; ``where`` names their owner in errors.
-
-    Raises RefusedError if bytes are missing, or their number differs from the pickle.
-    """
+    """Yield the records of storages, numbered in order; ``where`` names their owner in errors. Raises RefusedError if
+    bytes are missing, or their number differs from the pickle."""
     # A legacy file counts the elements of each storage: if a count differs, an empty storage may not be empty.
     unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
     for number, storage in enumerate(storages):
