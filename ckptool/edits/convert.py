@@ -27,7 +27,7 @@ from ..formats.losses import KINDS, Loss, entries_outside, outside, refuse
 from ..formats.names.numbered import keeps_number
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
-from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder, refuse_damage
+from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder, makes_shards, refuse_damage
 from ..formats.rank_part import GATHER, empty_weights, part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
@@ -336,7 +336,7 @@ class Conversion(NamedTuple):
             return makes_folder(checkpoint, output)
         if self.shard_size or not OUTPUTS[target].shards:
             return bool(self.shard_size) or OUTPUTS[target].folder
-        return checkpoint.traits.sharded and makes_folder(checkpoint, output)
+        return makes_shards(checkpoint, output)
 
     def called(self, name: str) -> str:
         """Return the output's name, in a folder of outputs, for an input with this name."""

@@ -130,6 +130,11 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     return isinstance(checkpoint.source, FolderSource) and bool(checkpoint.traits.writes_as)
 
 
+def makes_shards(checkpoint: Checkpoint, output: str) -> bool:
+    """Return whether an edit writes a folder of shards again under this name."""
+    return checkpoint.traits.sharded and makes_folder(checkpoint, output)
+
+
 def parts_of(folder: str) -> frozenset[str]:
     """Return the file names listed in a folder's index or ``.metadata``; an empty set if it is unreadable."""
     try:
