@@ -436,12 +436,10 @@ class Refused(ValueError):
 
 
 class CheckedPickle(RawIOBase):
-    """A file with the pickle ``data``, changed so that the standard unpickler reads it in bounded time and memory.
-
-    It accepts only the opcodes with which protocol 2 and later write ``.metadata``. No size or memo number may exceed
-    the size of the file, and the number of objects is limited. Dicts become lists, so that nothing is hashed: hashing
-    tuples that share tuples may take forever. ``end`` is the size of the original in bytes.
-    """
+    """A file with the pickle ``data``, changed so that the standard unpickler reads it in bounded time and memory. It
+    accepts only the opcodes with which protocol 2 and later write ``.metadata``. No size or memo number may exceed the
+    size of the file, and the number of objects is limited. Dicts become lists, so that nothing is hashed: hashing
+    tuples that share tuples may take forever. ``end`` is the size of the original in bytes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__()

@@ -41,11 +41,8 @@ Parse = Callable[[Any], int | None]
 
 
 class ProgramArchive(Program):
-    """The container that the program readers fill.
-
-    ``builder`` collects the tensors. ``records_of`` maps storage keys to records; ``inner`` maps key prefixes to nested
-    archives.
-    """
+    """The container that the program readers fill. ``builder`` collects the tensors. ``records_of`` maps storage keys
+    to records; ``inner`` maps key prefixes to nested archives."""
 
     traits = Traits(writes_as="program", flat_names=True)
     kind = ""
@@ -85,9 +82,7 @@ class ProgramArchive(Program):
         self, where: str, dtype: Dtype | None, numbers: Sequence[Any], parse: Parse, key: str, record: Record | None
     ) -> PlainTensor:
         """Return the tensor in a record. ``numbers`` are its sizes, strides and offset in JSON, read by ``parse``.
-
-        ``where`` names the description in errors. Raises MalformedError for an invalid one.
-        """
+        ``where`` names the description in errors. Raises MalformedError for an invalid one."""
         if record is None:
             raise self.damaged(where, ": its bytes are not in the archive")
         shape, strides = (_integers(values, parse) for values in numbers[:2])
@@ -185,10 +180,8 @@ def describe(
     others: Iterable[str] = (),
     attributes: list[AttributeDevice] | None = None,
 ) -> None:
-    """Report that a file is a program and what it contains, and set its JSON-ready facts.
-
-    ``others`` are contents that are no facts; ``attributes`` are devices of objects outside the code, None without any.
-    """
+    """Report that a file is a program and what it contains, and set its JSON-ready facts. ``others`` are contents that
+    are no facts; ``attributes`` are devices of objects outside the code, None without any."""
     named = list(program.named_devices)
     devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}
     program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}

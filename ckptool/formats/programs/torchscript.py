@@ -63,10 +63,8 @@ _MAX_MODULES: Final = 1_000_000
 
 
 class ScriptPickle(NamedTuple):
-    """A pickle of the archive: its record, its own graph, and its start in the arena.
-
-    ``keys`` maps each of its persistent ids in the arena to the key that the pickle itself has there.
-    """
+    """A pickle of the archive: its record, its own graph, and its start in the arena. ``keys`` maps each of its
+    persistent ids in the arena to the key that the pickle itself has there."""
 
     record: Record
     graph: Graph
@@ -318,9 +316,7 @@ def _classes(text: str) -> dict[str, ScriptClass]:
 
 class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference): in the order of ``state_dict()``, and ``plain`` attributes.
-
-    ``hidden`` are modules whose state only their code restores, ``guessed`` those whose code is missing.
-    """
+    ``hidden`` are modules whose state only their code restores, ``guessed`` those whose code is missing."""
 
     state: list[tuple[str, Ref]]
     buffers: list[tuple[str, Ref]]

@@ -62,10 +62,8 @@ def decode_at(
     nested: list[FoundPickle] | None = None,
     max_bytes: int = MAX_GUESS,
 ) -> tuple[Graph, int]:
-    """Decode the pickle at an offset, of unknown length; return (graph, offset after it).
-
-    Pickles in its joblib arrays are added to ``nested``. Raises PickleError.
-    """
+    """Decode the pickle at an offset, of unknown length; return (graph, offset after it). Pickles in its joblib arrays
+    are added to ``nested``. Raises PickleError."""
     size = 1 << 16
     while True:
         data = source.read(begin, min(size, max_bytes))
@@ -98,11 +96,9 @@ def broken(where: str, error: MalformedError) -> FoundPickle:
 
 
 class Search(NamedTuple):
-    """The depth of nested files, and the budget that they share.
-
-    ``strict``: report bytes of unrecognised type as unchecked. Not set in a checkpoint, where no loader reads them.
-    ``value``: the bytes are, or were held by, a value of a checkpoint: they count only as pickles.
-    """
+    """The depth of nested files, and the budget that they share. ``strict``: report bytes of unrecognised type as
+    unchecked. Not set in a checkpoint, where no loader reads them. ``value``: the bytes are, or were held by, a value
+    of a checkpoint: they count only as pickles."""
 
     budget: Budget
     depth: int = 0

@@ -66,10 +66,8 @@ def may_begin_pickle(head: bytes) -> bool:
 
 
 def decoded(data: bytes, level: int = 0) -> Iterator[bytes]:
-    """Yield what a text holds in hex or base64 at any place, if it may hold a pickle.
-
-    Raises BudgetError if too many lines may begin one.
-    """
+    """Yield what a text holds in hex or base64 at any place, if it may hold a pickle. Raises BudgetError if too many
+    lines may begin one."""
     for match in _HEX.finditer(data):
         digits = match[0].translate(None, b" \t\r\n")
         part = a2b_hex(digits[: len(digits) // 2 * 2])

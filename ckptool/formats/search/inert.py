@@ -38,11 +38,9 @@ _READ: Final = 40 << 20
 
 
 def encoding_of(head: bytes) -> str:
-    """Return the encoding of a text by its first bytes, or "" for bytes that are not text.
-
-    The last character may be cut. Without a byte order mark, UTF-16 and UTF-32 are recognised as in
-    ``json.detect_encoding``, by the zeros next to the first character, and only if JSON or YAML may begin like that.
-    """
+    """Return the encoding of a text by its first bytes, or "" for bytes that are not text. The last character may be
+    cut. Without a byte order mark, UTF-16 and UTF-32 are recognised as in ``json.detect_encoding``, by the zeros next
+    to the first character, and only if JSON or YAML may begin like that."""
     if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL.search(head):
         return ""  # neither mark nor zeros: only UTF-8 remains, where these bytes are control characters
     encoding = json.detect_encoding(head) if head else ""
@@ -66,10 +64,8 @@ def is_text(head: bytes) -> bool:
 
 def inert_kind(head: bytes) -> str:
     """Return the kind of bytes in which no checkpoint loader runs anything, such as "image", or "" for any other bytes.
-
     ``head`` are at least the first 512 bytes, enough to tell text and pictures. ``active_parts`` finds what makes a
-    loader run code because of a text, ``hidden_kind`` what only looks inert.
-    """
+    loader run code because of a text, ``hidden_kind`` what only looks inert."""
     if not head:
         return "empty file"
     for offset, magic, kind in _MAGIC:
@@ -81,11 +77,9 @@ def inert_kind(head: bytes) -> str:
 
 
 def hidden_kind(head: bytes, source: Source) -> str:
-    """Return why a file must not count by its first bytes alone, or "".
-
-    HDF5 may follow a user block of any content (HDF5 File Format Specification: the superblock is at 0, 512 or 512
-    doubled any number of times). Extension types of Arrow may hold a pickle (CVE-2023-47248).
-    """
+    """Return why a file must not count by its first bytes alone, or "". HDF5 may follow a user block of any content
+    (HDF5 File Format Specification: the superblock is at 0, 512 or 512 doubled any number of times). Extension types of
+    Arrow may hold a pickle (CVE-2023-47248)."""
     places = [512 << number for number in range(max(source.size // 512, 1).bit_length())]
     source.prefetch((place, len(_HDF5)) for place in places)
     if any(source.read(place, len(_HDF5)) == _HDF5 for place in places):
@@ -110,20 +104,15 @@ def code_kind(name: str, head: bytes) -> str:
 
 
 def is_plain_record(head: bytes, source: Source) -> bool:
-    """Return whether a file holds what torch writes into small records: a number, or a byte order.
-
-    No unpickler imports or calls anything for it.
-    """
+    """Return whether a file holds what torch writes into small records: a number, or a byte order. No unpickler imports
+    or calls anything for it."""
     word = head.strip()
     return source.size <= _WORD and (word.isdigit() or word in (b"little", b"big"))
 
 
 def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
-    """Return what makes a program run code from a file: that it is code, or keys, tags and lines of its text.
-
-    ``head`` are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict
-    UNKNOWN.
-    """
+    """Return what makes a program run code from a file: that it is code, or keys, tags and lines of its text. ``head``
+    are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict UNKNOWN."""
     kind, encoding = code_kind(name, head), encoding_of(head)
     word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
     if not kind and (word or not (encoding or head.startswith(_HDF5))):

@@ -42,10 +42,8 @@ class NpyData(NamedTuple):
 
 
 def npy_data(source: Source, at: int) -> NpyData | None:
-    """Return the data that follows the header of an ``.npy`` file at an offset, or None if there is no header.
-
-    If the header cannot be understood, the elements may be objects, pickled directly after it.
-    """
+    """Return the data that follows the header of an ``.npy`` file at an offset, or None if there is no header. If the
+    header cannot be understood, the elements may be objects, pickled directly after it."""
     head = source.read(at, 12)
     if head[:6] != _MAGIC or len(head) < 12:
         return None
@@ -80,12 +78,10 @@ def _width(descr: object) -> int | None:
 
 
 def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tuple[int, bool]:
-    """Return where the bytes end that an object reads by itself, and whether they are a separate pickle.
-
-    ``built`` is the object, ``at`` the offset after its BUILD. The result is (``at``, False) for any object other than
-    a joblib array, since it reads nothing. For pickled elements the end is unknown, and the result is (start, True).
-    Raises PickleError for an array of unknown size.
-    """
+    """Return where the bytes end that an object reads by itself, and whether they are a separate pickle. ``built`` is
+    the object, ``at`` the offset after its BUILD. The result is (``at``, False) for any object other than a joblib
+    array, since it reads nothing. For pickled elements the end is unknown, and the result is (start, True). Raises
+    PickleError for an array of unknown size."""
     node = nodes[built]
     func = nodes[node.func] if type(node) is Call else None
     if type(func) is not Global:
@@ -118,11 +114,9 @@ def _dict(nodes: list[Node], node: Node) -> dict[str, Node]:
 
 
 def _dtype_width(nodes: list[Node], node: Node) -> int | None:
-    """Return the element size of a pickled ``numpy.dtype`` in bytes, or None for objects.
-
-    Its state is (3 or 4, byte order, subarray, names, fields, size, alignment, flags). The lowest flag means objects
-    (``arraydescr_reduce`` in numpy/_core/src/multiarray/descriptor.c).
-    """
+    """Return the element size of a pickled ``numpy.dtype`` in bytes, or None for objects. Its state is (3 or 4, byte
+    order, subarray, names, fields, size, alignment, flags). The lowest flag means objects (``arraydescr_reduce`` in
+    numpy/_core/src/multiarray/descriptor.c)."""
     args = nodes[node.args] if type(node) is Call else None
     code = nodes[args[0]] if type(args) is tuple and args else None
     if type(code) is not str:
@@ -139,10 +133,8 @@ def _dtype_width(nodes: list[Node], node: Node) -> int | None:
 
 
 class JoblibArrays:
-    """Skips the joblib arrays in a pickle. ``found`` has the pickles of object arrays, by offset.
-
-    ``skip`` is a method because a recursive closure would be a reference cycle and keep the data in memory.
-    """
+    """Skips the joblib arrays in a pickle. ``found`` has the pickles of object arrays, by offset. ``skip`` is a method
+    because a recursive closure would be a reference cycle and keep the data in memory."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self.found: dict[int, Graph] = {}

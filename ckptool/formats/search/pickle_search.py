@@ -68,11 +68,9 @@ def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPi
 
 
 def find_pickles(source: Source, *, strict: bool = True) -> Iterator[FoundPickle]:
-    """Yield every pickle in a file of any kind, active configuration or code, and notes on unchecked content.
-
-    Yields nothing for a whole file of unrecognised bytes that no unpickler accepts. ``strict``: report members of
-    unrecognised type as unchecked.
-    """
+    """Yield every pickle in a file of any kind, active configuration or code, and notes on unchecked content. Yields
+    nothing for a whole file of unrecognised bytes that no unpickler accepts. ``strict``: report members of unrecognised
+    type as unchecked."""
     return limited(source.size, lambda search: _in_content(source, "", search), strict=strict)
 
 
@@ -256,9 +254,7 @@ def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle
 
 def _bare(source: Source, begin: int, where: str, search: Search) -> Iterator[FoundPickle]:
     """Yield consecutive pickles, from an offset on; nothing for bytes that fail to decode before they run anything.
-
-    Text that happens to begin like a pickle may name globals, but calls nothing.
-    """
+    Text that happens to begin like a pickle may name globals, but calls nothing."""
     text = bool(inert_kind(source.read(begin, 512)))
     number, start = 0, begin
     certain = source.read(begin, 1) == b"\x80"
@@ -324,12 +320,9 @@ def zip_pickles(
     storages: Collection[str] | None = None,
     records: Sequence[Record] | None = None,
 ) -> Iterator[FoundPickle]:
-    """Yield every pickle of an archive except the record ``main``.
-
-    ``hidden`` are the offsets of unlisted local headers; ``former`` are records of versions before in-place edits.
-    ``storages`` are the record names of tensors, by default everything in the folder ``data``. ``records`` limits the
-    search, by default to all records.
-    """
+    """Yield every pickle of an archive except the record ``main``. ``hidden`` are the offsets of unlisted local
+    headers; ``former`` are records of versions before in-place edits. ``storages`` are the record names of tensors, by
+    default everything in the folder ``data``. ``records`` limits the search, by default to all records."""
     others = [record for record in records or archive.records if record is not main]
     return limited(archive.source.size, lambda search: _in_zip(archive, others, search, hidden, former, storages))
 
@@ -416,11 +409,8 @@ def _with_nested(pickle: FoundPickle, search: Search) -> Iterator[FoundPickle]:
 
 
 def _is_pickle_name(name: str) -> bool:
-    """Return whether a record is a pickle by its name.
-
-    torch.export names constants that are not tensors ``data/constants/opaque_obj_0``, and loads them with ``pickle``
-    (torch/export/pt2_archive/_package.py).
-    """
+    """Return whether a record is a pickle by its name. torch.export names constants that are not tensors
+    ``data/constants/opaque_obj_0``, and loads them with ``pickle`` (torch/export/pt2_archive/_package.py)."""
     return name.lower().endswith((".pkl", ".pickle")) or name.rpartition("/")[2].startswith("opaque_obj_")
 
 
