@@ -88,9 +88,8 @@ class Dcp(CopiedContainer):
         for name in read.subclasses:
             what = f".metadata is of {quoted(name)}, a class of another library: DCP loads it where that is there"
             self.note("foreign-class", "note", what, ".metadata")
-        sizes = {name: file.size for name, file in files.items()}
         #: In file order, so that each file is opened once to read all its items.
-        self._usable = read.usable_items(sizes, self.note, closed)
+        self._usable = read.usable_items({name: file.size for name, file in files.items()}, self.note, closed)
         self.graph = self._build()
         self.reader = TensorReader(self.graph)
         self.storage_of = {name: key for key, name in self._names.items()}
@@ -272,12 +271,10 @@ class Dcp(CopiedContainer):
                 try:
                     self._tensor(item, opened)
                 except SubclassError as error:  # a tensor of another class, which is sound
-                    what = f"{item.place}: {error.what}"
-                    problems.append(Finding(UNJOINED, "warning", what, item.file, item.at))
+                    problems.append(Finding(UNJOINED, "warning", f"{item.place}: {error.what}", item.file, item.at))
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else reported once per file
-                    what = f"{item.place}: {error.what}"
-                    problems.append(Finding("bad-item", "error", what, item.file, item.at))
+                    problems.append(Finding("bad-item", "error", f"{item.place}: {error.what}", item.file, item.at))
                 inside = list(find_pickles(SliceSource(self._data[item.file], item.at, item.length, item.place)))
                 yield from ((None, part._replace(where=f"{where}: {part.where}")) for part in inside)
                 yield from () if inside else [(None, FoundPickle(where, None, error.what))]

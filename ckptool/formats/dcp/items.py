@@ -236,7 +236,8 @@ class PiecesSource(ChunkedSource):
         super().__init__(shape, BY_NAME[dtype].itemsize, (), name)
         self.dtype, self.boxes, self.items, self.files = dtype, boxes, items, files
         self.has_crc = len(items) == 1
-        self._opened: _Opened | None = None
+        #: The runs of the tensor, and the recorded checksums of its items.
+        self._opened: tuple[Layout, Sequence[ExpectedChecksum]] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return PiecesSource, (self.name, self.dtype, self.shape, self.boxes, self.items, self.files)
@@ -253,19 +254,19 @@ class PiecesSource(ChunkedSource):
 
     @property
     def layout(self) -> Layout:
-        return self._pieces().layout
+        return self._pieces()[0]
 
     def checksums(self) -> Sequence[ExpectedChecksum]:
-        return self._pieces().checksums
+        return self._pieces()[1]
 
     def crc(self) -> int:
-        (piece,), checksums = self._pieces().layout.runs, self.checksums()
+        (piece,), checksums = self.layout.runs, self.checksums()
         whole = Span(piece.source, piece.begin, self.size)
         return next((own.crc for own in checksums if own.span == whole and own.crc), 0) or checksum(
             Span(self, 0, self.size), self.size, False, self.name
         )
 
-    def _pieces(self) -> _Opened:
+    def _pieces(self) -> tuple[Layout, Sequence[ExpectedChecksum]]:
         opened = self._opened  # another thread may replace it
         if opened is None:
             with _LOCK:
@@ -276,7 +277,7 @@ class PiecesSource(ChunkedSource):
                     oldest._opened = None
         return opened
 
-    def _open(self) -> _Opened:
+    def _open(self) -> tuple[Layout, Sequence[ExpectedChecksum]]:
         dtype, chunks, checksums = BY_NAME[self.dtype], [], []
         files = {os.path.basename(file.name): file for file in self.files}
         prefetch(chain.from_iterable(edges(item, files) for item in self.items))
@@ -292,14 +293,7 @@ class PiecesSource(ChunkedSource):
             if tensor.span is not None and tensor.crc:
                 where = f"the storage of {item.name}"
                 checksums.append(ExpectedChecksum(tensor.span, tensor.span.size, False, tensor.crc, where))
-        return _Opened(layout_of(self.shape, self.width, chunks), checksums)
-
-
-class _Opened(NamedTuple):
-    """The runs of a tensor, and the recorded checksums of its items."""
-
-    layout: Layout
-    checksums: Sequence[ExpectedChecksum]
+        return layout_of(self.shape, self.width, chunks), checksums
 
 
 #: The shared cache of item patterns. Only one thread at a time opens items.

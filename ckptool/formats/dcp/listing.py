@@ -71,7 +71,6 @@ class _List(list[Any]):
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        """Add parts at the end."""
         _refuse_unless(type(state) is _Parts, "list")
         self.extend(state.parts)  # type: ignore[attr-defined]
 
@@ -281,7 +280,6 @@ class _Reader:
         self._boxes: dict[Box, Box] = {}
 
     def metadata(self, root: object, end: int, foreign: list[str]) -> Metadata:
-        """Return the content of the whole file."""
         whole = _fields(_Metadata, root)
         if whole is None or whole[0] is None:
             raise Refused(f"it is a pickle of {_kind(root)}, not of {_MODULE}.Metadata")

@@ -181,12 +181,8 @@ class Metadata(NamedTuple):
             end = items[0].at + items[0].length
             what = f"{file} has {sizes[file]:,} bytes, and {pieces.name(items[0])} ends at {end:,}"
             other = next((name for name in sizes if sizes[name] == ends[file] and ends.get(name) == sizes[file]), "")
-            what += (
-                f"; {file} and {other} may have been swapped"
-                if other
-                else f"; it is cut, and {pieces.names(items)} lost"
-            )
-            note("short-file", "error", what, file, items[0].at)
+            why = f"{file} and {other} may have been swapped" if other else f"it is cut, and {pieces.names(items)} lost"
+            note("short-file", "error", f"{what}; {why}", file, items[0].at)
         return _without_overlaps(usable, note)
 
     def placed(self, folder: str, *, apart: bool) -> Metadata:
@@ -324,17 +320,12 @@ class Nested:
         else:
             level[last] = value
 
-    def build(self, builder: Builder) -> Ref:
+    def build(self, builder: Builder, inner: Level | None = None) -> Ref:
         """Build the graph of the object."""
-        return self._build_level(builder, self.root, top=True)
-
-    def _build_level(self, builder: Builder, level: Level, top: bool = False) -> Ref:
-        refs = {
-            step: self._build_level(builder, value) if isinstance(value, dict) else value
-            for step, value in level.items()
-        }
+        level = self.root if inner is None else inner
+        refs = {step: self.build(builder, value) if isinstance(value, dict) else value for step, value in level.items()}
         by_index = {step: ref for step, ref in refs.items() if isinstance(step, int)}
-        if not top and by_index:
+        if inner is not None and by_index:
             size = max(by_index) + 1
             gaps = size - len(by_index)
             if gaps <= self._gaps:

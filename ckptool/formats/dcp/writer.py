@@ -259,7 +259,6 @@ class _Pickle:
         self._alike: dict[tuple[object, ...], tuple[list[bytes], int]] = {}
 
     def whole(self, value: object) -> bytes:
-        """Return the pickle of a value."""
         self._save(value)
         return b"".join((*self._out, b"."))
 

@@ -309,8 +309,7 @@ class Deepspeed(RankFiles):
         if not all(rank in parts and size <= parts[rank].shape[0] for rank, size, _ in cut.stretches()):
             self.note_lost(f"parts of the frozen parameter {quoted(name)} are not there")
             return self.add_tensor(name, dtype, shape)
-        vectors = [Vector([parts[rank]], [0]) for rank, _, _ in cut.stretches()]
-        return self._add(name, cut, vectors, dtype)
+        return self._add(name, cut, [Vector([parts[rank]], [0]) for rank, _, _ in cut.stretches()], dtype)
 
     def _optimizer(self, file: RankFile) -> Ref | None:
         """Build the optimizer state keyed by parameter name; report why and return None if that is impossible."""
@@ -362,8 +361,7 @@ class Deepspeed(RankFiles):
         # In place of each weight, stage 3 saves an empty tensor with the training dtype. After each step, the 32-bit
         # partitions are cast to it (stage3.py, ``_reassign_or_swap_out_partitioned``).
         names = self._slices if self._first.in_parts else ()
-        tensors = {name: tensor for name in names if (tensor := self._tensor_in_model(name)) is not None}
-        return {name: tensor.dtype for name, tensor in tensors.items()}
+        return {name: tensor.dtype for name in names if (tensor := self._tensor_in_model(name)) is not None}
 
     def other_weights(self, name: str) -> Graph:
         if name != "module":
@@ -398,8 +396,7 @@ def state_dict_with(
 ) -> Ref:
     """Build the state dict of a model file, with the parameters ``refs`` and the parameters tied to them. With
     ``in_parts``, the file holds only the names of parameters. A name without a tensor becomes a problem."""
-    nodes = file.graph.nodes
-    module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
+    module = {str(file.graph.nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
     views: dict[ViewId, str] = {}
     for name, ref in module.items():
         found = file.reader.tensor(ref)
@@ -420,17 +417,13 @@ def state_dict_with(
             what = f"{model.name}: {quoted(name)} is said to be {quoted(kept)}, which is no parameter of its own"
             container.note_lost(what, model.name)
         elif in_parts and tensor_there is not None and name not in model.buffers:
-            what = f"no file has {quoted(name)}; {model.name} has only its name"
-            container.note_lost(what, model.name)
+            container.note_lost(f"no file has {quoted(name)}; {model.name} has only its name", model.name)
         else:
             items.append((name, container.graft(file, ref)))
-    there = {name for name, _ in items}
-    items += [(name, ref) for name, ref in refs.items() if name not in there]
-    items += [
-        (name, container.alias(refs[kept]))
-        for name, kept in model.aliases.items()
-        if name not in module and kept in refs
-    ]
+    items += [(name, ref) for name, ref in refs.items() if name not in module]
+    for name, kept in model.aliases.items():
+        if name not in module and kept in refs:
+            items.append((name, container.alias(refs[kept])))
     return container.builder.mapping(items)
 
 
@@ -456,11 +449,9 @@ def read(folder: Folder) -> tuple[FolderSource, Deepspeed]:
         raise ChangedError("its files changed while they were read", path=path, next="try again")
     with opening(path, "it is damaged: get the folder again") as stack:
         container = Deepspeed(step, files, stack)
-    others = other_steps(step)
-    if others:
+    if others := other_steps(step):
         container.problems.append(other_steps_note(step.folder.path, "latest", others))
     near = step.above or folder.outer()
     names = near.names()
     beside = model_files(names) if step.above or "latest" in names else []
-    own = [near.join(name) for name in beside if name != _PROGRESS]
-    return FolderSource(path, container.files, own), container
+    return FolderSource(path, container.files, [near.join(name) for name in beside if name != _PROGRESS]), container

@@ -191,7 +191,6 @@ def read_model(file: RankFile) -> ModelState:
     buffers = [name for ref in items_in(graph, values, "buffer_names") if type(name := graph.nodes[ref]) is str]
     facts = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
     plain = {name: graph.nodes[values[name]] for name in facts if name in values}
-    described = crc32(repr((groups, frozen_shapes)).encode())
     whole = {}
     for name in buffers:
         if name in module and file.reader.tensor(module[name]) is not None:
@@ -209,7 +208,7 @@ def read_model(file: RankFile) -> ModelState:
             **{name: value for name, value in plain.items() if isinstance(value, int | str)},
             **_configuration(file, values),
             "tensors": len(module),
-            "names and shapes": f"CRC-32 {described:08x}",
+            "names and shapes": f"CRC-32 {crc32(repr((groups, frozen_shapes)).encode()):08x}",
         },
         whole,
     )

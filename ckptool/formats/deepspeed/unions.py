@@ -240,10 +240,7 @@ _LATEST: Final = "latest_universal"
 _PARAMETERS: Final = "zero"
 _STATE: Final = "optimizer_state.pt"
 _WEIGHTS: Final = "fp32.pt"
-#: The conversion adds this to the model file of a model with experts; the expert parameters are not in that file.
-_EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
-_EXPERT_OPTIMIZER: Final = "expp_rank_0_mp_rank_00_optim_states.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
 
 
@@ -260,9 +257,9 @@ class Universal(RankFiles):
         model = read_model(file)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
         self._module = file, values_of(file.graph, model.values["module"])
-        self._experts = _EXPERTS in values_of(
-            file.graph, model.values.get("universal_checkpoint_info", file.graph.root)
-        )
+        conversion = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
+        #: Whether the model has experts, whose parameters are not in the model file.
+        self._experts = "expert_parameter_patterns" in conversion
         self._refs: dict[str, Ref] = {}
         self._states: list[tuple[str, Ref]] = []
         parameters = _parameters(folder)
@@ -419,8 +416,7 @@ class WholeModel(NumberedFiles):
         module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
         #: The number of an expert, and the shape of one of its tensors.
         self._of_experts: list[tuple[int, tuple[int, ...]]] = []
-        inside = any(map(EXPERT_KEY.search, module))
-        self._add_experts(experts, [] if inside else counts, module, stack)
+        self._add_experts(experts, [] if any(map(EXPERT_KEY.search, module)) else counts, module, stack)
         optimizers = self.numbered(EXPERT_OPTIMIZER, names) | self.numbered(OPTIMIZER, names)
         items = []
         for entry, ref in values.items():
@@ -499,7 +495,7 @@ class WholeModel(NumberedFiles):
         self.note_same(same)
         there = {numbers[0]: name for numbers, name in files.items()}
         count = min(max([ranks, *(number + 1 for number in there)]), MAX_RANKS)
-        like = next(iter(files.values()), _EXPERT_OPTIMIZER)
+        like = next(iter(files.values()), "expp_rank_0_mp_rank_00_optim_states.pt")
         self.note_ranks(pluralize(count, "rank"), range(count), there, partial(name_like, like))
         if not ranks:
             what = "nothing says how many ranks saved the optimizer: whether all its files are there is not checked"

@@ -346,8 +346,7 @@ def _module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Mod
         script_class = code.classes.get(callable_name(graph, node.func))
         if script_class is None and (attributes or not prefix):
             tensors.guessed.append(where)
-        submodules = []
-        buffers = []
+        submodules, buffers = [], []
         for name, value in attributes:
             node = graph.nodes[value]
             if type(node) is not Call:

@@ -96,8 +96,8 @@ class JsonScript(ProgramArchive):
             numbers = meta.get("dims", []), meta.get("strides", []), meta.get("offset", 0)
             dtype, where = BY_NAME.get(_DTYPES.get(name, name.lower())), f"{_MODEL}: tensor {quoted(str(number))}"
             tensor = self.plain_tensor(where, dtype, numbers, _int, str(key), record)
-            device = meta.get("device")
-            tensor = tensor._replace(location=device) if type(device) is str else tensor
+            if type(device := meta.get("device")) is str:
+                tensor = tensor._replace(location=device)
             self._refs[number] = self.builder.tensor(tensor)
         return self._refs[number]
 

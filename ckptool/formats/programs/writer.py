@@ -27,10 +27,9 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     exact = True
     pickles: dict[str, bytes] = {}
     for part, graph in _edited_parts(checkpoint, container):
-        before = container.archive.read(part.record, part.record.size)
         again = encode(part.graph)
         data = pickles[part.record.name] = encode(graph)
-        if not before.startswith(again):
+        if not container.archive.read(part.record, part.record.size).startswith(again):
             exact = False
             prove(part.graph, again, "unedited", checkpoint.path)
             prove(graph, data, "edited", checkpoint.path)

@@ -122,8 +122,7 @@ def limited(size: int, walk: Callable[[Search], Iterator[FoundPickle]], strict: 
     try:
         yield from walk(Search(Budget(size + _SPARE), strict=strict))
     except BudgetError:
-        what = "the search stopped after it had read many times the size of the file"
-        yield unchecked("the rest of the file", what)
+        yield unchecked("the rest of the file", "the search stopped after it had read many times the size of the file")
 
 
 def unchecked(where: str, why: str) -> FoundPickle:

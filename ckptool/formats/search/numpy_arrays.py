@@ -84,9 +84,7 @@ def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tup
     PickleError for an array of unknown size."""
     node = nodes[built]
     func = nodes[node.func] if type(node) is Call else None
-    if type(func) is not Global:
-        return at, False
-    if mapped_name(func) != _WRAPPER:
+    if type(func) is not Global or mapped_name(func) != _WRAPPER:
         return at, False
     state = _dict(nodes, node)
     dtype, shape = state.get("dtype"), state.get("shape")

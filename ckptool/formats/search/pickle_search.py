@@ -40,10 +40,8 @@ _INFLATE_RATIO: Final = 16
 #: Bytes that begin like compressed ones by chance inflate to less.
 _INFLATES: Final = 1 << 20
 _NPY: Final = b"\x93NUMPY"
-_NO_KIND: Final = "unrecognised type"
 #: Modules that a text would hardly name if it only happens to begin like a pickle.
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
-_TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
 def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPickle] | None:
@@ -104,7 +102,7 @@ def _ends_like_zip(source: Source) -> bool:
 def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in bytes that may be of several kinds at once."""
     if search.depth > _MAX_DEPTH:
-        yield unchecked(name, _TOO_DEEP)
+        yield unchecked(name, f"files within files more than {_MAX_DEPTH} deep are not followed")
         return
     head = content.read(0, 512)
     zipped, arrays = head[:4] == ZIP, head[:6] == _NPY
@@ -150,7 +148,7 @@ def _in_content(content: Source, name: str, search: Search) -> Iterator[FoundPic
         yield first
         yield from pickles
     elif search.strict and name and not (zipped or tar or arrays or (compression and not compression.doubtful)):
-        yield from () if active or inert_kind(head) else [unchecked(name, _NO_KIND)]
+        yield from () if active or inert_kind(head) else [unchecked(name, "unrecognised type")]
 
 
 def _is_one_pickle(content: Source, search: Search) -> bool:
@@ -243,8 +241,7 @@ def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPick
 def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield a note if nonzero bytes follow the last pickle or array."""
     if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
-        what = f"{pluralize(content.size - at, 'byte')} of unrecognised data"
-        yield unchecked(name or "the rest of the file", what)
+        yield unchecked(name or "the rest of the file", f"{pluralize(content.size - at, 'byte')} of unrecognised data")
 
 
 def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:
@@ -301,8 +298,7 @@ def _failed(
     search.budget.take(len(data) // _INFLATE_RATIO)
     # A list of words may begin like a pickle, but names modules that do not exist.
     may = outcome(data, modules=_KNOWN if text else None)
-    short = may == ENDS and begin + len(data) < source.size
-    if short or may in (NAMES, CALLS, TOO_LONG):
+    if may in (NAMES, CALLS, TOO_LONG) or (may == ENDS and begin + len(data) < source.size):
         yield broken(name, error)
 
 
@@ -432,8 +428,7 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
             if size <= 0 or member.begin in known:
                 continue
             search.budget.take(0)
-            content = SliceSource(source, member.begin, size, member.name)
-            yield from _in_content(content, member.name, search)
+            yield from _in_content(SliceSource(source, member.begin, size, member.name), member.name, search)
     except MalformedError as error:  # members before the damage were examined
         if search.strict:
             yield unchecked("the rest of the archive", error.what)
