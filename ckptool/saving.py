@@ -38,7 +38,7 @@ from .files.downloads import expect_plan
 from .files.sources import FilePath, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import check_folder_target, check_output, write_file, write_folder
+from .files.write.output import check_folder_target, check_output, output_exists, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
@@ -58,8 +58,6 @@ OnProgress: TypeAlias = Callable[[int, int], None]
 
 #: Maximum characters of a command in the note of a version.
 _COMMAND_CHARS = 300
-#: Maximum number of changes named in the report of a failed read-back.
-_REPORTED = 8
 
 
 class Saved(NamedTuple):
@@ -155,7 +153,9 @@ def save(
         written = write_file(plan, path, sources, force=force, mode=mode, progress=step, check=check_one)
         return Saved(written.path, size, exact, plan)
     fill = None
-    if workers is not None and len(plan.files) > 1 and _are_near(sources):
+    # Other processes open neither standard input nor remote files, which take secrets.
+    near = not any(source.name == STDIN or is_remote(source.name) for source in sources)
+    if workers is not None and len(plan.files) > 1 and near:
         from .files.write.workers import write_by
 
         fill = partial(write_by, workers, progress=step)
@@ -177,8 +177,8 @@ def check_new(path: str, sources: Sequence[Source], *, folder: bool = False, for
     from .remote.publishing import Target
 
     target = Target(path, sources)
-    if not force:
-        target.check_new()
+    if not force and target.facts():
+        raise output_exists(target.name)
 
 
 def _no_folder(path: str) -> RefusedError:
@@ -197,11 +197,6 @@ def _traffic(plan: Plan | FolderPlan, path: str, sources: Sequence[Source]) -> T
             raise _no_folder(path)
         return planned_traffic(plan, path, sources)
     return traffic_of([plan] if isinstance(plan, Plan) else [file for _, file in plan.files], sources)
-
-
-def _are_near(sources: Sequence[Source]) -> bool:
-    """Return whether other processes can open the files: not standard input, nor remote ones, which take secrets."""
-    return not any(source.name == STDIN or is_remote(source.name) for source in sources)
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:
@@ -262,14 +257,9 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         raise RefusedError(what, path=checkpoint.path, next="write a new one with `-o=`")
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
-    folder = os.path.dirname(os.path.realpath(source.name))
     if reclaim and not can_reclaim(source.name):
         what = "its space cannot be given back: that takes Linux, and a filesystem whose files can get holes"
-        raise RefusedError(
-            what,
-            path=source.name,
-            next="leave out `--reclaim=`, or write a new file with `-o=`",
-        )
+        raise RefusedError(what, path=source.name, next="leave out `--reclaim=`, or write a new file with `-o=`")
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     now = int(epoch) if epoch.isdigit() else int(time.time())
@@ -285,16 +275,16 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)
-    free = free_bytes(folder)
-    short = Shortage(appending.size - appending.old_size, free) if free is not None else None
-    words = short.words if short is not None and short.needed > short.free else ""
+    more = appending.size - appending.old_size
+    free = free_bytes(os.path.dirname(os.path.realpath(source.name)))
+    words = Shortage(more, free).words if free is not None and more > free else ""
     if words and not dry_run:
         raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {words}", path=source.name)
     freed = sum(span.size for span in given_back)
     if not dry_run:
         check = partial(_check_file, checkpoint, promise_in_place(checkpoint))
         freed = append(appending, source, check, given_back)
-    more, reclaimed = appending.size - appending.old_size, freed if given_back else None
+    reclaimed = freed if given_back else None
     return Saved(source.name, appending.size, exact, None, more, unused, words, reclaimed)
 
 
@@ -336,7 +326,7 @@ def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[
             f"promised: {error.promised}",
             f"read:     {error.read}",
             f"formats:  {checkpoint.format} ({checkpoint.container.writer}) -> {promise.format}",
-            *(f"edit:     {words}" for words in edits[:_REPORTED]),
+            *(f"edit:     {words}" for words in edits[:8]),
             f"Python:   {platform.python_version()} on {platform.system()} {platform.machine()}",
         )
         raise
@@ -432,7 +422,11 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
             what = "an edit gave the bytes that it dropped back to the disk, and cannot be undone"
             raise RefusedError(what, path=name)
         if undone:
-            _check_version(source, target)
+            try:
+                read_archive(SliceSource(source, 0, target.size))
+            except MalformedError as error:
+                what = f"the version of {target.size:,} bytes cannot be read, so nothing is cut off: {error.what}"
+                raise RefusedError(what, path=source.name) from error
             if not dry_run:
                 shorten(file, target.size)
     return {
@@ -455,15 +449,6 @@ def _end_of_versions(source: Source) -> int:
     except MalformedError:
         return source.size
     return source.size if read_note(source, tail) is None else tail
-
-
-def _check_version(source: Source, version: Version) -> None:
-    """Raise RefusedError unless the version is a readable archive."""
-    try:
-        read_archive(SliceSource(source, 0, version.size))
-    except MalformedError as error:
-        what = f"the version of {version.size:,} bytes cannot be read, so nothing is cut off: {error.what}"
-        raise RefusedError(what, path=source.name) from error
 
 
 def _version_facts(version: Version) -> VersionReport:

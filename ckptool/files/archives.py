@@ -100,16 +100,12 @@ def beside(path: str, name: str) -> str:
     return archive + separator + posixpath.normpath(posixpath.join(posixpath.dirname(member), name))
 
 
-#: Prefixes of paths to files that are already open.
-_OPENED: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-
-
 def read_bytes(path: str, limit: int) -> bytes:
     """Return the content of a small file, an archive member, or a pipe that a shell opened: ``<(command)``.
 
     Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes. Never waits for a named pipe.
     """
-    if not path.startswith(_OPENED):
+    if not path.startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/")):
         with closing(open_any(path)) as source:
             data = source.read(0, min(source.size, limit + 1))
     else:

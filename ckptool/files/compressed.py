@@ -59,17 +59,13 @@ def compression_of(head: bytes) -> Compression | None:
     # RFC 1950: method 8, a window of up to 32 KiB, and a checksum over the two bytes.
     if len(head) > 2 and head[0] & 0x8F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
         return Compression("zlib", doubtful=True)
+    # liblzma accepts a dictionary of 2**n or 2**n + 2**(n - 1) bytes, or an unlimited one.
     size = int.from_bytes(head[1:5], "little")
+    accepted = size > 0 and (size in (size & -size, 3 * (size & -size)) or size == 0xFFFFFFFF)
     known = head[5:13] == b"\xff" * 8 or head[10:13] == b"\0\0\0"
-    if len(head) > 13 and head[0] < 9 * 5 * 5 and _is_dictionary(size) and known and head[13] == 0:
+    if len(head) > 13 and head[0] < 9 * 5 * 5 and accepted and known and head[13] == 0:
         return Compression("lzma", doubtful=True)
     return None
-
-
-def _is_dictionary(size: int) -> bool:
-    """Return whether liblzma accepts this dictionary size: 2**n, 2**n + 2**(n - 1), or unlimited."""
-    half = size & -size
-    return size > 0 and (size in (half, 3 * half) or size == 0xFFFFFFFF)
 
 
 def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:

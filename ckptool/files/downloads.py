@@ -11,8 +11,6 @@ from ..base import lazy
 from .sources import Computed, ExpectedChecksum, FolderPlan, Plan, Source, Span, origins, spans_read
 
 Item = TypeVar("Item")
-#: Items that are announced at the same time.
-_BATCH: Final = 1000
 #: Ranges with a gap of fewer bytes become one request: at 50 ms and 125 MB/s, a request costs as much as 6 MB, but many
 #: are under way at once, and traffic is paid for.
 GAP: Final = 64 << 10
@@ -67,7 +65,7 @@ def ahead(items: Iterable[Item], spans: Callable[[Item], Iterable[Span]]) -> Ite
             gap = span.offset - sum(wanted[-1][1:]) if wanted and wanted[-1].source is span.source else -1
             wanted.append(span)
             size += span.size + (gap if 0 < gap < GAP else 0)
-        if size >= most or len(batch) == _BATCH:
+        if size >= most or len(batch) == 1000:
             prefetch(wanted)
             yield from batch
             batch, wanted, size = [], [], 0

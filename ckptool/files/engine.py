@@ -39,8 +39,6 @@ _START: Final = "fork" if sys.platform.startswith("linux") else "spawn"
 _UNFORKABLE: Final = "obstore"
 #: Signals for the parent, which then ends its workers. ^C reaches every process of a terminal.
 _SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-#: New objects between two garbage collections of a worker: decoding makes millions of small tuples, and few cycles.
-_TIDY: Final = 200_000
 
 
 @contextmanager
@@ -97,7 +95,7 @@ def _begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()
-    gc.set_threshold(_TIDY)
+    gc.set_threshold(200_000)  # decoding makes millions of small tuples, and few cycles
     gc.enable()
 
 

@@ -69,10 +69,6 @@ class _Pending(NamedTuple):
     odd: str = ""
 
 
-#: The bytes that are negative when they are read as signed numbers.
-_HIGH: Final = bytes(range(128, 256))
-
-
 def is_header(block: bytes) -> bool:
     """Return whether ``tarfile`` accepts a block as a header: it needs a checksum and valid numbers, but no magic."""
     if len(block) < _TAR_BLOCK or not any(block):
@@ -84,7 +80,7 @@ def is_header(block: bytes) -> bool:
     if total != plain:
         # Sun and NeXT summed signed bytes.
         rest = block[: _SUM.start] + block[_SUM.stop : _TAR_BLOCK]
-        high = len(rest) - len(rest.translate(None, _HIGH))
+        high = len(rest) - len(rest.translate(None, bytes(range(128, 256))))
         if total != plain - 256 * high:
             return False
     return all(_number(block[place]) is not None for place in (*_NUMBERS, *_DEVICES))

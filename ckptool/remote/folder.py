@@ -15,10 +15,8 @@ from ..files.folders import Folder
 from .source import Allowance, Blocks, RemoteSource, is_file, meant, open_remote, open_store
 from .store import Facts, Failed, Recent, Settings, Store, at_once, current, error_of, together
 
-_DIGITS: Final = regex(r"\d+")
 #: Paths that lead to another folder, or that a path on the disk cannot have.
 _ODD: Final = regex(r"(\A|/)\.{0,2}(/|\Z)")
-_INDEX: Final = regex(r"(\.safetensors|\.bin)\.index\.json$")
 #: Files whose ends are asked for at the same time: at most 32 MiB, of 40 MiB in ``LIMITS.remote_bytes``.
 _GROUP: Final = 64
 #: Addresses where there is a folder, and no file of the same name.
@@ -198,5 +196,5 @@ class RemoteFolder(Folder):
 
 def _alike(name: str) -> str:
     """Return the name of a file with 0 for every number; an index belongs to its shards."""
-    name = _INDEX.sub(r"-0-of-0\1", name)
-    return _DIGITS.sub("0", name)
+    shard = regex(r"(\.safetensors|\.bin)\.index\.json$").sub(r"-0-of-0\1", name)
+    return regex(r"\d+").sub("0", shard)

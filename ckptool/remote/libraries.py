@@ -25,8 +25,6 @@ from .wire import certificates
 
 T = TypeVar("T")
 _PROCESS: Final = os.getpid()
-#: The schemes of addresses that obstore reaches.
-_OBSTORE: Final = frozenset(("gs", "az", "abfs", "abfss"))
 #: Bytes of one part of an upload, at least, and the most parts that S3 and Google Cloud Storage take.
 PART: Final = 8 << 20
 MOST_PARTS: Final = 10_000
@@ -34,18 +32,13 @@ MOST_PARTS: Final = 10_000
 _CHUNK: Final = 1 << 18
 #: The beginnings of variables that a store depends on.
 _DEPENDS: Final = ("GOOGLE_", "AZURE_", "SSL_", "HOME")
-_METADATA_URL: Final = regex(r"http://(169\.254\.|metadata\.google\.internal)")
-#: The file with credentials that gcloud saves.
-_GOOGLE: Final = "~/.config/gcloud/application_default_credentials.json"
-_STATUS: Final = regex(r"\bstatus: (\d{3}),")
-_CODE: Final = regex(r"<Code>(\w{1,64})</Code>")
 #: Parts of an error's text that quote the server or the address; removed before its words are looked for.
 _FOREIGN: Final = regex(r'uri: Some\(\s*\S+\s*\)|(path|error|message): "(\\.|[^"\\])*"')
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
     """Return the store of an address, and the key of its object; raises Failed, for example without credentials."""
-    if parse(address).scheme not in _OBSTORE:
+    if parse(address).scheme not in ("gs", "az", "abfs", "abfss"):
         return _open_system(address)
     parts = check_bucket(address)
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_DEPENDS)))
@@ -81,7 +74,8 @@ def _bucket(scheme: str, host: str, settings: Settings, environment: tuple[tuple
 def _check_credentials(scheme: str, variables: dict[str, str]) -> None:
     """Raise Failed if neither variables nor files nor the metadata of the machine have credentials."""
     google = scheme == "gs"
-    path = os.path.expanduser(variables.get("GOOGLE_APPLICATION_CREDENTIALS", _GOOGLE))
+    gcloud = "~/.config/gcloud/application_default_credentials.json"
+    path = os.path.expanduser(variables.get("GOOGLE_APPLICATION_CREDENTIALS", gcloud))
     known = any(name.startswith("GOOGLE_" if google else "AZURE_") for name in variables)
     if known or (google and os.path.exists(path)):
         return
@@ -118,10 +112,10 @@ def failed_of(error: BaseException) -> Failed:
     """Return the facts of an error of obstore."""
     text = str(error)
     _, _, debug = text.partition("Debug source:")
-    if _METADATA_URL.search(text):
+    if regex(r"http://(169\.254\.|metadata\.google\.internal)").search(text):
         return Failed("none")
-    code = _CODE.search(debug)
-    if status := _STATUS.search(debug):
+    code = regex(r"<Code>(\w{1,64})</Code>").search(debug)
+    if status := regex(r"\bstatus: (\d{3}),").search(debug):
         return Failed("", int(status[1]), code[1] if code else "")
     if isinstance(error, FileNotFoundError):
         return Failed("", 404)
@@ -219,7 +213,6 @@ _MARKS: Final = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified
 
 
 def _open_system(address: str) -> tuple[Store, str]:
-    """Return the store of an address that fsspec knows, and the path of the file; raises Failed."""
     parts = parse(address)
     try:
         from fsspec.core import url_to_fs

@@ -31,8 +31,6 @@ from .s3 import S3
 from .source import REQUEST, RemoteSource, identity_of, open_store
 from .store import Facts, Failed, Range, current, error_of, together
 
-#: Where objects can be written.
-_SCHEMES: Final = frozenset(("s3", "gs", "az", "abfs", "abfss"))
 #: Bytes of a part of an upload, except the last one, at least and at most. From the S3 API.
 _MIN_PART: Final = 5 << 20
 _MAX_PART: Final = 5 << 30
@@ -85,7 +83,7 @@ class Target:
     def __init__(self, text: str, sources: Sequence[Source] = ()) -> None:
         self.address, self.name = reveal(text), conceal(text)
         settings = current()
-        if parse(self.address).scheme not in _SCHEMES:
+        if parse(self.address).scheme not in ("s3", "gs", "az", "abfs", "abfss"):
             raise self.error(Failed("writing"))
         self.store, self.key = open_store(self.address, settings, writing=True)
         if not self.key or self.key.endswith("/"):
@@ -108,11 +106,6 @@ class Target:
             if failed.status == 404 and failed.code != "NoSuchBucket":
                 return None
             raise self.error(failed) from None
-
-    def check_new(self) -> None:
-        """Raise RefusedError if the object exists."""
-        if self.facts():
-            raise output_exists(self.name)
 
     def copier(self, plan: Plan) -> S3 | None:
         """Return the store that writes a plan in parts, or None."""
@@ -264,7 +257,6 @@ class _Writing(NamedTuple):
         return traffic
 
     def _upload(self, cut: Cut, copier: S3, etag: str) -> None:
-        """Write the object in parts."""
         key = self.target.key
         upload = copier.begin(key)
         try:
@@ -342,15 +334,6 @@ class _Writing(NamedTuple):
                 if found != self.former and not refused and self._is_planned(found, all_bytes):
                     return  # only the answer was lost
             raise
-        self._check_written(ends)
-
-    def _ends(self, most: int) -> dict[Range, bytes]:
-        """Return the planned bytes of both ends by their ranges, at most ``most`` bytes each."""
-        planned, size = PlanSource(self.plan, self.target.name), min(most, self.plan.size)
-        return {(begin, size): planned.read(begin, size) for begin in (0, self.plan.size - size)}
-
-    def _check_written(self, ends: Mapping[Range, bytes]) -> None:
-        """Raise OutputError if another object is there than the one that was written, or it cannot be read."""
         what = "somebody replaced it"
         try:
             written = self._is_planned(self.target.facts(), ends)
@@ -360,6 +343,11 @@ class _Writing(NamedTuple):
         if not written:
             step = "see what is there, then write again with another name"
             raise OutputError(f"it was written, but {what}", path=self.target.name, next=step)
+
+    def _ends(self, most: int) -> dict[Range, bytes]:
+        """Return the planned bytes of both ends by their ranges, at most ``most`` bytes each."""
+        planned, size = PlanSource(self.plan, self.target.name), min(most, self.plan.size)
+        return {(begin, size): planned.read(begin, size) for begin in (0, self.plan.size - size)}
 
     def _is_planned(self, found: Facts | None, ends: Mapping[Range, bytes]) -> bool:
         """Return whether an object has the planned size, and the planned bytes at its ends."""

@@ -24,13 +24,6 @@ from .web import Web, etag_of
 
 #: Seconds to wait for the answer that makes an upload visible, or that copies a part of up to 5 GiB.
 _SLOW: Final = 600.0
-#: Unfinished uploads that are older, in seconds, were left by a killed run.
-_OLD: Final = 24 * 3600
-#: Bytes of an answer that neither lists objects nor brings the content of one.
-_SMALL: Final = 1 << 20
-_SIZE: Final = regex(r"[0-9]{1,18}")
-#: Variables with the endpoint: the first one counts, unless the setting turns all endpoints off.
-_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _IGNORED: Final = "ignore_configured_endpoint_urls"
 #: Files with profiles, each with the variable that names another file.
 _FILES: Final = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
@@ -113,7 +106,8 @@ def _configured(profile: str, variables: Mapping[str, str]) -> str:
 
     Only botocore reads the files; it is not imported for files that have no endpoint.
     """
-    given = next(filter(None, map(variables.get, _ENDPOINTS)), "")
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    given = next(filter(None, map(variables.get, names)), "")
     text = ""
     for name, path in _FILES:
         path = os.path.expanduser(variables.get(name, path))
@@ -184,7 +178,7 @@ class S3(Web):
         query: Mapping[str, str] = {},
         headers: Mapping[str, str] = {},
         body: bytes | bytearray = b"",
-        most: int = _SMALL,
+        most: int = 1 << 20,
         **options: Any,
     ) -> wire.Reply:
         """Send a request once, and again if the answer tells that the bucket is in another region; raises Failed."""
@@ -224,15 +218,14 @@ class S3(Web):
             if b"ListBucketResult" not in reply.body[:1000]:
                 raise Failed("answer")
             for row in _rows(reply.body, "Contents"):
-                if not _SIZE.fullmatch(row.get("Size", "")) or "Key" not in row:
+                if not regex(r"[0-9]{1,18}").fullmatch(row.get("Size", "")) or "Key" not in row:
                     raise Failed("answer")
                 etag = etag_of(row.get("ETag", ""), row.get("LastModified", ""))
                 found.append(Facts(row["Key"].removesuffix("/"), int(row["Size"]), etag))
             if len(found) > LIMITS.remote_files:
                 raise Failed("many")
             after = _field(reply.body, "NextContinuationToken", "")
-            after = after if _field(reply.body, "IsTruncated", "") == "true" else ""
-            if not after:
+            if not after or _field(reply.body, "IsTruncated", "") != "true":
                 return found
             if after == query.get("continuation-token"):
                 raise Failed("endless")
@@ -262,7 +255,7 @@ class S3(Web):
         """Begin an upload and return its id. Unfinished ones of the same key that are older than a day are removed."""
         known = self._unfinished(key)
         for upload, begun in known.items():
-            if "" < begun < time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - _OLD)):
+            if "" < begun < time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - 24 * 3600)):
                 with suppress(Failed):
                     self.abort(key, upload)
         upload, sent = "", 0
@@ -324,7 +317,6 @@ class S3(Web):
         wire.retried(lambda: self.request("POST", key, query, condition, body, patience=_SLOW))
 
     def abort(self, key: str, upload: str) -> None:
-        """Remove an unfinished upload."""
         try:
             wire.retried(lambda: self.request("DELETE", key, {"uploadId": upload}))
         except Failed as failed:

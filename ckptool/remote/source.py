@@ -154,7 +154,6 @@ class RemoteSource(Source):
         self.prefetch([(0, ENDS), (max(self.size - ENDS, 0), ENDS)][:ends])
 
     def _ask_unknown(self, begins: Sequence[int | None]) -> None:
-        """Ask for the ends of an object whose size is not known."""
         try:
             answers = together([partial(self._store.get, self._key, begin, ENDS) for begin in begins])
         except Failed as failed:
@@ -268,7 +267,8 @@ class RemoteSource(Source):
         self._closed = True
         if self._owned:  # else the folder keeps them for the next reader of the file
             with self._allowance.lock:
-                self._blocks.clear()
+                for begin in [*self._blocks.begins]:
+                    self._allowance.forget(self._blocks, begin)
 
     def _keep(self, at: int, answer: Answer) -> None:
         """Keep the bytes of an answer; raises ChangedError if they come from another object than the first ones."""
@@ -423,10 +423,6 @@ class Blocks:
             insort(self.begins, at)
             self._allowance.keep(self, at, data[at - begin : at - begin + size], small=len(data) < GAP)
 
-    def clear(self) -> None:
-        for begin in [*self.begins]:
-            self._allowance.forget(self, begin)
-
 
 def _requests(begin: int, size: int) -> Iterator[Range]:
     """Yield a range as ranges that are small enough for one request."""
@@ -440,6 +436,4 @@ def _cut(pieces: Sequence[tuple[int, bytes]], offset: int, size: int) -> bytes:
         if begin <= at < begin + len(data):
             parts.append(data[at - begin : end - begin])
             at += len(parts[-1])
-        if at >= end:
-            break
     return b"".join(parts)

@@ -119,7 +119,6 @@ class Failed(Exception):
 
 
 _SERVER: Final = regex(r"https?://(?:[^/?#\s]*@)?(?:[\w.~-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:[/?#]\S*)?")
-_BUCKET: Final = regex(r"[\w.@$~-]+")
 #: An empty part of a key, except at its end, a dot or two as a part, and control characters.
 _ODD_KEY: Final = regex(r"(\A|/)\.{0,2}/|(\A|/)\.{1,2}\Z|[\x00-\x1f\x7f]")
 
@@ -136,15 +135,11 @@ def check_bucket(address: str) -> Address:
     parts = parse(address)
     if parts.query:
         raise Failed("query")
-    if not _BUCKET.fullmatch(parts.host):
+    if not regex(r"[\w.@$~-]+").fullmatch(parts.host):
         raise Failed("bucket")
     if _ODD_KEY.search(parts.path):
         raise Failed("key")
     return parts
-
-
-#: The beginnings of variables with credentials.
-_CREDENTIALS: Final = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
 
 
 @cache
@@ -208,13 +203,13 @@ class Recent(Generic[T]):
         return found
 
     def clear(self) -> None:
-        """Forget everything."""
         self._found.clear()
 
 
 def _asked(address: str) -> object:
     """Return the same for two questions about an address that have the same answer."""
-    return address, current(), tuple(item for item in os.environ.items() if item[0].startswith(_CREDENTIALS))
+    credentials = ("AWS_", "GOOGLE_", "AZURE_", "HF_")
+    return address, current(), tuple(item for item in os.environ.items() if item[0].startswith(credentials))
 
 
 def together(requests: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -19,15 +19,10 @@ from ..files.archives import parsed_object
 from . import wire
 from .store import Answer, Facts, Failed, Settings, Spend, Store, check_server
 
-_RANGE: Final = regex(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _SITE: Final = "https://huggingface.co"
 #: Pages of a repository, of a folder or of a file, and links to download a file.
 _PAGE: Final = regex(r"((?:(?:datasets|spaces)/)?[^/]+/[^/]+)(?:/(?:blob|resolve|raw|tree)/([^/]+)(/.*)?)?/?")
 _PATH: Final = regex(r"(?:(models|datasets|spaces)/)?([^/]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
-#: A commit, as it stands in addresses.
-_COMMIT: Final = regex(r"[0-9A-Za-z]{4,128}")
-#: The kinds of failures by what the hub says in a header.
-_CODES: Final = {"GatedRepo": "gated", "RevisionNotFound": "revision", "RepoNotFound": "repository"}
 
 
 def open_store(address: str, settings: Settings) -> tuple[Store, str]:
@@ -88,7 +83,8 @@ class Web(Store):
 
         def ask() -> Answer:
             reply = self.send("GET", key, headers, size)
-            found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
+            given = reply.headers.get("content-range", "")
+            found = regex(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})").fullmatch(given)
             if not found:
                 raise Failed("whole")
             first, last, total = map(int, found.groups())
@@ -141,14 +137,15 @@ def _repository(site: str, kind: str, name: str, revision: str, token: str, most
     except Failed as failed:
         if failed.status in (401, 403, 404) and not failed.code:
             failed.kind = "gated" if failed.status == 403 else "repository"
-        failed.kind = _CODES.get(failed.code, failed.kind)
+        kinds = {"GatedRepo": "gated", "RevisionNotFound": "revision", "RepoNotFound": "repository"}
+        failed.kind = kinds.get(failed.code, failed.kind)
         raise
     files = (found or {}).get("siblings")
     files = files if isinstance(files, list) and all(isinstance(file, dict) for file in files) else [{}]
     sizes = {file.get("rfilename"): file.get("size") or 0 for file in files}
     sound = all(isinstance(path, str) and isinstance(size, int) and size >= 0 for path, size in sizes.items())
     commit = (found or {}).get("sha")
-    if not sound or not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+    if not sound or not isinstance(commit, str) or not regex(r"[0-9A-Za-z]{4,128}").fullmatch(commit):
         raise Failed("answer")
     folder = name if kind == "models" else f"{kind}/{name}"
     return _Repository(f"{site}/{quote(folder)}/resolve/{commit}", headers, commit, sizes)

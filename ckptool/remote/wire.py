@@ -23,11 +23,7 @@ from ..base.records import NamedTuple
 from .store import Failed, Spend
 
 T = TypeVar("T")
-#: Bytes of an error page that are read at most.
-_HEAD: Final = 64 << 10
 _CHUNK: Final = 1 << 18
-_BUFFER: Final = 16 << 10
-_REDIRECTS: Final = 10
 _REDIRECTED: Final = (301, 302, 303, 307, 308)
 #: Seconds before a request is sent again, at most; each further pause is twice as long.
 _PAUSE: Final = 0.1
@@ -81,7 +77,7 @@ def ask(
     take ``patience`` seconds, if that is more than others.
     """
     until = time.monotonic() + max(LIMITS.request_seconds, patience)
-    for _ in range(_REDIRECTS):
+    for _ in range(10):
         reply = _answer(method, url, headers, most, body, until, spend, patience)
         if not (follow and reply.status in _REDIRECTED and "location" in reply.headers):
             break
@@ -130,10 +126,8 @@ def _answer(
     if proxy and parts.scheme == "http":
         target = f"http://{name}{target}"
         more |= _authorized(proxy)
-    lines = [
-        f"{method} {quote(target, safe=punctuation)} HTTP/1.1",
-        *(f"{key}: {value}" for key, value in more.items()),
-    ]
+    lines = [f"{method} {quote(target, safe=punctuation)} HTTP/1.1"]
+    lines += [f"{key}: {value}" for key, value in more.items()]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
     place = os.getpid(), parts.scheme, host, port, proxy, certificates()
     idle = _IDLE.setdefault(place, [])
@@ -145,13 +139,10 @@ def _answer(
         try:
             connection.until, connection.patience = until, max(LIMITS.read_seconds, patience)
             reply = connection.ask(method, head, body, most, spend)
-        except Failed as failed:
+        except BaseException as error:
             connection.close()
-            if fresh or failed.kind != "reset" or connection.began:
-                raise
-            continue  # the server had closed it meanwhile
-        except BaseException:
-            connection.close()
+            if isinstance(error, Failed) and error.kind == "reset" and not (fresh or connection.began):
+                continue  # the server had closed it meanwhile
             raise
         if connection.reusable and len(idle) < LIMITS.requests:
             idle.append(connection)
@@ -173,7 +164,7 @@ class _Connection(RawIOBase):
     def __init__(self, scheme: str, host: str, port: int, proxy: str, until: float) -> None:
         self.until, self.patience = until, LIMITS.read_seconds
         self.began, self.reusable = False, False
-        self._reader = _Reader(self, _BUFFER)
+        self._reader = _Reader(self, 16 << 10)
         way = urlsplit(proxy)
         try:
             there = (way.hostname or "", way.port or 80) if proxy else (host, port)
@@ -228,7 +219,7 @@ class _Connection(RawIOBase):
         length = headers.get("content-length", "")
         if length and not (length.isascii() and length.isdecimal() and len(length) < 20):
             raise Failed("answer")
-        room = most if status // 100 == 2 else _HEAD
+        room = most if status // 100 == 2 else 64 << 10
         found = bytearray()
         while len(found) <= room and (data := response.read1(min(_CHUNK, room + 1 - len(found)))):
             found += data
@@ -281,10 +272,9 @@ class _Connection(RawIOBase):
 
 def _proxy(scheme: str, host: str, port: int) -> str:
     """Return the address of the proxy for a host, or ""; raises Failed for one that is not supported."""
-    variables = os.environ
     names = [f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"]
-    proxy = next((variables[name] for name in names if variables.get(name)), "")
-    excluded = (variables.get("no_proxy") or variables.get("NO_PROXY", "")) if proxy else ""
+    proxy = next(filter(None, map(os.environ.get, names)), "")
+    excluded = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")) if proxy else ""
     for each in excluded.split(","):
         name = each.strip().lower().removeprefix("*").removeprefix(".")
         if each.strip() == "*" or (name and (host == name or host.endswith(f".{name}") or name == f"{host}:{port}")):
