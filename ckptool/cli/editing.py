@@ -242,7 +242,7 @@ def _modules(edited: Checkpoint) -> list[str]:
 def _module_step(edited: Checkpoint) -> str:
     if not _modules(edited):
         return ""
-    from ..edits.sanitize.trial import loadable_step
+    from ..edits.sanitize.sanitizer import loadable_step
 
     return as_step(loadable_step(edited)).line
 

@@ -283,7 +283,7 @@ def _only_dict(checkpoint: Checkpoint, key: str | None, output: OutputFormat) ->
         step: AnyStep = tree_step(checkpoint.path)
         what = "there is no state dict in it"
         if checkpoint.survey.modules:
-            from .sanitize.trial import loadable_step  # imported only after a refusal
+            from .sanitize.sanitizer import loadable_step  # imported only after a refusal
 
             what += ", but a pickled module, whose state dict the command takes"
             step = loadable_step(checkpoint, (Step("to_format", output.name),), output.extension) or step

@@ -61,8 +61,6 @@ _ARGUMENTS: Final = regex(
 #: Where a user's name may begin in a text: at a word, or at a character outside of words.
 _BEGINNING: Final = regex("(?<![a-z0-9])(?:[a-z0-9]+|[^a-z0-9])")
 _WORD: Final = regex("[a-z0-9]")
-#: Maximum length of a user's name: Linux allows 32 characters, Windows 256.
-_LONGEST: Final = 256
 #: Names found on every machine, which reveal nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
 _PATHLIB: Final = regex(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
@@ -72,7 +70,8 @@ class _Users:
     """Users' names in lower case, and their lengths by first word, longest first."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names = {name.lower() for name in names if len(name) <= _LONGEST} - _COMMON
+        # Linux allows 32 characters, Windows 256.
+        self.names = {name.lower() for name in names if len(name) <= 256} - _COMMON
         lengths: dict[str, set[int]] = {}
         for name in self.names:
             lengths.setdefault(_BEGINNING.findall(name)[0], set()).add(len(name))
@@ -85,13 +84,9 @@ class PrivateItem(NamedTuple):
     kind: Kind
     path: str
     what: str
-    ref: Ref
+    ref: Ref  # -1 for an item that is not in the object
     new: str | None
     holder: Text | None = None
-
-
-#: The reference of an item that is not in the object.
-_NOWHERE: Final = -1
 
 
 @takes_path
@@ -114,11 +109,9 @@ def redact(
     before = checkpoint
     checkpoint = _with_texts(checkpoint, [item for item in items if item.holder is not None], left, kinds)
     items = [item for item in items if item.holder is None]
-    if not items and checkpoint is not before:
-        return _laid_out(checkpoint, checkpoint.graph, [])
     if not items:
         nothing = Change("redact", "", 0, 0, f"nothing private is recognised: {', '.join(kinds)}")
-        return _laid_out(checkpoint, checkpoint.graph, [nothing])
+        return _laid_out(checkpoint, checkpoint.graph, [nothing] if checkpoint is before else [])
     names = [item.path for item in items if item.new is None]
     if names:
         gone = {entry.key for entry in checkpoint.survey.entries if entry.path in names}
@@ -209,7 +202,7 @@ def _beside(each: Text, users: _Users, kinds: Collection[Kind]) -> tuple[list[Pr
         inner = [item._replace(path=f"{path}: {item.path}".rstrip(": "), holder=each) for item in found]
         return inner, [f"{path}: {text}" for text in left]
     if each.use == "header" and "args" in kinds and _ARGUMENTS.search(each.name):
-        return [PrivateItem("args", path, "training arguments, a text", _NOWHERE, None, each)], []
+        return [PrivateItem("args", path, "training arguments, a text", -1, None, each)], []
     result = _redacted(each.name, each.text, False, users, kinds, names=each.use != "json")
     left = []
     if each.use == "header" and _redacted("", each.name, False, users, kinds) is not None:
@@ -226,7 +219,7 @@ def _beside(each: Text, users: _Users, kinds: Collection[Kind]) -> tuple[list[Pr
         return [], [f"{path} holds {_examples(each.text, users)}, which is not changed"]
     what = repr(cut(each.text)) if each.use == "header" else _examples(each.text, users)
     new = None if each.use == "removed" else result[1]
-    return [PrivateItem(result[0], path, what, _NOWHERE, new, each)], left
+    return [PrivateItem(result[0], path, what, -1, new, each)], left
 
 
 def _examples(text: str, users: _Users) -> str:
@@ -262,8 +255,7 @@ def _with_texts(
         how = f" -> {cut(item.new)!r}" if short and item.new is not None else ", removed" if item.new is None else ""
         changes.append(Change(f"redact-{item.kind}", item.path, 1, 0, f"{item.what}{how}"))
     if left:
-        stays = f"something private may stay: {'; '.join(left)}"
-        changes.append(Change("redact", "", 0, len(left), stays))
+        changes.append(Change("redact", "", 0, len(left), f"something private may stay: {'; '.join(left)}"))
     if not changes:
         return checkpoint
     edited = {"texts": texts, "target": target} if rewritten else {}
@@ -347,9 +339,8 @@ def _in_literal(literal: str) -> str:
         text: str = json.loads(literal)
     except ValueError:
         return literal
-    new = (
-        without_paths(text) if text[:1] not in ("{", "[") else _PATH.sub(lambda match: _last_part(match.group()), text)
-    )
+    is_json = text[:1] in ("{", "[")
+    new = _PATH.sub(lambda match: _last_part(match.group()), text) if is_json else without_paths(text)
     return json.dumps(new, ensure_ascii=literal.isascii()) if new != text else literal
 
 
@@ -375,21 +366,16 @@ def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
             decoded = node.decode("utf-8", "replace")
             if not CONTROL.search(decoded):
                 yield path, ref, decoded, False
-            continue
-        if isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
+        elif isinstance(node, Call) and _PATHLIB.match(class_name(graph, ref)):
             parts = [str(nodes[part]) for part in list_items(nodes[node.args])]
             yield path, node.args, "/".join(parts).replace("//", "/", 1), False
-            continue
-        if isinstance(node, Persistent):
+        elif isinstance(node, Persistent):
             pid = nodes[node.pid]
             if type(pid) is tuple and len(pid) == 4 and nodes[pid[0]] == "module":
                 # (module, class, file, source): torch/serialization.py, persistent_id in _legacy_save.
-                for part in pid[2:]:
-                    text = nodes[part]
-                    if type(text) is str:
-                        yield path, part, text, True
-            continue
-        work += reversed(list(_below(graph, ref, bounded(path, ref))))
+                yield from ((path, part, text, True) for part in pid[2:] if type(text := nodes[part]) is str)
+        else:
+            work += reversed(list(_below(graph, ref, bounded(path, ref))))
 
 
 def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
@@ -425,7 +411,6 @@ _VOCABULARY: Final = regex(
 #: The end of a zip without its comment, whose length is in the last two bytes.
 _ZIP_END: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
-_LONGEST_COMMENT: Final = 0xFFFF
 #: Characters that no text contains.
 CONTROL: Final = regex("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 
@@ -484,7 +469,7 @@ def _in_archive(checkpoint: Checkpoint) -> Iterator[Text]:
     source, container = checkpoint.source, checkpoint.container
     kept = not container.drops_records
     use: Use = "kept" if kept else "removed"
-    begin = max(source.size - _END_SIZE - _LONGEST_COMMENT, 0)
+    begin = max(source.size - _END_SIZE - 0xFFFF, 0)
     tail = source.read(begin, source.size - begin)
     end, comment = tail[at:][:_END_SIZE] if (at := tail.rfind(_ZIP_END)) >= 0 else b"", tail[at + _END_SIZE :]
     if end and comment and int.from_bytes(end[-2:], "little") == len(comment):

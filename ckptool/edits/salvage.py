@@ -109,11 +109,9 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
     except BaseException:
         source.close()
         raise
-    if not salvaged.lost and not whole and salvaged.verified:
-        sound = _sound_container(source)
-        if sound is not None:
-            # The file is sound, so the output is the input, byte for byte.
-            salvaged = salvaged._replace(checkpoint=Checkpoint.of(source.name, source, sound))
+    if not salvaged.lost and not whole and salvaged.verified and (sound := _sound_container(source)) is not None:
+        # The file is sound, so the output is the input, byte for byte.
+        salvaged = salvaged._replace(checkpoint=Checkpoint.of(source.name, source, sound))
     blockers = graph_blockers(salvaged.checkpoint.graph)
     return salvaged._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
@@ -165,11 +163,8 @@ def _sound_container(source: Source) -> Container | None:
             return None
         # The storages' checksums were already verified. Verify the small records too.
         small = [record for record in container.records() if record.crc and not record.key]
-        return (
-            container
-            if all(checksum(each.span, each.size, each.compressed, each.name) == each.crc for each in small)
-            else None
-        )
+        sound = all(checksum(each.span, each.size, each.compressed, each.name) == each.crc for each in small)
+        return container if sound else None
     except UnreadableError:
         return None
 

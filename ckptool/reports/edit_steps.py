@@ -108,7 +108,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
         if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
             return rename_step(checkpoint.path, ".pth")
         extension = ".pth"
-    from ..edits.sanitize.trial import options_that_work  # imported only for files that need it
+    from ..edits.sanitize.sanitizer import options_that_work  # imported only for files that need it
 
     options = options_that_work(checkpoint)
     if options is not None and "drop_unknown" in options and not checkpoint.survey.tensors:

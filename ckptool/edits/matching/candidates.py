@@ -51,10 +51,6 @@ WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
 _DROPS: Final = 4
 #: Characters that prevent a prefix from being written as a glob.
 NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
-#: The most changes of a prefix that are tried at once: ``student.``, ``teacher.`` and the like have equal votes.
-_TRIED: Final = 4
-#: The most changes of prefixes in a row; the names of the target are easier to read than more.
-_IN_A_ROW: Final = 2
 #: Names that tools are known to change: weight_norm before torch 2.0, norms of TensorFlow, DenseNet in torchvision
 #: before 0.3, and the adapter's name in a live PEFT model.
 _KNOWN: Final = tuple(
@@ -108,7 +104,7 @@ def best_renaming(space: Space, start: Candidate, target: str) -> Candidate:
     best = start
     # Wrappers hide the segments that would be recognised, so names without them are followed as well.
     for current in (start, *_after(space, start, [(Step("wrappers"),)])):
-        for _ in range(_IN_A_ROW):
+        for _ in range(2):  # the names of the target are easier to read than more changes of prefixes
             if not current.fit.complete:
                 tries = (*((step,) for step in _prefix_steps(current.names, space.wanted)), *_KNOWN)
                 current = max((current, *_after(space, current, tries)), key=lambda candidate: candidate.rank)
@@ -155,7 +151,8 @@ def _prefix_steps(names: Sequence[str], wanted: Mapping[str, Spec]) -> Iterator[
             size = longest.count(".") + 1
             if old and new and heads_agree(old.split(".")[:-1], new.split(".")[:-1], size):
                 votes[old, new] += 1
-    for (old, new), _ in votes.most_common(_TRIED):
+    # ``student.``, ``teacher.`` and the like have equal votes.
+    for (old, new), _ in votes.most_common(4):
         if old == "module." and not new:
             yield Step("strip-module")
         elif old and not new and {*old[:-1].split(".")} <= WRAPPERS.keys():
@@ -189,13 +186,10 @@ def renaming(step: Step, names: Iterable[str]) -> Rename:
 
 def edit_command(path: str, steps: Sequence[Step], output: str, key: str | None) -> NextStep:
     """Return the command that applies the steps."""
-    settings: list[Step] = []
-    keyed = key is None
-    for step in steps:
-        if step.name not in WHOLE and not keyed:
-            settings.append(Step("key", key or "."))  # it applies to the edits after it
-            keyed = True
-        settings.append(step)
+    settings = [*steps]
+    first = next((number for number, step in enumerate(steps) if step.name not in WHOLE), None)
+    if key is not None and first is not None:
+        settings.insert(first, Step("key", key or "."))  # it applies to the edits after it
     return command("edit", path, output=output, steps=settings)
 
 

@@ -45,8 +45,6 @@ _UNNAMED: Final = {"c_attn": "qkv", "in_proj": "qkv", "w_pack": "qkv"}
 _JOINED: Final = regex(r"(.+)_(weight|bias)\Z")
 #: The most tensors that one may hold, such as q, k, v and a gate, and the most kinds that a message names.
 _MOST: Final = 4
-#: The most tensors of one layer in which they are looked for.
-_NEAR: Final = 64
 
 
 class Side(NamedTuple):
@@ -123,8 +121,7 @@ def _fused_causes(own: Side, target: Side, rest: Comparison) -> list[Cause]:
         ("fused", own, target, rest.unexpected, rest.missing),
         ("split", target, own, rest.missing, rest.unexpected),
     ):
-        fusions = dict(_fusions(wholes, parts, whole_names, part_names))
-        if fusions:
+        if fusions := dict(_fusions(wholes, parts, whole_names, part_names)):
             joined = tuple(fusions)
             single = tuple(part for several in fusions.values() for part in several)
             message = _fused(kind, fusions, wholes, parts)
@@ -145,7 +142,7 @@ def _fusions(
         module, projection, end = _place(whole)
         letters = _UNNAMED.get(projection.lower(), projection.lower())
         for place in (module, numbers_in(module)):
-            group = groups.get((place, end), [])[:_NEAR]
+            group = groups.get((place, end), [])[:64]  # tensors of one layer
             first = {name: _place(name)[1].lower().removeprefix("to_")[:1] for name in group}
             found = [name for name in group if first[name] and first[name] in letters]
             together = bool(found) and group[group.index(found[0]) :][: len(found)] == found
@@ -159,8 +156,7 @@ def _fusions(
 def _place(name: str) -> tuple[str, str, str]:
     """Return a name as the module around a projection, the projection, and its parameter."""
     module, _, last = name.rpartition(".")
-    match = _JOINED.match(last)
-    if match:
+    if match := _JOINED.match(last):
         return module, match[1], match[2]
     module, _, projection = module.rpartition(".")
     return module, projection, last
@@ -240,15 +236,10 @@ def tied_causes(ties: Mapping[str, str], own: Side) -> list[Cause]:
     return [Cause("tied", text_of("tied", names=join_limited([*ties]), sources=sources), tuple(ties))] if ties else []
 
 
-#: Numbers of processes that models are cut for.
-_PARTS: Final = (2, 4, 8, 16, 32, 64)
 #: Tensors of adapters, which are not cut for processes.
 _ADAPTERS: Final = regex(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
 #: A module within one of several equal blocks: ``layers.0.attention.wq``.
 _IN_BLOCK: Final = regex(r"\.\d+\.[A-Za-z_]\w*\.[A-Za-z_]\w*\Z")
-#: A classifier has at most so many modules, and one in so many keys.
-_HEADS: Final = 3
-_SHARE: Final = 4
 
 
 class Cause(NamedTuple):
@@ -361,7 +352,7 @@ def sizes_text(mismatches: Sequence[Mismatch]) -> str:
 
 def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
     modules = {item.key.rpartition(".")[0] for item in items}
-    few = len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8)
+    few = len(modules) <= 3 and len(items) * 4 <= max(keys, 8)  # as of a classifier
     layer = all(_other_rows(item.saved, item.wanted) and item.key.endswith(("weight", "bias")) for item in items)
     return few and layer and not any(map(_IN_BLOCK.search, modules))
 
@@ -375,8 +366,8 @@ def _parts(mismatches: Sequence[Mismatch]) -> float:
             return 0
         ratios.add(wanted[differing[0]] / saved[differing[0]])
         axes.update(differing)
-    ratio = ratios.pop()
-    return ratio if not ratios and axes == {0, 1} and (ratio in _PARTS or 1 / ratio in _PARTS) else 0
+    ratio, processes = ratios.pop(), (2, 4, 8, 16, 32, 64)
+    return ratio if not ratios and axes == {0, 1} and (ratio in processes or 1 / ratio in processes) else 0
 
 
 _Sizes = tuple[int, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.addresses import is_remote
 from ...base.errors import CkptoolError
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 #: The options that choose a state dict, for messages.
 _KEY, _OTHER_KEY = in_shell("`--key`"), in_shell("`--other-key`")
-#: Causes by which two models differ too, if all other keys have the same names.
-_OTHER_MODELS: Final = frozenset(("configuration", "flat"))
 
 
 class Match(NamedTuple):
@@ -70,8 +68,7 @@ def match_checkpoint(
     likely = dict(zip(best.likely, best.space.specs.values()))
     rest = best.space.compared(likely)
     here = Side(likely, dict(zip(best.likely, best.space.specs)))
-    there = Side(target.tensors, {})
-    causes = causes_of(here, there, rest)
+    causes = causes_of(here, Side(target.tensors, {}), rest)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
     causes, own_step = with_own_step(checkpoint, target, causes, now if case.placed else None)
     ties = find_ties(here, target, rest.missing) if strict else {}
@@ -146,7 +143,8 @@ def match_checkpoint(
 
 def _is_other_model(case: Case, rest: Comparison, causes: Sequence[Cause]) -> bool:
     """Return whether too few keys load, or are explained, for this to be the same model."""
-    same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
+    # Two models differ by these causes too, if all other keys have the same names.
+    same = [cause for cause in causes if cause.kind not in ("configuration", "flat")]
     known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
     return known * 2 < min(len(case.best.space.specs), len(case.target.tensors))
 
@@ -236,7 +234,7 @@ def _in_wrong_place(agreement: Agreement) -> str:
 def _loadable(checkpoint: Checkpoint) -> Steps:
     """Return the steps that make an output loadable by plain ``torch.load`` on a machine without a GPU."""
     steps = (Step("to", "cpu"),) if away(checkpoint) else ()
-    from ..sanitize.trial import loadable, options_that_work  # imported late: it needs the sanitizer
+    from ..sanitize.sanitizer import loadable, options_that_work  # imported late: it needs the sanitizer
 
     options = None if loadable(checkpoint) else options_that_work(checkpoint)
     if options is None:
@@ -334,8 +332,7 @@ def _notes(case: Case) -> list[str]:
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
         notes.append(f"in the target {target.path or '.'!r} is used; {_OTHER_KEY} chooses another: {others}")
-    shards = sum(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors_in([path]))
-    if shards:
+    if shards := sum(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors_in([path])):
         notes.append(f"{pluralize(shards, 'sharded tensor')}: they load only into a model that is spread likewise")
     if target.part is not None and not target.part.tensors_whole:
         notes.append(f"the target: {target.part.message}")
@@ -374,10 +371,6 @@ def match(
 
 
 # -- the JSON, schema ``ckptool.match/1``
-
-#: Maximum number of modules in the table, and of segments in their names.
-_GROUPS: Final = 12
-_DEEPEST: Final = 6
 
 
 class Differences(TypedDict):
@@ -482,7 +475,7 @@ def module_reports(comparison: Comparison) -> list[ModuleReport]:
     }
     modules = {name: name.split(".")[:-1] for names in outcomes.values() for name in names}
     depth = 1
-    while depth < _DEEPEST and len({tuple(parts[: depth + 1]) for parts in modules.values()}) <= _GROUPS:
+    while depth < 6 and len({tuple(parts[: depth + 1]) for parts in modules.values()}) <= 12:
         depth += 1
     groups: dict[str, Counter[str]] = {}
     for outcome, names in outcomes.items():

@@ -18,12 +18,6 @@ from ...base.records import NamedTuple, TypedDict
 from ...base.text import pluralize, quoted
 from .values import TELLING, Sample, Values
 
-#: How many tensors of a family (names that differ only in numbers) have whole lines read, to see whether rows moved:
-#: all layers are arranged alike.
-_OF_FAMILY: Final = 2
-#: The same for all families: a second for a large model.
-_LOOKS: Final = 64
-
 
 class Agreement(NamedTuple):
     """The number of equal tensors, without constants, and the names in the target that values contradict."""
@@ -92,7 +86,8 @@ class Pairing:
         """Return whether lines of two tensors moved, judging from the few members of their family that are read."""
         assert self._target is not None
         looks = self._looks.setdefault(family_of(name), [])
-        if True not in looks and len(looks) < _OF_FAMILY and sum(map(len, self._looks.values())) < _LOOKS:
+        # All layers are arranged alike; 64 looks take a second for a large model.
+        if True not in looks and len(looks) < 2 and sum(map(len, self._looks.values())) < 64:
             looks.append(_lines_moved(self._own.lines(name), self._target.lines(other)))
         return True in looks
 

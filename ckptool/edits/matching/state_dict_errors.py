@@ -98,9 +98,7 @@ _MISMATCHES: Final = (
         r"Skip loading parameter '(?P<key>[^'\n]+)' to the model due to incompatible shapes: \((?P<saved>[\d, ]*)\) in "
         r"the checkpoint but \((?P<wanted>[\d, ]*)\) in the model"
     ),
-    regex(
-        rf"Skip loading parameter:? (?P<key>[^\s,]+), required shape:? ?{_WANTED}, ?loaded shape:? ?{_SAVED}",
-    ),
+    regex(rf"Skip loading parameter:? (?P<key>[^\s,]+), required shape:? ?{_WANTED}, ?loaded shape:? ?{_SAVED}"),
     regex(
         r"because (?P<key>[\w.]+) expected shape (?:tensor\([^\n]*?size=\(|torch\.Size\(\[)(?P<wanted>[\d, ]+)"
         rf"[^\n]*?, but got {_SAVED}"
@@ -248,9 +246,8 @@ def prefix_between(names: Iterable[str], others: Collection[str]) -> str:
     lengths = {len(name) for name in names}  # a name may have very many segments
     for other in others:
         for match in _DOT.finditer(other):
-            if len(other) - match.end() not in lengths:
-                continue
-            ends.setdefault(other[match.end() :], []).append(other[: match.end()])
+            if len(other) - match.end() in lengths:
+                ends.setdefault(other[match.end() :], []).append(other[: match.end()])
     counts = Counter(prefix for name in names for prefix in ends.get(name, ()))
     if not counts:
         return ""

@@ -31,8 +31,6 @@ from .state_dict_errors import StateDictError, counters_left_out, prefix_between
 from .values import Values, common_precision
 
 _SCHEMA = "ckptool.lock/1"
-#: Kinds of tensors whose shape torch does not read from the pickle.
-_SHAPELESS = frozenset(("unknown", "nested", "jagged"))
 
 
 #: The number of parameters in each group, by the path of the optimizer.
@@ -168,10 +166,9 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     """Return the state dict at ``key``, or all of high confidence, or all others; raise TargetError without any."""
     candidates = selected(checkpoint, key) or checkpoint.state_dicts
     if not candidates:
-        modules = checkpoint.survey.modules
-        if modules:
+        if modules := checkpoint.survey.modules:
             message = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            from ..sanitize.trial import loadable_step  # imported only for files with a module
+            from ..sanitize.sanitizer import loadable_step  # imported only for files with a module
 
             raise TargetError(message, path=checkpoint.path, next=loadable_step(checkpoint))
         part = part_of(checkpoint)
@@ -192,7 +189,8 @@ def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
         else:
             how = sharding(reader, value, tensor)
             part = how.slices(tensor.shape) or how.here if how is not None and not how.is_whole(tensor.shape) else ""
-            spec = Spec(None if tensor.kind in _SHAPELESS else tensor.shape, tensor.dtype, part)
+            shapeless = tensor.kind in ("unknown", "nested", "jagged")  # torch does not read it from the pickle
+            spec = Spec(None if shapeless else tensor.shape, tensor.dtype, part)
         specs[str(graph.nodes[key])] = spec
     return specs
 

@@ -24,8 +24,6 @@ from ...values.elements import StorageReader, elements, storage_reader
 #: large model.
 _ROW: Final = 1_024
 _LINE: Final = 1 << 15
-#: The most tensors that are sampled.
-_MOST: Final = 20_000
 #: The most bytes that are read for one row or line: of a compressed or computed storage, which is read whole, and of
 #: the rows between the elements of a column, which are otherwise read one by one.
 _WHOLE: Final = 16 << 20
@@ -76,7 +74,7 @@ class Values:
     def sample(self, name: str) -> Sample | None:
         """Return a few rows of a tensor; None if it cannot be sampled, or if the maximum number of tensors was read."""
         if name not in self._samples:
-            self._samples[name] = self._read(name) if len(self._samples) < _MOST else None
+            self._samples[name] = self._read(name) if len(self._samples) < 20_000 else None
         return self._samples[name]
 
     def rounded(self, rounding: str) -> Values:
@@ -88,16 +86,13 @@ class Values:
         if self._by_content is None:
             self._by_content = {}
             for name in self._by_name():
-                sample = self.sample(name)
-                if sample is not None:
+                if (sample := self.sample(name)) is not None:
                     self._by_content.setdefault(sample, []).append(name)
         return self._by_content
 
     def lines(self, name: str) -> list[list[bytes]]:
         """Return the elements along each axis of a tensor, at index 0 of all other axes; none for an axis too long to
-        read.
-
-        The list is empty if the tensor cannot be read.
+        read. The list is empty if the tensor cannot be read.
         """
         try:
             tensor = self._tensor(name)

@@ -176,8 +176,7 @@ def device_tensor(case: Case) -> RuleResult:
     node, dtype, device = (case.current(ref) for ref in case.args[:3])
     if not isinstance(node, Call) or not isinstance(dtype, Global) or not isinstance(device, str):
         return None
-    made = numpy_array(case.inner(case.args[0], node), device, case.current(case.args[3]) is True, dtype.name)
-    return made if isinstance(made, Replacement | None) else UNKNOWN
+    return numpy_array(case.inner(case.args[0], node), device, case.current(case.args[3]) is True, dtype.name)
 
 
 def numpy_dtype(case: Case) -> RuleResult:

@@ -38,10 +38,6 @@ RENAMED: Final = {
     "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
     "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
 }
-#: The flags of a text pattern that was given no flags: re.UNICODE.
-_NO_FLAGS: Final = 32
-#: Maximum length of a range that is written out.
-_RANGE: Final = 100_000
 _SCALARS: Final = (bool, int, float, str)
 
 
@@ -147,7 +143,7 @@ def _range(case: Case) -> Replacement:
     bounds = [value for ref in case.args if type(value := case.current(ref)) is int and abs(value) < 1 << 62]
     if case.name == "builtins.range" and len(bounds) == len(case.args) == 3 and bounds[2]:
         numbers = range(*bounds)
-        if numbers[:1] == numbers or abs((bounds[1] - bounds[0]) // bounds[2]) <= _RANGE:
+        if numbers[:1] == numbers or abs((bounds[1] - bounds[0]) // bounds[2]) <= 100_000:
             return Replacement(List([case.editor.constant(number) for number in numbers]))
     return Replacement(tuple(case.args), shown="tuple of start, stop and step")
 
@@ -158,7 +154,7 @@ def _text(case: Case) -> RuleResult:
         parts = [case.current(ref) for ref in case.args]
         if all(type(part) is int and abs(part) < 1 << 1024 for part in parts):
             text = "/".join(map(str, parts))
-    lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != _NO_FLAGS
+    lost = case.name == "re._compile" and len(case.args) > 1 and case.current(case.args[1]) != re.UNICODE
     return _string(text, "; its flags are left out" * lost) if case.args else None
 
 
@@ -184,8 +180,8 @@ def _partial(case: Case) -> RuleResult:
 
 def _generator(case: Case) -> RuleResult:
     state = case.last_state()
-    said = "its state, a ByteTensor for set_state"
-    return Replacement(case.current(state[2]), shown=said) if len(state) == 3 else UNKNOWN
+    shown = "its state, a ByteTensor for set_state"
+    return Replacement(case.current(state[2]), shown=shown) if len(state) == 3 else UNKNOWN
 
 
 def _omegaconf(case: Case) -> RuleResult:
@@ -237,21 +233,16 @@ def by_name(case: Case) -> RuleResult:
 
 # -- Objects of any class
 
-#: Placeholders without a value, which have no plain form.
-_UNINITIALIZED: Final = frozenset(
-    f"torch.nn.parameter.Uninitialized{name}" for name in ("Parameter", "Buffer", "TensorMixin")
-)
 #: Functions that make an object of their arguments alone, by the last segment of their names: pandas has
 #: ``_unpickle_block``, ``_new_Index`` and ``__pyx_unpickle_NDArrayBacked``.
 _FROM_ARGUMENTS: Final = regex(r"unpickle|rebuild|reconstruct|restore|\A_*new_|\A(?:array|count)\Z", re.I)
-_SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 
 def any_class(case: Case) -> RuleResult:
     """Replace an object of an unknown class by its mapping, list or scalar, or by a dict of its attributes."""
     node, nodes = case.node, case.graph.nodes
-    if case.name in _UNINITIALIZED:
-        return UNKNOWN
+    if case.name.startswith("torch.nn.parameter.Uninitialized"):
+        return UNKNOWN  # a placeholder without a value
     if case.base >= 0:
         return _with_base(case)
     state = case.state()
@@ -287,7 +278,7 @@ def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence
 def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     """Replace a named tuple, an enumeration member or a subclass of a builtin type by its arguments."""
     last = case.name.rpartition(".")[2]
-    sequence = case.name.startswith(_SEQUENCES)
+    sequence = case.name.startswith(("torch.return_types.", "time.struct_time"))
     if not (case.is_class or last[:1].isupper() or sequence or _FROM_ARGUMENTS.search(last)):
         return UNKNOWN  # a function, whose result is not in the file
     if state:
@@ -332,7 +323,6 @@ def _with_base(case: Case) -> RuleResult:
 
 # -- Modules
 
-_MODULE_DEPTH: Final = 200
 #: Buffers of norm modules. With a batch counter the version is 2.
 _NORM: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 #: Torch's own modules whose version is not 1, by the beginning of their names.
@@ -392,7 +382,7 @@ def _collect(
     nodes = case.graph.nodes
     parts = case.strings(module_fields(case.graph, case.node))
     compiled = case.name == COMPILED and len(case.args) > 0 and not parts
-    if case.ref in within or len(within) > _MODULE_DEPTH or case.name.startswith(_PACKED) or not (parts or compiled):
+    if case.ref in within or len(within) > 200 or case.name.startswith(_PACKED) or not (parts or compiled):
         return False
     parameters, buffers, modules = (
         case.strings(mapping(case.graph, parts[part])) if parts else {}

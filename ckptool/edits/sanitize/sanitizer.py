@@ -8,14 +8,15 @@ plain value, so that shared objects stay shared. Nothing is executed to find thi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Final
 
 from ...base.dtypes import BY_STORAGE
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import CkptoolError, MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.limits import LIMITS
-from ...base.steps import command
+from ...base.steps import AnyStep, Step, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import (
     ARRAYS,
@@ -26,7 +27,7 @@ from ...checkpoint.backends import (
     array_layout,
     backend_arguments,
 )
-from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
+from ...checkpoint.checkpoint import Change, Checkpoint, away, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
@@ -66,15 +67,7 @@ from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new
 from .numpy_values import SCALARS, device_tensor
 from .rules import ACTING, LARGEST, RENAMED, any_class, by_name, is_module, state_dict_of
 
-#: Problems that make a file unloadable, whatever its pickle says.
-_BROKEN: Final = frozenset((CUT, DAMAGED))
-#: Maximum number of rounds: torch may fail at a replacement, which the next round then finds.
-_ROUNDS: Final = 3
-#: Maximum replacements in one slot, such as for an enumeration within a config.
-_REPLACEMENTS: Final = 8
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
-#: Libraries whose objects hold arrays, in the arguments of the functions that make them.
-_TABLES: Final = ("pandas.",)
 #: The function that makes a tensor of a device without storages from a CPU tensor.
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one argument.
@@ -82,12 +75,7 @@ _DENSE_ARGUMENTS: Final = 6
 
 
 @takes_path
-def sanitize(
-    checkpoint: Checkpoint,
-    *,
-    as_state_dict: bool = False,
-    drop_unknown: bool = False,
-) -> Checkpoint:
+def sanitize(checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` in torch 2.6 and later does not load by default.
 
     ``as_state_dict`` turns pickled modules into their state dicts. ``drop_unknown`` drops objects that cannot be made
@@ -101,7 +89,8 @@ def sanitize(
     # Use the newest list: the dtypes in it have no older form. Globals that only some programs register are not on it.
     names = allowed(NEWEST)
     edited = checkpoint.lenient()
-    for _ in range(_ROUNDS if drop_unknown else 1):
+    # Torch may fail at a replacement, which the next round then finds.
+    for _ in range(3 if drop_unknown else 1):
         edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drop_unknown).lenient()
         if not _unloadable(edited):
             break
@@ -137,7 +126,7 @@ def _make_plain(
 ) -> Checkpoint:
     container, path = checkpoint.container, checkpoint.path
     for problem in container.problems:
-        if problem.code in _BROKEN:
+        if problem.code in (CUT, DAMAGED):  # torch refuses it, whatever its pickle says
             raise MalformedError(problem.message, path=path, next=rescue_step(checkpoint))
     sanitizer = _Sanitizer(checkpoint, names, unloadable, as_state_dict)
     sanitizer.run()
@@ -172,9 +161,8 @@ def _make_plain(
             message = f"values of tensors are among what a plain form leaves out: {words}"
             raise RefusedError(message, path=path, next=command("inspect", path))
         # as_state_dict keeps a module's parameters and persistent buffers only, and the user asked for that.
-        sanitizer.note(
-            sanitizer.state_dicts[0], pluralize(len(paths), "tensor"), f"left out with its attributes: {words}"
-        )
+        note = f"left out with its attributes: {words}"
+        sanitizer.note(sanitizer.state_dicts[0], pluralize(len(paths), "tensor"), note)
     if unknown:
         others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
         graph = kept
@@ -330,7 +318,8 @@ class _Sanitizer:
         self.changes.append(Change("sanitize", path, 1, 0, f"{name} -> {words}"))
 
     def _make_plain(self, visit: Located) -> None:
-        for _ in range(_REPLACEMENTS if visit.ref not in self.unloadable else 0):
+        # A slot may need several replacements, such as for an enumeration within a config.
+        for _ in range(8 if visit.ref not in self.unloadable else 0):
             node = self.editor.node(visit.ref)
             result = self._call(visit, node) if type(node) is Call else self._value(visit, node)
             if result is None:
@@ -426,8 +415,8 @@ class _Sanitizer:
             (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
             return UNKNOWN
         kind = self._kind(visit.ref)
-        if kind in ("nested", "jagged", "unknown") and not case.name.startswith(_TABLES):
-            return UNKNOWN
+        if kind in ("nested", "jagged", "unknown") and not case.name.startswith("pandas."):
+            return UNKNOWN  # pandas has functions that make objects of the arrays in their arguments
         if kind not in ("", "unknown") and held not in ("", "unknown"):
             # Old files wrap tensors: Variable(data), Parameter(data).
             return Replacement(editor.node(case.args[0]), shown="the tensor in it")
@@ -479,9 +468,8 @@ class _Sanitizer:
                 continue
             pid = graph.nodes[node.pid]
             cls = graph.nodes[pid[1]] if type(pid) is tuple else None
-            if type(pid) is not tuple or not isinstance(cls, Global) or mapped_name(cls) in self.names:
+            if type(pid) is not tuple or not isinstance(cls, Global) or (name := mapped_name(cls)) in self.names:
                 continue
-            name = mapped_name(cls)
             new = RENAMED.get(name) or (("torch", cls.name) if cls.name in BY_STORAGE else None)
             if new is not None:
                 self.editor.changed[node.pid] = (pid[0], self.editor.named(*new), *pid[2:])
@@ -551,3 +539,38 @@ class _Sanitizer:
                 text = key_text(graph, key) if key < len(graph.nodes) else ""
                 visits.append(Located(value, f"{path}[{text or f'#{number}'}]"))
         return visits
+
+
+# -- trials
+
+
+def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
+    """Return the flags of ``sanitize`` that make plain ``torch.load(path)`` accept it, or None if none do."""
+    stopped = any(problem.blocks_edits or problem.ambiguous for problem in checkpoint.container.problems)
+    if stopped or len(checkpoint.graph.nodes) > 100_000:  # a trial takes as long as the edit
+        return None
+    modules = bool(checkpoint.survey.modules)
+    for drop_unknown in (False, True):
+        with suppress(CkptoolError):
+            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown)
+            flags = {"as_state_dict": modules, "drop_unknown": drop_unknown}
+            return tuple(name for name, wanted in flags.items() if wanted)
+    return None
+
+
+def loadable(checkpoint: Checkpoint) -> bool:
+    """Return whether ``torch.load(weights_only=True)`` accepts the objects in a checkpoint."""
+    return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
+
+
+def loadable_step(checkpoint: Checkpoint, more: Sequence[Step] = (), extension: str = "") -> AnyStep:
+    """Return the command after which plain ``torch.load(path)`` works without a GPU, or "", with ``more`` settings."""
+    options = options_that_work(checkpoint)
+    if options is None:
+        return ""
+    path, moved = checkpoint.path, away(checkpoint)
+    output = suggested_output(path, "loadable.cpu" if moved else "loadable", extension)
+    if not (moved or more):
+        return command("sanitize", path, output=output, steps=map(Step, options))
+    cpu = [Step("to", "cpu")] if moved else []
+    return command("edit", path, output=output, steps=[*map(Step, ("sanitize", *options)), *cpu, *more])

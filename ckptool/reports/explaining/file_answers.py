@@ -28,7 +28,7 @@ from ...edits.matching.match import MatchReport, match_checkpoint
 from ...edits.matching.state_dict_errors import Mismatch, StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
 from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states
-from ...edits.sanitize.trial import loadable
+from ...edits.sanitize.sanitizer import loadable
 from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
