@@ -29,6 +29,7 @@ from bench import (
     machine,
     peaks,
     peers,
+    quantized,
     ranks,
     remote,
     stale,
@@ -121,6 +122,7 @@ def chosen(options: Options) -> list[Group]:
         ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))
     ready += [groups.by_workers(tool, big, work), ranks.group(tool, big, work), ranks.named(tool, big, work)]
     ready += [adapters.group(tool, big, work), peaks.group(tool, big, work)]
+    ready += [quantized.group(tool, options.quick, kind, work) for kind in ("fp8", "nf4")]
     counts = (50, 64) if options.quick else (1000, 1024)
     ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
     ready += dcp.conversions(tool, big, many, work)

@@ -28,6 +28,7 @@ _HEADINGS = {
     "dcp": "Other formats",
     "join": "The files of many ranks as one",
     "adapters": "Adapters",
+    "dequantize": "Quantized weights",
     "cast": "Checking, computing, comparing",
     "edit": "Checking, computing, comparing",
     "compare": "Checking, computing, comparing",
