@@ -8,20 +8,22 @@ there, because plain models have tensors named ``scale`` too. ``quantized.toml``
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from ..base import toml
 from ..base.addresses import is_remote
 from ..base.dtypes import BY_NAME
-from ..base.errors import CkptoolError
+from ..base.errors import CkptoolError, RefusedError
 from ..base.records import NamedTuple
-from ..base.text import join_limited, words
+from ..base.text import join_limited, quoted, words
 from ..files.archives import parsed_object, read_bytes, read_object
 from ..files.sources import FolderSource, Span
+from ..pickles.nodes import Ref
 from .backends import QUANTIZERS
 from .checkpoint import Checkpoint
 from .objects import state_items
@@ -58,7 +60,9 @@ _BESIDE: Final = tuple(
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
 #: Files that hold the configuration of the quantization, apart from config.json.
-_OTHER_CONFIGS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+OTHER_CONFIGS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+#: The classes of torchao whose codes are in rows, as they are.
+_TORCHAO: Final = frozenset(("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor"))
 #: The most bytes of a tensor that holds a shape or a state.
 _TINY: Final = 1 << 16
 
@@ -68,7 +72,8 @@ class QuantizedWeight(NamedTuple):
 
     ``name``, ``shape`` and ``dtype`` describe the plain weight: the shape is None if it is not known, the dtype "" for
     the dtype of the model. ``format`` names the format and its library. ``parts`` are the tensors by role, the ``code``
-    first. ``problem`` says why the weight cannot be understood, or is "".
+    first. ``problem`` says why the weight cannot be understood, or is "". ``arithmetic`` names the rule for
+    the plain values, or is "", and ``numbers`` are its parameters.
     """
 
     name: str
@@ -77,6 +82,8 @@ class QuantizedWeight(NamedTuple):
     shape: Shape | None
     dtype: str
     problem: str
+    arithmetic: str = ""
+    numbers: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def code(self) -> Tensor:
@@ -121,6 +128,11 @@ class Quantization(NamedTuple):
         return sum(numels.get(tensor, 0) - tensor.numel for tensor in self.tensors.intersection(tensors))
 
     @property
+    def is_reversible(self) -> bool:
+        """Whether all plain weights can be computed."""
+        return bool(self.weights) and all(each.arithmetic for each in self.weights) and not self.problems
+
+    @property
     def problems(self) -> list[str]:
         """What is wrong, each with the name of its weight or tensor."""
         found = [f"{weight.name}: {weight.problem}" for weight in self.weights if weight.problem]
@@ -130,11 +142,14 @@ class Quantization(NamedTuple):
 class _Case:
     """The tensors of one weight, by the ends of their names ("" for the code), as a format sees them."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]):
-        self.checkpoint, self.name, self.tensors, self.config = checkpoint, name, tensors, config
-        self.code, self.dtype = tensors[""].shape, tensors[""].dtype
+    def __init__(self, search: _Search, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.checkpoint, self.config = search.checkpoint, search.config
+        self.name = name
+        self.tensors: Mapping[str, Tensor] = tensors
+        self.code: Shape = tensors[""].shape
+        self.dtype: str = tensors[""].dtype
         #: Whether small tensors are not worth a request each.
-        self.remote = is_remote(checkpoint.path)
+        self.remote = search.remote
 
     def shape(self, end: str) -> Shape:
         return self.tensors[end].shape
@@ -165,19 +180,25 @@ class _Case:
 
 
 class Plain(NamedTuple):
-    """The weight that a quantized one stands for, with what is wrong, and a more precise name of the format."""
+    """The weight that a quantized one stands for, with what is wrong, and a more precise name of the format.
+
+    ``numbers`` are for the arithmetic; None if no rule gives these values.
+    """
 
     shape: Shape | None
     problem: str = ""
     format: str = ""
     dtype: str = ""
+    numbers: Mapping[str, Any] | None = MappingProxyType({})
 
 
-def _fitting(case: _Case, end: str, shape: Shape | None, fits: bool, known: str = "", dtype: str = "") -> Plain:
+def _fitting(
+    case: _Case, end: str, shape: Shape | None, fits: bool, known: str = "", dtype: str = "", **numbers: Any
+) -> Plain:
     """Return the weight, with the problem that the part with this end does not fit unless ``fits``."""
     name = end.lstrip("._") or "the code"
     misfit = f"{name} of shape {list(case.shape(end))} does not fit codes of shape {list(case.code)}"
-    return Plain(shape, "" if fits else misfit, known, dtype)
+    return Plain(shape, "" if fits else misfit, known, dtype, numbers)
 
 
 def _bnb(case: _Case) -> Plain:
@@ -187,8 +208,17 @@ def _bnb(case: _Case) -> Plain:
         return Plain((2 * size,))
     if type(block) is not int or type(shape) is not list or not all(type(n) is int and n > 0 for n in [*shape, block]):
         return Plain(None, "quant_state cannot be read")
-    fits = -(-prod(shape) // 2) == size and -(-prod(shape) // block) == prod(case.shape(".absmax"))
-    return _fitting(case, ".absmax", tuple(shape), fits, dtype=str(state.get("dtype", "")))
+    blocks = -(-prod(shape) // block)
+    fits = -(-prod(shape) // 2) == size and blocks == prod(case.shape(".absmax")) and block % 2 == 0
+    numbers = {name: state[name] for name in ("blocksize", "nested_blocksize", "nested_offset") if name in state}
+    if case.code[:1] == (1,) and len(case.code) == 2 and size > 1:
+        return Plain(tuple(shape), "it is transposed")
+    if case.tensors[".absmax"].dtype == "uint8":
+        nested = state.get("nested_blocksize")
+        if not {".nested_absmax", ".nested_quant_map"} <= case.tensors.keys() or type(nested) is not int or nested < 1:
+            return Plain(tuple(shape), "nested_absmax, nested_quant_map or nested_blocksize is missing")
+        fits = fits and prod(case.shape(".nested_absmax")) == -(-blocks // nested)
+    return _fitting(case, ".absmax", tuple(shape), fits, dtype=str(state.get("dtype", "")), **numbers)
 
 
 def _awq(case: _Case) -> Plain | None:
@@ -211,7 +241,13 @@ def _gptq(case: _Case) -> Plain:
     bits = 32 * rows // inputs if inputs else 32 * zeros[1] // outputs
     fits = bits in (2, 3, 4, 8) and 32 * rows == bits * (32 * rows // bits)
     fits = fits and zeros == (scales[0], -(-outputs * bits // 32)) and inputs in (0, 32 * rows // bits)
-    return _fitting(case, ".qzeros", (outputs, 32 * rows // bits) if fits else None, fits, f"GPTQ {bits} bit")
+    known, shape = f"GPTQ {bits} bit", (outputs, 32 * rows // bits) if fits else None
+    said = {str(each).lower() for each in _values(case.config, "checkpoint_format", "packing_format", "quant_method")}
+    if other := said & {"marlin", "bitblas", "gptq_p"} or case.config.get("is_marlin_format"):
+        return Plain(shape, f"its layout is {join_limited(sorted(other)) if other is not True else 'marlin'}", known)
+    # Version 1 stores zero points less one (AutoGPTQ); version 2 of GPTQModel and auto-round store them as they are.
+    offset = int(not said & {"gptq_v2", "auto_round"}) if case.config else None
+    return _fitting(case, ".qzeros", shape, fits, known, bits=bits, offset=offset)
 
 
 def _packed(case: _Case) -> Plain:
@@ -223,14 +259,18 @@ def _packed(case: _Case) -> Plain:
     k, sizes = shape[-1], [n for n in (*said, 32 * width // shape[-1]) if 0 < n < 9]
     bits = next((n for n in sizes if width in (-(-k * n // 32), -(-k // (32 // n)))), 0)
     fits = bool(bits) and prod(shape[:-1]) == prod(rows)
-    return _fitting(case, "", shape, fits, f"compressed-tensors int{bits or ''}", of)
+    dense = width == -(-k * (bits or 1) // 32)
+    if fits and 32 % bits and dense is (width == -(-k // (32 // bits))):
+        return Plain(shape, f"{bits} bits may be packed in two ways", f"compressed-tensors int{bits}", of)
+    return _fitting(case, "", shape, fits, f"compressed-tensors int{bits or ''}", of, bits=bits, dense=dense)
 
 
 def _pairs(case: _Case, group: int = 32) -> Plain:
     """Two codes in a byte, with a scale for each group of codes in a row."""
     *rows, width = case.code or (0,)
-    end = case.end("scale")
-    return _fitting(case, end, (*rows, 2 * width), case.shape(end) == (*rows, -(-2 * width // group)))
+    end = next((each for each in (".weight_scale", "_scale") if each in case.tensors), "") or case.end("scale")
+    fits = case.shape(end) == (*rows, -(-2 * width // group))
+    return _fitting(case, end, (*rows, 2 * width), fits, group=group)
 
 
 def _blocks(case: _Case) -> Plain | None:
@@ -240,7 +280,8 @@ def _blocks(case: _Case) -> Plain | None:
     *rows, groups, width = case.code
     end, inputs = case.end("scales"), groups * width * 2
     shape = (*rows[:-1], inputs, rows[-1]) if end == "_scales" else (*rows, inputs)
-    return _fitting(case, end, shape, case.shape(end) == case.code[:-1])
+    turned = end == "_scales"
+    return _fitting(case, end, shape, case.shape(end) == case.code[:-1], group=2 * width, turned=turned)
 
 
 def _scaled(case: _Case) -> Plain:
@@ -248,17 +289,21 @@ def _scaled(case: _Case) -> Plain:
     end, code = case.end("scale"), case.code
     scale, method = case.shape(end), str(case.config.get("quant_method", "")).replace("fp8", "").strip("_-")
     known = f"{method} {'int8' if case.dtype == 'int8' else 'FP8'}".strip()
-    if prod(scale) == 1:
-        return Plain(code, format=f"{known} with one scale for each weight")
+    # compressed-tensors multiplies in the dtype of the scale; modelopt rounds the scale to the dtype of the model.
+    of = case.tensors[end].dtype if "compressed" in method or "quark" in method else ""
+    first = {"round_scale": "modelopt" in method}
+    if prod(scale) == 1 and code:
+        return Plain(code, "", f"{known} with one scale for each weight", of, {"block": (0, 0), **first})
     if len(code) > 1 and scale in (code[:-1], (*code[:-1], 1)):
-        return Plain(code, format=f"{known} with a scale for each channel")
+        return Plain(code, "", f"{known} with a scale for each channel", of, {"block": (1, 0), **first})
     given = next(_values(case.config, "weight_block_size", "block_structure"), None)
     if len(scale) == len(code) >= 2 and scale[:-2] == code[:-2] and 0 not in scale:
         even = not (code[-2] % scale[-2] or code[-1] % scale[-1])
         sizes = [given, (128, 128), (code[-2] // scale[-2], code[-1] // scale[-1]) if even else None]
         for block in (size for size in sizes if isinstance(size, list | tuple) and len(size) == 2):
             if all(type(n) is int and n > 0 and -(-c // n) == s for n, c, s in zip(block, code[-2:], scale[-2:])):
-                return Plain(code, format=f"{known} with {block[0]}x{block[1]} block scales")
+                numbers = {"block": tuple(block), **first}
+                return Plain(code, "", f"{known} with {block[0]}x{block[1]} block scales", of, numbers)
     return _fitting(case, end, code, False, known)
 
 
@@ -267,21 +312,34 @@ def _torchao(case: _Case) -> Plain:
     described = parsed_object(str(case.checkpoint.container.metadata.get(case.name, ""))) or {}
     kind = str(described.get("_type", ""))
     native = next((each.get("_data") for each in _values(described, "dtype") if isinstance(each, dict)), "")
+    if kind in _TORCHAO and "_scale" not in case.tensors:
+        return Plain(None, "scale is missing", f"torchao {kind}")
+    if kind in _TORCHAO:
+        return _of_torchao(_scaled(case), kind, str(native), case.tensors["_scale"].dtype)
     shape = case.code if case.dtype == "int8" or case.dtype in _FP8 else None
     shape = (*case.code[:-1], 2 * case.code[-1]) if kind == "Int4Tensor" else shape
-    return Plain(shape, "" if kind else "the header does not describe it", f"torchao {kind}".strip(), str(native))
+    problem = "" if kind else "the header does not describe it"
+    return Plain(shape, problem, f"torchao {kind}".strip(), str(native), None)
+
+
+def _of_torchao(plain: Plain, kind: str, native: str, scale: str) -> Plain:
+    numbers = {**(plain.numbers or {}), "product": scale}
+    return plain._replace(format=f"torchao {kind}", dtype=native, numbers=numbers)
 
 
 def _rows(case: _Case) -> Plain:
-    return _fitting(case, ".SCB", case.code, case.shape(".SCB") == case.code[:1])
+    if any(case.numbers(".weight_format")):
+        return Plain(case.code, "its weight_format is a layout of GPU kernels")
+    return _fitting(case, ".SCB", case.code, len(case.code) == 2 and case.shape(".SCB") == case.code[:1])
 
 
 _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
     "same": lambda case: Plain(case.code),
+    "one_scale": lambda case: _scaled(case)._replace(format=""),
     "turned": lambda case: Plain(case.code[::-1]),
     "unknown": lambda case: Plain(None, UNKNOWN_LAYOUT),
     "hqq": lambda case: Plain(case.numbers(".shape") or None),
-    "quanto": lambda case: Plain(None if case.dtype == "uint8" else case.code),
+    "quanto": lambda case: Plain(None, numbers=None) if case.dtype == "uint8" else _scaled(case)._replace(format=""),
     "pairs16": lambda case: _pairs(case, 16),
     "deepseek": lambda case: _pairs(case) if case.tensors[".scale"].dtype == _E8M0 else None,
     **{"rows": _rows, "bnb": _bnb, "awq": _awq, "gptq": _gptq, "packed": _packed, "pairs32": _pairs},
@@ -299,37 +357,71 @@ class _Format(NamedTuple):
     parts: dict[str, str]
     plain: Callable[[_Case], Plain | None]
     dtype: str
+    values: str
 
 
 @cache
-def _formats() -> list[_Format]:
+def formats() -> list[_Format]:
     """Return the rows of ``quantized.toml``, which explains the columns."""
     path = os.path.join(os.path.dirname(__file__), "quantized.toml")
-    formats = []
+    rows = []
     for row in toml.parsed(read_bytes(path, 1 << 20), path, "the table of formats")["format"]:
         dtypes, parts = row["dtypes"], {part.lstrip("+?"): part[0] for part in row["parts"].split()}
         key = tuple(end for end, mark in parts.items() if mark not in "+?*")
         found = _DTYPES.get(dtypes, frozenset((dtypes,))), key, parts, _FUNCTIONS[row["plain"]], row.get("dtype", "")
-        formats.append(_Format(row["name"], row["code"], *found))
-    return formats
+        rows.append(_Format(row["name"], row["code"], *found, row.get("values", "")))
+    return rows
 
 
-def quantization(checkpoint: Checkpoint) -> Quantization:
-    """Return the quantized weights of a checkpoint; an empty Quantization, which is false, if there are none."""
+def quantization(checkpoint: Checkpoint, *, exact: bool = False) -> Quantization:
+    """Return the quantized weights of a checkpoint; an empty Quantization, which is false, if there are none.
+
+    ``exact`` reads the small tensors of shapes and states also of a remote file, with a request each.
+    """
     tensors = checkpoint.survey.tensors
     kinds = {(entry.tensor.kind, entry.tensor.dtype, entry.tensor.cls) for entry in tensors}
     if all(kind in ("dense", "meta") and dtype not in _CODES and not cls for kind, dtype, cls in kinds):
         names = "\n".join([entry.key for entry in tensors])  # most checkpoints are done here
         if not any(mark in names for mark in (*_MARKS, *_PARTS, _STATE)):
             return Quantization()
-    return _Search(checkpoint).run()
+    return _Search(checkpoint, exact).run()
+
+
+def plain_entries(entries: Sequence[TensorEntry], found: Quantization) -> tuple[list[TensorEntry], dict[Ref, int]]:
+    """Return entries in which each quantized weight is one, with the name and shape of its plain weight and its format
+    as the dtype; also the stored bytes of all its parts, by the reference of the code.
+    """
+    weights = {weight.parts[0][1].ref: weight for weight in found.weights if weight.shape is not None}
+    parts = {part.ref for weight in weights.values() for _, part in weight.parts[1:]}
+    listed = []
+    for entry in entries:
+        if weight := weights.get(entry.ref):
+            tensor = entry.tensor._replace(dtype=weight.format, shape=weight.shape or (), kind="dense")
+            path = entry.path.replace(entry.key, weight.name) if entry.key in entry.path else entry.path
+            listed.append(entry._replace(key=weight.name, path=path, tensor=tensor))
+        elif entry.ref not in parts:
+            listed.append(entry)
+    return listed, {ref: sum(part.tensor.own_bytes for _, part in weight.parts) for ref, weight in weights.items()}
+
+
+def refuse_torn(checkpoint: Checkpoint, edited: Checkpoint, who: str) -> None:
+    """Raise RefusedError if an edit of names took a quantized weight apart: its tensors go together, or stay."""
+    before = quantization(checkpoint)
+    after = {weight.tensors for weight in quantization(edited).weights} if before else ()
+    left = {entry.tensor for entry in edited.survey.tensors} if before else ()
+    for weight in before.weights:
+        if not weight.problem and weight.tensors not in after and weight.tensors & set(left):
+            what = f"{who} parts the tensors of the quantized weight {quoted(weight.name)} ({weight.format})"
+            step = f"take all of them: '{weight.name.removesuffix('.weight')}*'"
+            raise RefusedError(what, path=checkpoint.path, next=step)
 
 
 class _Search:
     """The search for quantized weights in one checkpoint. Each name begins with a dot here, also at the root."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, exact: bool) -> None:
         self.checkpoint, self.reader = checkpoint, checkpoint.survey.reader
+        self.remote = is_remote(checkpoint.path) and not exact
         self.weights: list[QuantizedWeight] = []
         self.others: list[TensorEntry] = []
         self.left_over: list[TensorEntry] = []
@@ -370,8 +462,18 @@ class _Search:
         parts = [(roles.get(ref, ""), entry._replace(ref=ref, tensor=part)) for ref, part in inner if part is not None]
         known = f"{QUANTIZERS.get(library, library)} {kind.rpartition('.')[2]}"
         shape = None if tensor.kind == "unknown" else tensor.shape
-        self.weights.append(QuantizedWeight(name, known, (("code", entry), *parts), shape, tensor.dtype, ""))
+        made = QuantizedWeight(name, known, (("code", entry), *parts), shape, tensor.dtype, "")
+        self.weights.append(self.of_torchao(made, kind.rpartition(".")[2]) if library == "torchao" else made)
         return True
+
+    def of_torchao(self, weight: QuantizedWeight, kind: str) -> QuantizedWeight:
+        """Return a tensor of torchao with the rule for its values, if there is one."""
+        tensors = {("" if role == "qdata" else f"_{role}"): entry.tensor for role, entry in weight.parts[1:]}
+        if kind not in _TORCHAO or not {"", "_scale"} <= tensors.keys():
+            return weight
+        plain = _scaled(_Case(self, weight.name, tensors))
+        plain = _of_torchao(plain, kind, weight.dtype, tensors["_scale"].dtype)
+        return weight._replace(problem=plain.problem, arithmetic="scaled", numbers=plain.numbers or {})
 
     def search(self, names: Mapping[str, TensorEntry], by_torch: bool) -> None:
         """Add the weights among the tensors with these names, and the rest of their quantization."""
@@ -401,7 +503,7 @@ class _Search:
     def match(self, name: str, names: Mapping[str, TensorEntry]) -> set[str]:
         """Add the weight whose code has this name, if a format fits; return the names of its tensors."""
         dtype = names[name].tensor.dtype
-        for form in _formats():
+        for form in formats():
             base = name[: len(name) - len(form.code)]
             if dtype not in form.dtypes or not name.endswith(form.code):
                 continue
@@ -413,15 +515,14 @@ class _Search:
             missing = [end.lstrip("._") for end, mark in form.parts.items() if mark == "+" and end not in found]
             tensors = {end: names[part].tensor for end, part in found.items()}
             title = _plain_name(base, form.code)
-            case = _Case(self.checkpoint, title, tensors, self.config)
+            case = _Case(self, title, tensors)
             plain = Plain(None, f"{join_limited(missing)} is missing") if missing else form.plain(case)
             if plain is not None:
                 native = tensors[form.dtype].dtype if form.dtype and form.dtype in tensors else form.dtype
                 parts = tuple((end.lstrip("._") or "code", names[part]) for end, part in found.items())
-                known = plain.format or form.name
-                self.weights.append(
-                    QuantizedWeight(title, known, parts, plain.shape, plain.dtype or native, plain.problem)
-                )
+                known, native = plain.format or form.name, plain.dtype or native
+                rule = "" if plain.numbers is None else form.values, plain.numbers or {}
+                self.weights.append(QuantizedWeight(title, known, parts, plain.shape, native, plain.problem, *rule))
                 return set(found.values())
         return set()
 
@@ -471,14 +572,14 @@ def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     beside = {os.path.basename(path): path for path in source.beside} if isinstance(source, FolderSource) else {}
     if not beside and not is_remote(checkpoint.path):
         folder = os.path.dirname(checkpoint.path)
-        paths = {name: os.path.join(folder, name) for name in ("config.json", *_OTHER_CONFIGS)}
+        paths = {name: os.path.join(folder, name) for name in ("config.json", *OTHER_CONFIGS)}
         beside = {name: path for name, path in paths.items() if os.path.isfile(path)}
     text = checkpoint.companions.get("config.json")
-    objects = {name: read_object(path) for name, path in beside.items() if name in ("config.json", *_OTHER_CONFIGS)}
+    objects = {name: read_object(path) for name, path in beside.items() if name in ("config.json", *OTHER_CONFIGS)}
     config = parsed_object(text) if text is not None else objects.get("config.json")
     if found := next((item for item in _values(config, "quantization_config") if isinstance(item, dict)), None):
         return found
-    for name in _OTHER_CONFIGS:
+    for name in OTHER_CONFIGS:
         if other := objects.get(name):
             method = "modelopt" if "quantization" in other else "awq" if "w_bit" in other else "gptq"
             return {"quant_method": method, **other}

@@ -117,6 +117,13 @@ class Survey(NamedTuple):
     #: descriptions of constructs that ckptool does not follow, by reference (see the module ``unsupported``)
     unsupported: dict[Ref, str]
 
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether a tensor has a class, or a dtype in which libraries keep the codes of quantized weights."""
+        kinds = {(entry.tensor.dtype, entry.tensor.cls) for entry in self.tensors}
+        codes = ("int8", "int16", "int32", "uint8", "uint16", "float8", "float4", "q")
+        return any(cls or dtype.startswith(codes) for dtype, cls in kinds)
+
     def byte_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, tensor part and bare storage that may hold the bytes of a pickle, with its path.
 
