@@ -8,7 +8,7 @@ PINS := setup.cfg pyproject.toml constraints.txt
 # Exists once everything for development is installed. `demo`, `site` and `dist` need less, and install less.
 READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md codes.md commands.md compatibility.md errors.md guide.md in-place.md \
-	inputs.md json.md performance.md recipes.md reference.md tutorial.md)
+	inputs.md json.md performance.md quantized.md recipes.md reference.md tutorial.md)
 
 # The tests of `make test-quick`.
 QUICK := $(addprefix tests/,laws/test_layers.py laws/test_lossless.py laws/test_atomic_folders.py \

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .edits.cast import cast
     from .edits.combine import average, merge
     from .edits.convert import convert
+    from .edits.dequantize import dequantize
     from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep
     from .edits.entries import set_entry as set
@@ -83,6 +84,7 @@ __all__ = [
     "average",
     "cast",
     "convert",
+    "dequantize",
     "diff",
     "drop",
     "edit",
@@ -142,6 +144,7 @@ _NAMES = {
     "edits.pipeline": ("edit", "rename"),
     "edits.averages": ("wrap",),
     "edits.redact": ("redact",),
+    "edits.dequantize": ("dequantize",),
     "edits.resize": ("resize",),
     "edits.salvage": ("Lost", "Salvaged", "SalvagedState", "salvage"),
     "edits.sanitize.sanitizer": ("sanitize",),

@@ -24,6 +24,7 @@ from ckptool.base import dtypes
 from ckptool.base.findings import Effect
 from ckptool.base.findings import codes as finding_codes
 from ckptool.base.prefixes import WRAPPERS
+from ckptool.checkpoint import quantized
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.losses import KINDS
@@ -247,6 +248,13 @@ def recipes() -> str:
         rows.setdefault(each.b, {})[each.a] = f"`{each.a}`" + (f" (`{each.files}`)" if each.files else "")
     lines = [(f"`{family}`", ", ".join(others.values())) for family, others in rows.items()]
     return tabulate(lines, headers=("family", "and back (files of parts)"), tablefmt="github")
+
+
+def quantized_formats() -> str:
+    """Return which formats of quantized weights are turned back, and which are refused."""
+    known = dict.fromkeys(form.name for form in quantized.formats() if form.values)
+    others = dict.fromkeys(form.name for form in quantized.formats() if form.name not in known)
+    return f"Turned back: {', '.join(known)}.\n\nNamed by `inspect`, and refused: {', '.join(others)}."
 
 
 def torch_versions() -> str:

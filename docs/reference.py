@@ -36,6 +36,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
             "average",
             "merge_lora",
             "cast",
+            "dequantize",
             "resize",
             "slim",
         ),
@@ -77,10 +78,12 @@ def example_files(folder: Path) -> None:
 
 
 def _adapter(folder: Path) -> None:
-    """Write a LoRA adapter for model.pth."""
+    """Write a LoRA adapter for model.pth, and beside it a quantized model."""
     import torch  # only the examples need it
     from safetensors.torch import save_file
 
+    codes = {"fc.weight": torch.ones(2, 4, dtype=torch.int8), "fc.SCB": torch.ones(2), "norm.weight": torch.ones(4)}
+    torch.save(codes, folder.parent / "quantized.pth")
     folder.mkdir()
     shapes = {"lora_A": (1, 4), "lora_B": (2, 1)}
     factors = {f"base_model.model.fc.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}

@@ -22,6 +22,7 @@ from .options import (
     AnyPath,
     InputPath,
     choosing_keys,
+    dequantized_option,
     force_option,
     format_option,
     ignore_option,
@@ -52,6 +53,7 @@ _ALIKE = 4
 @choosing_keys
 @other_key_option
 @no_values_option
+@dequantized_option
 @sort_option(SORTS, "max")
 @format_option(REPORT_FORMATS)
 @quiet_option
@@ -65,6 +67,7 @@ def diff(
     other_key: str | None,
     only: Globs,
     no_values: bool,
+    dequantized: bool,
     sort: str,
     style: str,
     quiet: bool,
@@ -83,6 +86,10 @@ def diff(
         with ckptool.open(a) as left, ckptool.open(b) as right:
             for checkpoint in (left, right):
                 say_problems(checkpoint)
+            if dequantized:
+                from ..edits.dequantize import plain_of  # few models are quantized
+
+                left, right = plain_of(left), plain_of(right)
             size = sum(each.source.size for each in (left, right) if is_remote(each.path)) or work_size(a)
 
             with progress_bar(size, "comparing", not quiet) as progress:

@@ -267,7 +267,7 @@ _REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
 #: The options of ``edit`` that apply an edit, and those that modify these, in the order of the table.
 _APPLY: Final = [name for name in STEPS if any(f"--{name}" in names for _, names in headings("edit"))]
 _MODIFY: Final = list(
-    dict.fromkeys(each.spelled for name in _APPLY for each in STEPS[name][0].parameters if not each.step)
+    dict.fromkeys(each.spelled for name in _APPLY for each in STEPS[name][0].parameters if each.spelled in MODIFIERS)
 )
 
 

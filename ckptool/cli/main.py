@@ -50,7 +50,7 @@ GROUPS: Final = {
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        **_edits("merge", "average", "merge-lora"),
+        **_edits("merge", "average", "merge-lora", "dequantize"),
         "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
     "Repair and publish": {

@@ -174,6 +174,7 @@ ignore_option = repeatable(
 )
 include_option = repeatable("--include", metavar="GLOB", help="Only keys that match a glob or re:REGEX")
 exclude_option = repeatable("--exclude", metavar="GLOB", help="No keys that match a glob or re:REGEX")
+dequantized_option = flag("--dequantized", help="Take the plain values of quantized weights.")
 no_values_option = flag("--no-values", help="Do not read tensor values.")
 strict_option = flag("--strict", help="Fail on warnings and on data that is left out.")
 quiet_option = flag("-q", "--quiet", help="Print errors only.")

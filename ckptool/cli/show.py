@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -47,6 +47,7 @@ from .terminal import judged, on_terminal, painted, wrapped
 
 if TYPE_CHECKING:
     from ..checkpoint.sharding import ShardingSummary
+    from ..pickles.nodes import Ref
     from ..reports.inspection import FindingReport, InspectReport
 
 #: The most errors printed one by one below an overview.
@@ -193,6 +194,11 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
         remarks = problem_lines(checkpoint)
         if how["globs"] and not entries:
             remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"])
+        sizes: dict[Ref, int] = {}
+        if style == "table" and survey.may_be_quantized and not (names or how["everything"] or how["globs"]):
+            from ..checkpoint.quantized import plain_entries, quantization  # few models are quantized
+
+            entries, sizes = plain_entries(entries, quantization(checkpoint))
     if style in JSON:
         from ..reports.keys import keys_report  # tables do not need it
 
@@ -200,7 +206,7 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
     elif names:
         text = "\n".join(labels(entries))
     elif style == "table":
-        parts = sections(survey, entries, together=how["everything"] and how["sort"] != "file")
+        parts = sections(survey, entries, sizes, together=how["everything"] and how["sort"] != "file")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
         del survey, entries, checkpoint  # the text reuses their memory
         text = "\n".join([clean(path)] * several + [drawn(parts, rest)])
@@ -232,8 +238,13 @@ class Section(NamedTuple):
     total: str
 
 
-def sections(survey: Survey, listed: Sequence[TensorEntry], *, together: bool = False) -> list[Section]:
-    """Return a table per state dict, and one for the tensors outside of them; ``together``: one table with paths."""
+def sections(
+    survey: Survey, listed: Sequence[TensorEntry], sizes: Mapping[Ref, int], *, together: bool = False
+) -> list[Section]:
+    """Return a table per state dict, and one for the tensors outside of them; ``together``: one table with paths.
+
+    ``sizes`` has the bytes of entries that stand for several tensors.
+    """
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(-1 if together else entry.state_dict, []).append(entry)
@@ -242,6 +253,7 @@ def sections(survey: Survey, listed: Sequence[TensorEntry], *, together: bool = 
     tables = []
     for place, entries in groups.items():
         tensors = [entry.tensor for entry in entries]
+        stored = [sizes.get(entry.ref) or entry.tensor.own_bytes for entry in entries]
         inner = _sharding_summary(survey, entries)
         columns = (
             [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
@@ -249,11 +261,11 @@ def sections(survey: Survey, listed: Sequence[TensorEntry], *, together: bool = 
             [shape(tensor.shape) for tensor in tensors],
             *(_parts(survey, entries) if inner else ()),
             [tensor.location for tensor in tensors],
-            [size(tensor.own_bytes) for tensor in tensors],
+            [size(nbytes) for nbytes in stored],
         )
         base = survey.state_dicts[place].path if place >= 0 else None
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
-        total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
+        total = human_bytes(sum(stored))
         headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
         line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
         if inner:

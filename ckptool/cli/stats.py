@@ -19,7 +19,17 @@ from ..reports.file_rows import FileVerdict
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
 from .inputs import Inputs, input_options
-from .options import ALL_FORMATS, PLAIN_KINDS, Workers, format_option, key_option, listing, sort_option, unmatched_lines
+from .options import (
+    ALL_FORMATS,
+    PLAIN_KINDS,
+    Workers,
+    dequantized_option,
+    format_option,
+    key_option,
+    listing,
+    sort_option,
+    unmatched_lines,
+)
 from .render import ARROW, clean, problem_lines, table
 from .runner import JSON, Answer, Columns, FileCommand, report_text, run
 from .terminal import draws, progress_bar, watched
@@ -37,6 +47,7 @@ _SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 @input_options
 @listing
 @sort_option(SORTS)
+@dequantized_option
 @key_option
 @format_option(ALL_FORMATS)
 def stats(inputs: Inputs, working: Workers, style: str, **how: Any) -> int:
@@ -63,6 +74,10 @@ def stats(inputs: Inputs, working: Workers, style: str, **how: Any) -> int:
 def _measured(path: str, *, own_bar: bool, style: str, several: bool, how: Mapping[str, Any]) -> Answer:
     key, everything, only = how["key"], how["everything"], how["only"]
     with ckptool.open(path) as checkpoint:
+        if how["dequantized"]:
+            from ..edits.dequantize import plain_of  # few models are quantized
+
+            checkpoint = plain_of(checkpoint)
         total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if own_bar else 0
         with progress_bar(total, "measuring", own_bar) as progress:
             report = statistics_of(

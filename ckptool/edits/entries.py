@@ -238,7 +238,12 @@ def _filtered(
             changes.append(Change(edit, path, len(names), len(kept), summary))
     if not changes:
         return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
-    return _without_unused(checkpoint, editor.done(), changes, by_name=by_name)
+    edited = _without_unused(checkpoint, editor.done(), changes, by_name=by_name)
+    if survey.may_be_quantized:
+        from ..checkpoint.quantized import refuse_torn  # few models are quantized
+
+        refuse_torn(checkpoint, edited, edit)
+    return edited
 
 
 def _split(

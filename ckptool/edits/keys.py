@@ -275,7 +275,12 @@ def _rename_keys(
         changes.append(Change(edit, state_dict.path, count, len(names) - count, words[not count], notes))
     others = [item for item in selected(checkpoint, None) if item not in chosen_dicts]
     changes += renamed_parameters(checkpoint, editor, new_names, others)
-    return checkpoint.changed(editor.done(), changes)
+    edited = checkpoint.changed(editor.done(), changes)
+    if checkpoint.survey.may_be_quantized:
+        from ..checkpoint.quantized import refuse_torn  # few models are quantized
+
+        refuse_torn(checkpoint, edited, edit)
+    return edited
 
 
 def _module_rename(rename: Rename, only: Globs, names: Sequence[str], chosen: Collection[str]) -> Rename:

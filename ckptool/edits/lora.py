@@ -72,8 +72,16 @@ def merge_lora(
     return _merged(base, found, factors, key)
 
 
-def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
-    """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
+def merge_lora_files(
+    checkpoint: Checkpoint, adapters: Sequence[str], *, dequantize: bool = False, **how: Any
+) -> Checkpoint:
+    """Merge adapters by their paths; if a file is damaged, the error is about the damage. ``dequantize`` turns a
+    quantized base back into plain weights first.
+    """
+    if dequantize:
+        from .dequantize import dequantize as plain_of
+
+        checkpoint = plain_of(checkpoint)
     found = [open_adapter(path, how.get("alpha")).checkpoint for path in adapters]
     with blaming_damage(*found):
         return merge_lora(checkpoint, *found, **how)
@@ -135,7 +143,8 @@ class _Merge:
         if work.quantized or self.config.get("quantization_config"):
             sign = work.quantized.words if work.quantized else f"{CONFIG} has a quantization_config"
             message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
-            raise RefusedError(message, path=self.path, next=_BEFORE)
+            plain = "`--dequantize` turns them back first" if work.quantized.is_reversible else _BEFORE
+            raise RefusedError(message, path=self.path, next=plain)
         #: The steps of each weight, by its key.
         self.steps: dict[str, list[AdapterStep]] = {}
         #: Weights that the file does not hold: for each, the key of the tensor that it starts from, or "".

@@ -20,7 +20,7 @@ from ..base.steps import command, option
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping, values_of
-from ..checkpoint.quantized import Quantization, quantization
+from ..checkpoint.quantized import quantization, refuse_torn
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, contiguous_strides
@@ -218,17 +218,8 @@ def _applied(
     origin = f" of {recipe.a}" if recipe.a not in ("a", "b") else ""
     what = f"{number}{origin} made into {renamed:,} with {names}"
     edited = work.done([Change("to-names", state_dict.path, renamed, 0, what, notes)])
-    if quantized:
-        _refuse_torn(checkpoint, quantized, edited)
+    refuse_torn(checkpoint, edited, "the recipe")
     return edited.replace(companions={**edited.companions, CONFIG: config_json}) if config_json else edited
-
-
-def _refuse_torn(checkpoint: Checkpoint, quantized: Quantization, edited: Checkpoint) -> None:
-    after = {weight.tensors for weight in quantization(edited).weights}
-    left = {entry.tensor for entry in edited.survey.tensors}
-    for weight in quantized.weights:
-        if not weight.problem and weight.tensors not in after and weight.tensors & left:
-            raise quantized_refusal(checkpoint, quantized, f"the recipe parts the tensors of {quoted(weight.name)}")
 
 
 def _refuse_untied(checkpoint: Checkpoint, recipe: Recipe, state_dict: StateDict, result: Result) -> None:

@@ -16,6 +16,7 @@ from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, RefusedError, TargetError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..base.records import NamedTuple, new_tuple
+from ..base.steps import AnyStep, command, suggested_output
 from ..base.text import pluralize, quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges, rescue_step
@@ -105,7 +106,10 @@ def has_arithmetic(tensor: Tensor) -> bool:
 
 def quantized_refusal(checkpoint: Checkpoint, found: Quantization, reason: str) -> RefusedError:
     """Return the error for an edit that computes with weights, of a checkpoint whose weights are quantized."""
-    step = "do it with the plain weights that were quantized"
+    step: AnyStep = "do it with the plain weights that were quantized"
+    if found.is_reversible:
+        output = suggested_output(checkpoint.path, "plain")
+        step = "turn them back first: " + command("dequantize", checkpoint.path, output=output)
     return RefusedError(f"it has quantized weights ({found.words}): {reason}", path=checkpoint.path, next=step)
 
 

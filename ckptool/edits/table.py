@@ -114,9 +114,12 @@ STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
     for name, parameter in ((edit.name if edit.flag else "", None), *((each.step, each) for each in edit.parameters))
     if name == edit.name or (name and name not in EDITS)
 }
-#: The options that modify the steps of an edit, with their parameters.
+#: The options that modify the steps of an edit, with their parameters. An option that is a step itself modifies none.
 MODIFIERS: Final[Mapping[str, Parameter]] = {
-    each.spelled: each for edit in EDITS.values() for each in edit.parameters if not each.step
+    each.spelled: each
+    for edit in EDITS.values()
+    for each in edit.parameters
+    if not each.step and each.spelled not in STEPS
 }
 
 

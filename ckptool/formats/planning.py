@@ -209,11 +209,12 @@ def _kept(graph: Graph) -> set[Ref]:
 def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_links: bool) -> Plan | FolderPlan:
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
         return planned
-    changed = ((name, Plan((data,))) for name, data in checkpoint.companions.items())
+    changed = ((name, Plan((data,))) for name, data in checkpoint.companions.items() if data)
     files = dict((*planned.files, *changed))
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
     places = [(open_folder(os.path.dirname(path)), os.path.basename(path)) for path in every]
-    beside = [place for place in places if place[1] not in files and place[0].size(place[1]) is not None]
+    there = {*files, *checkpoint.companions}
+    beside = [place for place in places if place[1] not in there and place[0].size(place[1]) is not None]
     return FolderPlan((*files.items(), *_whole_files(folder.open(name) for folder, name in beside).files))
 
 

@@ -41,7 +41,7 @@ from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
-from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization
+from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization, quantization
 from ..checkpoint.survey import Account
 from ..checkpoint.tensors import view_id
 from ..files.archives import is_address
@@ -90,12 +90,19 @@ class Facts(NamedTuple):
     verdict: LoadPrediction
 
 
-def facts(checkpoint: Checkpoint, *, read: bool = False, torch: str = DEFAULT, steps: bool = True) -> Facts:
+def facts(
+    checkpoint: Checkpoint,
+    *,
+    read: bool = False,
+    torch: str = DEFAULT,
+    steps: bool = True,
+    quantized: Quantization | None = None,
+) -> Facts:
     """Return what is wrong with a checkpoint, what is missing, and why torch.load may refuse it.
 
     With ``read`` the container is also searched for records and bytes that its directory does not list. Without
     ``steps`` no edit is tried to find a step. A finding of the check ``shards`` or ``part`` with the level "note" says
-    that nothing is missing.
+    that nothing is missing. ``quantized`` are the quantized weights, if they are known.
     """
     container, survey = checkpoint.container, checkpoint.survey
     flaws = storage_flaws(checkpoint)
@@ -108,7 +115,18 @@ def facts(checkpoint: Checkpoint, *, read: bool = False, torch: str = DEFAULT, s
         step = command("inspect", problem.where) if elsewhere else known.get(problem.code, "")
         found.append(problem._replace(next=step))
     plain = sanitize_step(checkpoint) if steps and checkpoint.pickled and not verdict.loads else ""
-    return Facts(found, [*_missing(checkpoint, flaws), *_loading(checkpoint, verdict, plain)], verdict)
+    quantized = quantization(checkpoint) if quantized is None else quantized
+    others = *_missing(checkpoint, flaws), *_quantized(quantized), *_loading(checkpoint, verdict, plain)
+    return Facts(found, list(others), verdict)
+
+
+def _quantized(found: Quantization) -> Iterator[Finding]:
+    problems = found.problems
+    lost = [problem for problem in problems if not problem.endswith(UNKNOWN_LAYOUT)]
+    if problems:
+        message = f"{pluralize(len(problems), 'quantized weight')} cannot be understood"
+        message += f": {join_limited(lost or problems, most=2)}"
+        yield Finding("quantized-part" if lost else "quantized", "warning" if lost else "note", message)
 
 
 def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
@@ -252,7 +270,6 @@ def findings(
     account: Account,
     namings: Sequence[Naming],
     map_location: MapLocation = None,
-    quantized: Quantization | None = None,
     *,
     steps: bool = True,
 ) -> list[Finding]:
@@ -280,7 +297,6 @@ def findings(
         *edits,
         *_process_group(checkpoint),
         *_kinds(checkpoint),
-        *_quantized(quantized),
         *_state_dicts(checkpoint),
         *_only_loader(checkpoint),
         *_bytes(checkpoint, account),
@@ -320,15 +336,6 @@ def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
     if loads and (step := weights_step(checkpoint)):
         message = f"{loads}; the weights as one file for the rest"
         yield Finding("in-pieces", "note", message, next=step)
-
-
-def _quantized(found: Quantization | None) -> Iterator[Finding]:
-    if found is not None and (problems := found.problems):
-        message = (
-            f"{pluralize(len(problems), 'quantized weight')} cannot be understood: {join_limited(problems, most=2)}"
-        )
-        sound = all(problem.endswith(UNKNOWN_LAYOUT) for problem in problems)
-        yield Finding("quantized", "note" if sound else "warning", message)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -210,14 +210,14 @@ def inspection(
     checkpoint = checkpoint.lenient()
     survey = checkpoint.survey
     sums = account(survey)
-    known = facts(checkpoint, steps=steps)
+    quantized = quantization(checkpoint)
+    known = facts(checkpoint, steps=steps, quantized=quantized)
     layout, container = layout_of(checkpoint)
     program = program_of(checkpoint)
     shards = shards_of(checkpoint)
     nodes = checkpoint.graph.nodes
     every = ([str(nodes[key]) for key, _ in item.items] for item in checkpoint.state_dicts)
     namings = [Naming(names, wrapper_prefix(names), wrapper_counts(names)) for names in every]
-    quantized = quantization(checkpoint)
     entries: list[list[TensorEntry]] = [[] for _ in checkpoint.state_dicts]
     for entry in survey.tensors:
         if entry.state_dict >= 0:
@@ -290,7 +290,7 @@ def inspection(
                 "message": finding.message,
                 "next": as_step(finding.next).line,
             }
-            for finding in findings(checkpoint, known, sums, namings, map_location, quantized, steps=steps)
+            for finding in findings(checkpoint, known, sums, namings, map_location, steps=steps)
         ],
     }
 

@@ -60,6 +60,8 @@ DIFFERENT = {
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
     ("--output", "match"): "it needs --apply",
     ("--output", "report"): "the file is a page",
+    ("--to-dtype", "dequantize"): "its default is another",
+    ("--dequantize", "merge-lora"): "it is about the base",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "inspect"): "what there is more to show is about the command",
     ("--verbose", "validate"): "the same",
@@ -211,6 +213,9 @@ NOT_OPTIONS = {
 #: Options that are no parameters.
 NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
+    ("diff", "dequantized"): "ckptool.diff takes what ckptool.dequantize returns",
+    ("stats", "dequantized"): "the same",
+    ("merge-lora", "dequantize"): "the same",
     ("convert", "model"): "unflatten takes a model",
     ("inspect", "load"): "ckptool.load does it",
     ("keys", "names"): "another form of the same",

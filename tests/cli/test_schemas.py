@@ -47,6 +47,7 @@ LINES = {
     "drop": ["PATH '*.bias' --dry-run", "PATH '*.bias' --in-place --reclaim --dry-run"],
     "slim": ["PATH --for inference --dedupe --dry-run"],
     "cast": ["PATH --to-dtype bf16 --dry-run"],
+    "dequantize": ["PATH --dry-run"],
     "resize": ["PATH --vocab 7 --include '*head.*' --dry-run"],
     "edit": ["PATH --repack --wrap model --set epoch=1 --dry-run", "PATH --sanitize --strip-module --to cpu --dry-run"],
     "merge": [f"PATH {OTHER} --dry-run"],

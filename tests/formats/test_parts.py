@@ -229,7 +229,7 @@ def test_every_command_that_writes_is_tried() -> None:
             if (command := cli.get_command(ctx, name)) is not None
             and any(parameter.name == "allow_loss" for parameter in command.params)
         }
-    assert writing == {*ARGUMENTS, *LANGUAGE}
+    assert writing == {*ARGUMENTS, *LANGUAGE, "dequantize"}  # which refuses what is not quantized
 
 
 #: One file of a save by several ranks, in ``fixtures/files/ranks``.

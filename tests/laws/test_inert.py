@@ -20,7 +20,7 @@ from conftest import FIXTURES, MANIFEST, ROOT, corpus_files, sample
 from crafted_files import Code, put, storage, tensor
 
 import ckptool
-from ckptool.checkpoint.quantized import _OTHER_CONFIGS
+from ckptool.checkpoint.quantized import OTHER_CONFIGS
 from ckptool.cli.main import run
 
 FILES = [item.path for item in MANIFEST] + corpus_files()
@@ -153,7 +153,7 @@ def test_nothing_is_opened_but_the_file_and_the_output(seen: Watched) -> None:
         outside = {name for name, _ in names if Path(name) != seen.folder and seen.folder not in Path(name).parents}
         outside -= {name for name in outside if PACKAGE in Path(name).parents}  # tables of ckptool itself
         # Of a file with codes, the configuration beside it says whether they are quantized weights.
-        outside -= {str(Path(path).with_name(name)) for name in ("config.json", *_OTHER_CONFIGS)}
+        outside -= {str(Path(path).with_name(name)) for name in ("config.json", *OTHER_CONFIGS)}
         assert outside == {path}
 
 

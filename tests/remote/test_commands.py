@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Said, program, say
 from conftest import CHECKPOINTS, FIXTURES, WHOLE, sample
+from quantized_layouts import write
 from remote.server import KEY, MIB, SECRET, Server
 
 from ckptool.base.text import human_bytes
@@ -156,6 +157,18 @@ def test_an_edit_expands_a_pattern_of_inputs(server: Server, tmp_path: Path) -> 
         assert after.pop("bare*.pth") and after == before
     finally:
         server.buckets["bucket"].pop("bare*.pth", None)
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes nf4, nested", "compressed-tensors int4", "FP8 with 30x30 block scales"])
+def test_quantized_weights_are_turned_back(name: str, server: Server, tmp_path: Path) -> None:
+    for path in write(tmp_path / "in", name, "folder").iterdir():
+        server.put("quantized", f"{name[:3]}/{path.name}", path.read_bytes())
+    for place, out in ((f"s3://quantized/{name[:3]}/", "remote"), (tmp_path / "in", "local")):
+        said = say("dequantize", place, "-o", tmp_path / out)
+        assert said.code == 0, said.all
+    one, other = (sorted((tmp_path / out).iterdir()) for out in ("remote", "local"))
+    assert [path.name for path in one] == [path.name for path in other]
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
 
 
 def test_files_around_a_file_on_a_web_server(server: Server) -> None:

@@ -75,6 +75,23 @@ def split(items: Iterable[Item], most: int) -> list[list[str]]:
     return [list(shard) for shard in shards]
 
 
+def _with_parts(checkpoint: Checkpoint, items: Sequence[Item]) -> Sequence[Item]:
+    """Return the items with the tensors of each quantized weight one after the other, to go into one shard."""
+    if not checkpoint.survey.may_be_quantized:
+        return items
+    from ...checkpoint.quantized import quantization  # few models are quantized
+
+    by_name, ordered = {item.name: item for item in items}, dict[str, Item]()
+    weights = [[part.key for _, part in weight.parts] for weight in quantization(checkpoint).weights]
+    whole = {names[0]: names for names in weights if by_name.keys() >= {*names}}
+    parts = {name for names in whole.values() for name in names[1:]}
+    for item in items:
+        for name in whole.get(item.name, () if item.name in parts else (item.name,)):
+            group = (f"weight {item.name}",) if item.name in whole else ()
+            ordered[name] = by_name[name]._replace(storages=(*by_name[name].storages, *group))
+    return list(ordered.values())
+
+
 def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
     """Return each item with one representative storage of all items connected by shared storages, or "" without
     storage."""
@@ -132,7 +149,7 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) 
     chosen = safetensors_writer.chosen_tensors(checkpoint, state_dict, target.tied)
     refuse_emptied(checkpoint, len(chosen.tensors))
     items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
-    shards = split(items, target.shard_size)
+    shards = split(_with_parts(checkpoint, items), target.shard_size)
     if len(shards) < 2:
         single = safetensors_writer.plan_chosen(checkpoint, chosen, target.metadata)
         return FolderPlan(((f"{_stem(target)}.safetensors", single),))
@@ -171,7 +188,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
         part = builder.graph(builder.add(Dict(pairs)))
         return zip_writer.archive_plan(checkpoint.changed(part, [], needs_relayout=True, root=stem))
 
-    shards = split(items, target.shard_size)
+    shards = split(_with_parts(checkpoint, items), target.shard_size)
     if len(shards) < 2:
         stem = _stem(target)
         return FolderPlan(((f"{stem}.bin", shard_plan([item.name for item in items], stem)),))

@@ -21,6 +21,7 @@ from ...checkpoint.container import is_complete
 from ...checkpoint.objects import mapping, values_of
 from ...checkpoint.paths import spell_key, within
 from ...checkpoint.programs import convert_step, program_of
+from ...checkpoint.quantized import quantization
 from ...checkpoint.survey import StateDict
 from ...edits.matching.candidates import LAYOUT, edit_command
 from ...edits.matching.causes import EMBEDDINGS, HEADS, size_causes, sizes_text
@@ -62,7 +63,8 @@ def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
     for an entry or an entry of an entry, ``class: numpy.dtype`` for a class or function in the pickles, ``dtype:
     float16``, ``finding: adapter`` for a finding of ``inspect``, ``metadata: format`` for a field of a header, ``state
     dict: model``, ``entry = epoch`` for a detail of the message; and the words ``folder``, ``tensors``, ``module`` for
-    a pickled module, and ``complete`` if no file of several is missing.
+    a pickled module, ``complete`` if no file of several is missing, and ``dequantizes`` if
+    the weights are quantized and can be turned back.
     """
     survey, container = checkpoint.survey, checkpoint.container
     yes = {
@@ -70,6 +72,7 @@ def signs(checkpoint: Checkpoint, details: Details) -> list[str]:
         "tensors": bool(survey.tensors),
         "module": bool(survey.modules),
         "complete": is_complete(container.problems),
+        "dequantizes": survey.may_be_quantized and quantization(checkpoint).is_reversible,
     }
     findings = inspection(checkpoint, judged=False)["findings"]
     return [

@@ -1,0 +1,185 @@
+"""Turn quantized weights back into plain ones, a few rows at a time while the output is written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..base.dtypes import BY_NAME
+from ..base.errors import MalformedError, RefusedError
+from ..base.steps import command
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.objects import mapping
+from ..checkpoint.quantized import (
+    OTHER_CONFIGS,
+    UNKNOWN_LAYOUT,
+    Quantization,
+    QuantizedWeight,
+    quantization,
+    quantization_config,
+)
+from ..checkpoint.survey import TensorEntry
+from ..files.sources import Computed
+from ..formats.opening import takes_path
+from ..pickles.nodes import Ref
+from ..values.dequantized import Dequantization, dequantized
+from ..values.elements import storage_reader
+from ..values.torch.adapters import StoredTensor
+from .adapter_settings import vector
+from .cast import cast, check_dtype
+from .model_config import CONFIG, config_fields
+from .recompute import Recomputation
+
+_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+
+
+@takes_path
+def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | None = None) -> Checkpoint:
+    """Replace quantized weights by plain ones: the values that the library of their format computes, bit for bit.
+
+    ``to_dtype`` is a name or a torch dtype, to which all other floating-point tensors are cast as well; by default the
+    weights get the dtype of the model, from its ``config.json`` or its other tensors. Scales, zero points and the
+    states of the quantization are left out, with the scales of activations, and ``quantization_config`` of the
+    ``config.json``. The values are computed while the output is written. Raise RefusedError if nothing is quantized, if
+    a part is missing or does not fit, if a format is not supported, or if a value does not fit into the dtype.
+
+    >>> ckptool.dequantize("quantized.pth", torch.bfloat16)["fc.weight"].dtype
+    'bfloat16'
+    """
+    work = Recomputation(checkpoint, key)
+    found, config = quantization(work.checkpoint, exact=True), quantization_config(checkpoint)
+    method = str(config.get("quant_method", ""))
+    if not found:
+        what = "none of its weights is quantized"
+        what = f"its configuration says that it is quantized ({method}), and its tensors are not" if method else what
+        raise RefusedError(what, path=checkpoint.path, next="see its tensors: " + command("keys", checkpoint.path))
+    if problems := [*_unsupported(found.weights), *(text for text in found.problems if UNKNOWN_LAYOUT not in text)]:
+        what = f"not every weight can be turned back: {join_limited(problems, most=3)}"
+        raise RefusedError(what, path=checkpoint.path)
+    chosen = check_dtype(str(to_dtype).removeprefix("torch.")).name if to_dtype is not None else ""
+    dtype = chosen or _of_model(work, found)
+    if dtype not in _DTYPES:
+        raise RefusedError(
+            f"plain weights are not written as {dtype}", path=checkpoint.path, next="`--to-dtype bfloat16`"
+        )
+    gone = {entry.ref for entry in found.others}
+    made: dict[tuple[int, Ref], tuple[str, Ref]] = {}
+    for weight in found.weights:
+        entry = weight.parts[0][1]
+        if entry.state_dict < 0:
+            raise RefusedError(f"{quoted(entry.path)} is in no state dict", path=checkpoint.path)
+        gone.update(part.ref for _, part in weight.parts)
+        made[entry.state_dict, entry.ref] = weight.name, _made(work, weight, dtype)
+    for number, state_dict in enumerate(work.checkpoint.survey.state_dicts):
+        items = list(_items(work, state_dict.ref, number, made, gone))
+        work.editor.refill(state_dict.ref, items)
+    formats = Counter(weight.format for weight in found.weights)
+    what = f"{pluralize(len(found.weights), 'weight')} turned back into {dtype} ({join_limited([*formats], most=3)})"
+    notes = [f"{pluralize(len(found.others), 'tensor')} for activations left out"] if found.others else []
+    if any(weight.numbers.get("round_scale") for weight in found.weights):
+        notes.append(f"as modelopt does, with the scale rounded to {dtype} first; engines multiply by the scale itself")
+    notes += [f"{CONFIG} of an output folder: without quantization_config"] if config_fields(checkpoint) else []
+    edited = work.done([Change("dequantize", key or "", len(found.weights), 0, what, tuple(notes))])
+    edited = _described(edited, config, dtype)
+    return cast(edited, dtype, key=key) if to_dtype is not None else edited
+
+
+def plain_of(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with plain weights; one without quantized weights as it is."""
+    return dequantize(checkpoint) if quantization(checkpoint) else checkpoint
+
+
+def _items(
+    work: Recomputation, ref: Ref, number: int, made: Mapping[tuple[int, Ref], tuple[str, Ref]], gone: set[Ref]
+) -> Iterator[tuple[Ref, Ref]]:
+    """Yield the entries of a state dict with plain weights in place of their parts."""
+    nodes = work.checkpoint.graph.nodes
+    before = list(mapping(work.checkpoint.graph, ref) or ())
+    names = {str(nodes[name]) for name, value in before if value not in gone}
+    for name, value in before:
+        if (number, value) in made:
+            title, plain = made[number, value]
+            if title in names:
+                raise RefusedError(f"{quoted(title)} exists beside its quantized form", path=work.checkpoint.path)
+            yield work.editor.text(name, title), plain
+        elif value not in gone:
+            yield name, value
+
+
+def _unsupported(weights: tuple[QuantizedWeight, ...]) -> Iterator[str]:
+    """Yield why weights cannot be turned back although nothing is wrong with them."""
+    unknown = (each for each in weights if (not each.arithmetic and not each.problem) or each.problem == UNKNOWN_LAYOUT)
+    for name in dict.fromkeys(weight.format for weight in unknown):
+        yield f"only the library of {name} can"
+
+
+def _of_model(work: Recomputation, found: Quantization) -> str:
+    """Return the dtype of the model: from its config.json, else of its quantized weights, else of its other tensors."""
+    config = config_fields(work.checkpoint)
+    named = [config.get("dtype"), config.get("torch_dtype")]
+    named += [weight.dtype for weight in found.weights]
+    plain: Counter[str] = Counter()
+    for entry in work.checkpoint.survey.tensors:
+        if entry.tensor not in found.tensors:
+            plain[entry.tensor.dtype] += entry.tensor.own_bytes
+    named += [name for name, _ in plain.most_common()]
+    return next((name for name in named if name in _DTYPES), "bfloat16")
+
+
+def _made(work: Recomputation, weight: QuantizedWeight, dtype: str) -> Ref:
+    """Add the plain tensor of a quantized weight."""
+    assert weight.shape is not None
+    parts = {role: _stored(work, entry) for role, entry in weight.parts if entry.tensor.storage}
+    numbers = dict(weight.numbers)
+    if numbers.get("offset", 0) is None:
+        numbers["offset"] = _offset(parts["qzeros"], numbers["bits"])
+    native = dict.fromkeys(name for name in (str(weight.numbers.get("product", "")), weight.dtype) if name in _DTYPES)
+    rounds = *(name for name in native if name != dtype and name != "float32"), dtype
+    target = BY_NAME[dtype]
+    how = Dequantization(
+        weight.name, weight.arithmetic, tuple(parts.items()), weight.shape, rounds, numbers, work.width(target)
+    )
+    size = weight.numel * target.itemsize
+    return work.tensor(weight.name, target, weight.shape, Computed(size, dequantized, (how,)))
+
+
+def _offset(zeros: StoredTensor, bits: int) -> int:
+    """Return what GPTQ's first version takes off zero points, 1, or 0 for its second version.
+
+    Without a configuration, only the zero point in the middle of all codes tells which it is.
+    """
+    middle = {2: (0xAA, 0x55), 4: (0x88, 0x77), 8: (0x80, 0x7F)}.get(bits, ())
+    found = {*zeros.values}
+    for offset, byte in enumerate(middle):
+        if found == {byte}:
+            return offset
+    what = "GPTQ has two versions of zero points, and no quantize_config.json beside the weights says which"
+    raise RefusedError(what, path=zeros.storage.path)
+
+
+def _stored(work: Recomputation, entry: TensorEntry) -> StoredTensor:
+    tensor = entry.tensor
+    if work.checkpoint.body(tensor.storage) is None:
+        raise MalformedError(f"the bytes of {quoted(entry.path)} are missing", path=work.checkpoint.path)
+    return StoredTensor(entry.path, storage_reader(work.checkpoint, tensor.storage), vector(tensor))
+
+
+def _described(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: str) -> Checkpoint:
+    """Return the checkpoint with files and a header that speak of plain weights."""
+    fields = config_fields(checkpoint)
+    companions = dict(checkpoint.companions)
+    if fields:
+        for each in (fields, *(inner for inner in fields.values() if isinstance(inner, dict))):
+            each.pop("quantization_config", None)
+            for name in {"dtype", "torch_dtype"} & each.keys():
+                each[name] = dtype
+        if not {"dtype", "torch_dtype"} & fields.keys():
+            fields["torch_dtype"] = dtype
+        companions[CONFIG] = (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
+        companions |= dict.fromkeys(OTHER_CONFIGS, b"")
+    described = {name: text for name, text in checkpoint.metadata.items() if name != "tensor_names"}
+    texts = {name: text for name, text in described.items() if '"_type"' not in text}
+    return checkpoint.replace(companions=companions, texts=texts)

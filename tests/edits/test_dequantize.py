@@ -1,0 +1,318 @@
+"""``dequantize``: the values of every layout, computed here one at a time, and by the libraries of the formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from lora_adapters import write_adapter
+from quantized_layouts import LAYOUTS, OUT, PLAIN, UNKNOWN, K, M, Tensors, codes, floats, fp8, int32, write
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.values import arrays
+
+GIVEN = Path(os.environ.get("CKPTOOL_QUANTIZED", Path(__file__).parents[2].parent / "shared" / "quantised" / "given"))
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+#: Layouts that are recognised, and whose values no rule gives.
+REFUSED = ("EETQ", "HQQ")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def low_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the two codes in each byte."""
+    data = tensor.view(torch.uint8).long()
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+def stream(words: torch.Tensor, bits: int, count: int) -> list[int]:
+    """Return codes from a stream of bits."""
+    number = sum((int(word) & 0xFFFFFFFF) << (32 * at) for at, word in enumerate(words))
+    return [(number >> (bits * at)) & ((1 << bits) - 1) for at in range(count)]
+
+
+def exponents(scale: torch.Tensor) -> torch.Tensor:
+    return torch.pow(2.0, scale.view(torch.uint8).double() - 127).float()
+
+
+def of_blocks(parts: Tensors, scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    code = next(iter(parts.values()))
+    wide = scale.float().repeat_interleave(shape[0], -2).repeat_interleave(shape[1], -1)
+    return code.float() * wide[..., : code.shape[-2], : code.shape[-1]]
+
+
+def expected(name: str, parts: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """Return the plain weight by the formula of its library."""
+    if name.startswith("bitsandbytes int8"):
+        return (parts["weight"].float() * parts["SCB"].reshape(-1, 1) * torch.tensor(1 / 127)).to(dtype)
+    if name.startswith("bitsandbytes"):
+        data = raw(parts["weight"]).long()
+        maxima = parts["weight.absmax"]
+        if "weight.nested_absmax" in parts:
+            inner = parts["weight.nested_absmax"].repeat_interleave(16)[: len(maxima)]
+            maxima = parts["weight.nested_quant_map"][maxima.long()] * inner + torch.tensor(0.0123)
+        values = parts["weight.quant_map"][torch.stack((data >> 4, data & 15), -1).flatten()]
+        return (values * maxima.repeat_interleave(64)).bfloat16().to(dtype).reshape(OUT, K)
+    if name.startswith(("GPTQ", "AWQ")):
+        scales, zeros = parts["scales"].float(), parts["qzeros"]
+        if name.startswith("GPTQ"):
+            bits = int(name.split()[1])
+            code = torch.tensor([stream(column, bits, K) for column in parts["qweight"].T])
+            zero = (torch.tensor([stream(row, bits, OUT) for row in zeros]) + 1) % (1 << bits)
+        else:
+            order = [0, 4, 1, 5, 2, 6, 3, 7]
+            fields = [[stream(word.reshape(1), 4, 8) for word in row] for row in parts["qweight"]]
+            code = torch.tensor([[word[at] for word in row for at in order] for row in fields]).T
+            zero = torch.tensor([[stream(w.reshape(1), 4, 8)[at] for w in row for at in order] for row in zeros])
+        group = (torch.arange(K) // 32).long()
+        return (scales[group].T * (code - zero[group].T)).half().to(dtype)
+    if name.startswith("compressed-tensors int"):
+        bits = int(name.removeprefix("compressed-tensors int"))
+        code = torch.tensor([stream(row, bits, K) for row in parts["weight_packed"]]) - (1 << (bits - 1))
+        return (code * parts["weight_scale"].repeat_interleave(K // 2, 1)).to(dtype)
+    if "NVFP4" in name:
+        scale = parts["weight_scale"].float()
+        if "weight_global_scale" in parts:
+            scale, table = scale / parts["weight_global_scale"], E2M1
+        else:
+            scale, table = scale * parts["weight_scale_2"], E2M1.abs() * (E2M1 / E2M1.abs()).nan_to_num(0)
+        values = table[low_first(next(iter(parts.values())))] * scale.repeat_interleave(16, 1)
+        return (values.bfloat16() if "weight_global_scale" in parts else values).to(dtype)
+    if name.startswith(("MXFP4", "compressed-tensors MXFP4", "FP4")):
+        code, scale = parts.values()
+        values = E2M1[low_first(code).reshape(*scale.shape, 32)] * exponents(scale).unsqueeze(-1)
+        values = values.flatten(-2).bfloat16() if "MXFP4" in name else values.flatten(-2)
+        return (values.transpose(-1, -2) if "gpt-oss" in name else values).to(dtype)
+    if name.startswith("modelopt FP8"):
+        return (parts["weight"].float() * parts["weight_scale"].to(dtype).float()).to(dtype)
+    if name.startswith("torchao"):
+        code, scale, zero = parts.values()
+        return ((code.float() - zero.float()) * scale).bfloat16().to(dtype)
+    if name.startswith("int8"):
+        code, scale, zero = parts.values()
+        return ((code.float() - zero.float()) * scale).to(dtype)
+    if name.startswith("optimum-quanto") or "for each channel" in name or name.startswith("fbgemm"):
+        code, scale, *_ = parts.values()
+        return (code.float() * scale.float()).to(scale.dtype).to(dtype)
+    if name.startswith("FP8 of ComfyUI"):
+        return (parts["weight"].float() * parts["scale_weight"]).to(dtype)
+    blocks = {"FP8 with 30x30 block scales": (30, 30), "FP8 with one, no configuration": (OUT, K)}
+    blocks |= {"FP8 with 8x32 block scales, experts": (8, 32), "FP8 with 16x32 block scales, deepseek": (16, 32)}
+    return of_blocks(parts, list(parts.values())[1], blocks[name]).to(dtype)
+
+
+def plain_of(path: Path) -> Tensors:
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith(REFUSED)])
+def test_every_layout(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NumPy and without it, from a file and a folder, as a command and as an option of edit."""
+    parts, word = LAYOUTS[name], str(dtype).removeprefix("torch.")
+    method = {} if not name.startswith("GPTQ") else {"quant_method": "gptq"}
+    folder, out = write(tmp_path / "in", name, "folder", method=method), tmp_path / "out.safetensors"
+    if dtype == torch.float32:
+        monkeypatch.setattr(arrays, "numpy_module", lambda: None)
+    said = say("dequantize", folder, word, "-o", out)
+    assert said.code == 0 and "1 weight turned back" in said.all, said.all
+    result, wanted = load_file(out), expected(name, parts, dtype)
+    (made,) = result.keys() - PLAIN.keys()
+    assert made.removeprefix(f"{M}.") in ("weight", "w")
+    assert result[made].shape == wanted.shape and result[made].dtype == dtype
+    assert torch.equal(raw(result[made]), raw(wanted)), (result[made] - wanted).abs().max()
+    assert all(torch.equal(result[key], value.to(dtype)) for key, value in PLAIN.items())
+    whole = say("edit", folder, "--dequantize", "-o", tmp_path / "edited")
+    assert whole.code == 0 and not any("quant" in file.read_text() for file in (tmp_path / "edited").glob("*.json"))
+    assert "quantized" not in ckptool.inspect(tmp_path / "edited")
+
+
+@pytest.mark.parametrize("name", ["GPTQ 4 bit", "bitsandbytes nf4, nested", "FP8 with 30x30 block scales"])
+def test_a_training_file_keeps_the_rest(name: str, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in", name, "training"), tmp_path / "out.pth"
+    assert say("dequantize", path, "bf16", "-o", out).code == 0
+    saved = torch.load(out, weights_only=True)
+    assert saved["epoch"] == 3
+    assert torch.equal(saved["model"][f"{M}.weight"], expected(name, LAYOUTS[name], torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN, *(name for name in LAYOUTS if name.startswith(REFUSED))])
+def test_layouts_without_a_rule_are_refused(name: str, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in", name, "folder"), tmp_path / "out.safetensors"
+    said = say("dequantize", path, "-o", out)
+    assert said.code == 4 and name.partition(",")[0].split()[0] in said.all and not out.exists(), said.all
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith(REFUSED)])
+def test_a_lost_part_is_refused(name: str, tmp_path: Path) -> None:
+    optional = ("weight_format", "g_idx", "zero_point", "input_scale", "k_scale", "scale_input", "output_scale", "ub")
+    for number, lost in enumerate(end for end in LAYOUTS[name] if not end.endswith(optional)):
+        left = {end: value for end, value in LAYOUTS[name].items() if end != lost}
+        path = write(tmp_path / str(number), name, "folder", parts=left, method={"quant_method": "fp8"})
+        said = say("dequantize", path, "-o", tmp_path / f"{number}.safetensors")
+        assert said.code in (3, 4) and not (tmp_path / f"{number}.safetensors").exists(), (lost, said.all)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "method", "word"),
+    [
+        ("GPTQ 4 bit", {"g_idx": torch.full((K,), 1000, dtype=torch.int32)}, {"quant_method": "gptq"}, "g_idx"),
+        ("GPTQ 4 bit", {}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
+        ("AWQ 4 bit", {}, {"version": "gemv"}, "gemv"),
+        ("bitsandbytes int8", {"weight_format": torch.tensor(1, dtype=torch.uint8)}, {}, "GPU"),
+        ("FP8 with 30x30 block scales", {"weight_scale_inv": torch.full((2, 3), torch.inf)}, {}, "not finite"),
+        ("FP8 with 30x30 block scales", {"weight_scale_inv": torch.full((2, 3), 1e6)}, {}, "finite values"),
+        ("fbgemm FP8", {"weight_scale": torch.full((OUT, 1), 1e6)}, {}, "finite values"),
+        ("MXFP4, gpt-oss", {"w_scales": codes(2, OUT // 2, K // 32).fill_(255)}, {}, "not finite"),
+    ],
+)
+def test_values_that_make_no_sense(name: str, change: Tensors, method: Any, word: str, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in", name, "folder", parts=LAYOUTS[name] | change), tmp_path / "out.safetensors"
+    config = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
+    config["quantization_config"] = config.get("quantization_config", {}) | method
+    (path / "config.json").write_text(json.dumps(config))
+    said = say("dequantize", path, "float16", "-o", out)
+    assert said.code in (3, 4) and word in said.all and not out.exists(), said.all
+
+
+def test_gptq_without_its_version(tmp_path: Path) -> None:
+    path, out = tmp_path / "model.safetensors", tmp_path / "out.safetensors"
+    save_file({f"{M}.{end}": value for end, value in LAYOUTS["GPTQ 4 bit"].items()}, path)
+    said = say("dequantize", path, "-o", out)
+    assert said.code == 4 and "two versions" in said.all and not out.exists()
+    results = []
+    for byte in (0x77, 0x88):
+        parts = LAYOUTS["GPTQ 4 bit"] | {"qzeros": torch.full((2, OUT // 2), byte, dtype=torch.uint8).view(torch.int32)}
+        save_file({f"{M}.{end}": value for end, value in parts.items()}, path)
+        assert say("dequantize", path, "--force", "-o", out).code == 0
+        results.append(load_file(out)[f"{M}.weight"])
+    assert torch.equal(*results)
+
+
+def test_plain_models_and_unknown_methods(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    path = tmp_path / "m" / "model.safetensors"
+    save_file({**PLAIN, "a.scale": floats(4)}, path)
+    said = say("dequantize", path, "-o", tmp_path / "out.safetensors")
+    assert said.code == 4 and "none of its weights is quantized" in said.all
+    (tmp_path / "m" / "config.json").write_text('{"quantization_config": {"quant_method": "aqlm"}}')
+    said = say("dequantize", path, "-o", tmp_path / "out.safetensors")
+    assert said.code == 4 and "aqlm" in said.all
+
+
+def test_wide_weights_take_other_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are read in slices, and products by tables, give the values of one piece."""
+    from ckptool.values import dequantized
+
+    layouts = {
+        "GPTQ 4 bit": {"qweight": int32(64, 700), "scales": floats(4, 700).half(), "qzeros": int32(4, 88)},
+        "FP8 with 30x30 block scales": {"weight": fp8(270, 200), "weight_scale_inv": floats(9, 7)},
+    }
+    for number, (name, parts) in enumerate(layouts.items()):
+        parts = {end: value[:, :87] if end == "qzeros" else value for end, value in parts.items()}
+        parts = {
+            end: value[:, :696].contiguous() if number == 0 and end != "qzeros" else value.contiguous()
+            for end, value in parts.items()
+        }
+        path, results = write(tmp_path / str(number), name, "folder", parts=parts), []
+        for kept, alike, step in ((1 << 24, 16, 1 << 16), (0, 1 << 20, 1 << 10), (1 << 24, 1, 777)):
+            for each, value in (("_KEPT", kept), ("_ALIKE", alike), ("_STEP", step)):
+                monkeypatch.setattr(dequantized, each, value)
+            out = tmp_path / f"{number}{step}.safetensors"
+            assert say("dequantize", path, "bf16", "-o", out).code == 0
+            results.append(raw(load_file(out)[f"{M}.weight"]))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kind", sorted(GIVEN.iterdir()) if GIVEN.is_dir() else [], ids=lambda path: path.name)
+def test_models_that_the_libraries_made(kind: Path, tmp_path: Path) -> None:
+    case, wanted = json.loads((kind / "case.json").read_text()), load_file(kind / "expected.safetensors")
+    said = say("dequantize", kind, "--to-dtype", case["dtype"], "-o", tmp_path / "out.safetensors")
+    assert said.code == 0, said.all
+    result = load_file(tmp_path / "out.safetensors")
+    assert result.keys() == wanted.keys()
+    assert all(torch.equal(result[key], value) and result[key].dtype == value.dtype for key, value in wanted.items())
+
+
+def test_the_other_commands_take_the_plain_values(tmp_path: Path) -> None:
+    name = "FP8 with 30x30 block scales"
+    path, plain = write(tmp_path / "in", name, "folder"), tmp_path / "plain.safetensors"
+    assert say("dequantize", path, "-o", plain).code == 0
+    assert say("diff", path, plain).code == 1
+    assert "are equal" in say("diff", path, plain, "--dequantized").all
+    rows = ckptool.stats(plain)["tensors"]
+    assert ckptool.stats(ckptool.dequantize(path))["tensors"][0]["mean"] == rows[0]["mean"]
+    listed, every = say("keys", path).all, say("keys", path, "--all").all
+    assert f"{OUT}x{K}" in listed and name in listed and "weight_scale_inv" not in listed and "--all" in listed
+    assert "weight_scale_inv" in every and name not in every
+    names = {"A": floats(2, K), "B": floats(OUT, 2)}
+    adapter = {f"base_model.model.{M}.lora_{side}.weight": value for side, value in names.items()}
+    lora = write_adapter(tmp_path / "lora", adapter, target_modules=["down_proj"])
+    assert "--dequantize" in say("merge-lora", path, lora, "-o", tmp_path / "a").all
+    assert say("merge-lora", path, lora, "--dequantize", "-o", tmp_path / "a").code == 0
+    assert say("merge-lora", plain, lora, "-o", tmp_path / "b.safetensors").code == 0
+    one, other = load_file(next((tmp_path / "a").glob("*.safetensors"))), load_file(tmp_path / "b.safetensors")
+    assert all(torch.equal(raw(one[key]), raw(value)) for key, value in other.items())
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", [name for name, parts in LAYOUTS.items() if len(parts) > 1])
+def test_edits_of_names_take_the_tensors_of_a_weight_together(name: str, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in", name), tmp_path / "out.safetensors"
+    optional = ("weight_format", "g_idx", "zero_point", "input_scale", "k_scale", "scale_input", "output_scale", "ub")
+    if name.startswith(("torchao", "HQQ")):
+        pytest.skip("its header, or the whole module, describes the weight")
+    for end in [end for end in LAYOUTS[name] if not end.endswith(optional)]:
+        for line in (("drop", path, f"{M}.{end}"), ("rename", path, f"{M}.{end}=other")):
+            said = say(*line, "-o", out)
+            assert said.code == 4 and "quantized weight" in said.all and not out.exists(), (line, said.all)
+    assert say("drop", path, f"{M}*", "-o", out).code == 0
+    assert say("rename", path, f"{M}*=other*", "--force", "-o", out).code == 0
+
+
+def test_a_lost_part_is_a_warning_of_validate(tmp_path: Path) -> None:
+    parts = {end: value for end, value in LAYOUTS["GPTQ 4 bit"].items() if end != "scales"}
+    path = write(tmp_path / "in", "GPTQ 4 bit", parts=parts)
+    checks = {each["name"]: each for each in ckptool.validate(path)["checks"]}
+    assert checks["complete"]["status"] == "warning" and "scales is missing" in str(checks["complete"])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_hold_the_tensors_of_a_weight_together(suffix: str, tmp_path: Path) -> None:
+    name = "bitsandbytes nf4, nested"
+    state = {f"layers.{n}.{end}": value.clone() for n in range(8) for end, value in LAYOUTS[name].items()}
+    save_file(state, tmp_path / "model.safetensors")
+    form = ("--to-format", "torch") if suffix == "bin" else ()
+    line = ("convert", tmp_path / "model.safetensors", "-o", tmp_path / "out", "--max-shard-size", "3kB", *form)
+    assert say(*line).code == 0
+    index = json.loads(next((tmp_path / "out").glob("*.index.json")).read_text())["weight_map"]
+    assert index.keys() == state.keys() and len({*index.values()}) > 3
+    for number in range(8):
+        assert len({file for key, file in index.items() if key.startswith(f"layers.{number}.")}) == 1
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith((*REFUSED, "torchao"))])
+def test_a_flipped_bit_in_any_part_is_seen(name: str, tmp_path: Path) -> None:
+    """The checksums of the parts are verified, although no part is in the output."""
+    path, out = write(tmp_path / "in", name, "bin"), tmp_path / "out.safetensors"
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size]
+    assert len(records) >= len(LAYOUTS[name])
+    for record in records:
+        name_size, extra = struct.unpack_from("<HH", whole, record.header_offset + 26)
+        place = record.header_offset + 30 + name_size + extra + record.file_size // 2
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        said = say("dequantize", path, "bf16", "-o", out)
+        assert said.code and not out.exists(), (record.filename, said.all)
