@@ -213,10 +213,15 @@ def _bnb(case: _Case) -> Plain:
     numbers = {name: state[name] for name in ("blocksize", "nested_blocksize", "nested_offset") if name in state}
     if case.code[:1] == (1,) and len(case.code) == 2 and size > 1:
         return Plain(tuple(shape), "it is transposed")
+    if case.tensors[".absmax"].dtype not in ("uint8", "float32") or prod(case.shape(".quant_map")) != 16:
+        return Plain(tuple(shape), "absmax or quant_map is of another dtype or size than bitsandbytes writes")
     if case.tensors[".absmax"].dtype == "uint8":
         nested = state.get("nested_blocksize")
         if not {".nested_absmax", ".nested_quant_map"} <= case.tensors.keys() or type(nested) is not int or nested < 1:
             return Plain(tuple(shape), "nested_absmax, nested_quant_map or nested_blocksize is missing")
+        offset = state.get("nested_offset", 0.0)
+        if type(offset) not in (int, float) or prod(case.shape(".nested_quant_map")) != 256:
+            return Plain(tuple(shape), "nested_offset or nested_quant_map cannot be read")
         fits = fits and prod(case.shape(".nested_absmax")) == -(-blocks // nested)
     return _fitting(case, ".absmax", tuple(shape), fits, dtype=str(state.get("dtype", "")), **numbers)
 
@@ -281,6 +286,8 @@ def _blocks(case: _Case) -> Plain | None:
     end, inputs = case.end("scales"), groups * width * 2
     shape = (*rows[:-1], inputs, rows[-1]) if end == "_scales" else (*rows, inputs)
     turned = end == "_scales"
+    if turned and len(case.code) != 4:
+        return Plain(None, UNKNOWN_LAYOUT)
     return _fitting(case, end, shape, case.shape(end) == case.code[:-1], group=2 * width, turned=turned)
 
 
@@ -297,6 +304,8 @@ def _scaled(case: _Case) -> Plain:
     if len(code) > 1 and scale in (code[:-1], (*code[:-1], 1)):
         return Plain(code, "", f"{known} with a scale for each channel", of, {"block": (1, 0), **first})
     given = next(_values(case.config, "weight_block_size", "block_structure"), None)
+    if isinstance(given, str) and given.replace("x", "").isdecimal():
+        given = [int(size) for size in given.split("x") if size]
     if len(scale) == len(code) >= 2 and scale[:-2] == code[:-2] and 0 not in scale:
         even = not (code[-2] % scale[-2] or code[-1] % scale[-1])
         sizes = [given, (128, 128), (code[-2] // scale[-2], code[-1] // scale[-1]) if even else None]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError, RefusedError
+from ..base.lazy import regex
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -33,6 +34,8 @@ from .cast import cast, check_dtype
 from .model_config import CONFIG, config_fields
 from .recompute import Recomputation
 
+#: Names of tensors that change the inputs of a layer: without them the plain weight computes something else.
+_RESCALED: Final = regex(r"(?:\.|_)(?:pre_quant_scale|act_pre_scale)\Z|\.(?:input|output|weight)_transform\.")
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -65,14 +68,17 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
         raise RefusedError(
             f"plain weights are not written as {dtype}", path=checkpoint.path, next="`--to-dtype bfloat16`"
         )
-    gone = {entry.ref for entry in found.others}
-    made: dict[tuple[int, Ref], tuple[str, Ref]] = {}
+    if turned := next((e for e in work.checkpoint.survey.tensors if _RESCALED.search(e.key)), None):
+        what = f"{quoted(turned.key)} changes the inputs of a quantized weight, and a plain weight has no place for it"
+        raise RefusedError(what, path=checkpoint.path)
+    gone = {(entry.state_dict, entry.key) for entry in found.others}
+    made: dict[tuple[int, str], tuple[str, Ref]] = {}
     for weight in found.weights:
         entry = weight.parts[0][1]
         if entry.state_dict < 0:
             raise RefusedError(f"{quoted(entry.path)} is in no state dict", path=checkpoint.path)
-        gone.update(part.ref for _, part in weight.parts)
-        made[entry.state_dict, entry.ref] = weight.name, _made(work, weight, dtype)
+        gone.update((part.state_dict, part.key) for _, part in weight.parts)
+        made[entry.state_dict, entry.key] = weight.name, _made(work, weight, dtype)
     for number, state_dict in enumerate(work.checkpoint.survey.state_dicts):
         items = list(_items(work, state_dict.ref, number, made, gone))
         work.editor.refill(state_dict.ref, items)
@@ -93,19 +99,24 @@ def plain_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _items(
-    work: Recomputation, ref: Ref, number: int, made: Mapping[tuple[int, Ref], tuple[str, Ref]], gone: set[Ref]
+    work: Recomputation,
+    ref: Ref,
+    number: int,
+    made: Mapping[tuple[int, str], tuple[str, Ref]],
+    gone: set[tuple[int, str]],
 ) -> Iterator[tuple[Ref, Ref]]:
     """Yield the entries of a state dict with plain weights in place of their parts."""
     nodes = work.checkpoint.graph.nodes
     before = list(mapping(work.checkpoint.graph, ref) or ())
-    names = {str(nodes[name]) for name, value in before if value not in gone}
+    names = {str(nodes[name]) for name, _ in before if (number, str(nodes[name])) not in gone}
     for name, value in before:
-        if (number, value) in made:
-            title, plain = made[number, value]
+        key = number, str(nodes[name])
+        if key in made:
+            title, plain = made[key]
             if title in names:
                 raise RefusedError(f"{quoted(title)} exists beside its quantized form", path=work.checkpoint.path)
             yield work.editor.text(name, title), plain
-        elif value not in gone:
+        elif key not in gone:
             yield name, value
 
 

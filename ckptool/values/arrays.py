@@ -74,7 +74,7 @@ class _Numpy:
             return (numpy.frombuffer(data, "<u2").astype("u4") << 16).view("f4")
         if BY_NAME[dtype].itemsize == 1:
             return self.numbers([complex(number).real for number in to_numbers(_BYTES, dtype)])[self.codes(data)]
-        known = {"float32": "<f4", "float16": "<f2", "float64": "<f8"}
+        known = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "int16": "<i2", "int32": "<i4", "int64": "<i8"}
         return numpy.frombuffer(data, known[dtype]).astype("f4")
 
     def numbers(self, values: list[float]) -> Any:

@@ -82,7 +82,10 @@ def dequantized(how: Dequantization) -> Iterator[bytes]:
         return
     for values in _RULES[how.rule](xp, how):
         for dtype in how.rounds[:-1]:
-            values = xp.rounded(values, dtype)
+            before, values = values, xp.rounded(values, dtype)
+            if not xp.is_finite(values) and xp.is_finite(before):
+                what = f"{quoted(how.name)}: finite values would be infinite in {dtype}, in which its library computes"
+                raise RefusedError(what, path=how.code.storage.path)
         yield swapped(_stored(xp, how, values), how.width)
 
 
@@ -100,9 +103,20 @@ def _floats(xp: Arrays, how: Dequantization, part: StoredTensor, dtype: str = ""
     dtype = dtype or part.view.dtype
     # Exponents are stored as bytes where a library has no dtype for them.
     values = xp.floats(part.values, "float8_e8m0fnu" if dtype == "uint8" else dtype)
+    return _finite(xp, how, values, part.name)
+
+
+def _finite(xp: Arrays, how: Dequantization, values: Any, name: str) -> Any:
+    """Return numbers; raise RefusedError if one is not finite."""
     if not xp.is_finite(values):
-        raise RefusedError(f"{quoted(part.name)} is not finite", path=how.code.storage.path)
+        raise RefusedError(f"{quoted(name)} is not finite", path=how.code.storage.path)
     return values
+
+
+def _misfit(how: Dequantization, part: StoredTensor) -> RefusedError:
+    shape = list(part.view.shape)
+    what = f"{quoted(part.name)} of shape {shape} and dtype {part.view.dtype} does not fit {quoted(how.name)}"
+    return RefusedError(what, path=how.code.storage.path)
 
 
 def _rows(part: StoredTensor, width: int, most: int = _STEP) -> Iterator[tuple[int, bytes]]:
@@ -134,7 +148,7 @@ class _Grid(NamedTuple):
         scales = _floats(xp, how, how.scale)
         scales = scales.reshape(-1, across) if len(scales) > 1 else scales.reshape(1, 1)
         if how.numbers.get("round_scale"):
-            scales = xp.rounded(scales, how.rounds[-1])
+            scales = _finite(xp, how, xp.rounded(scales, how.rounds[-1]), how.scale.name)
         # A block of rows has few different products: the 256 of its codes.
         alike = high >= _ALIKE and how.part("zero_point") is None and len(how.rounds) == 1
         alike = alike and is_contiguous(how.code.view)
@@ -179,7 +193,7 @@ def _scaled(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     grid, (outputs, inputs) = _Grid.of(xp, how), _matrix(how)
     zero = how.part("zero_point")
     if zero is not None and zero.view.numel != how.scale.view.numel:
-        raise RefusedError(f"{quoted(zero.name)} does not fit its scale", path=how.code.storage.path)
+        raise _misfit(how, zero)
     zeros = None if zero is None else xp.floats(zero.values, zero.view.dtype).reshape(grid.scales.shape)
     table = xp.floats(bytes(range(256)), how.code.view.dtype)
     for begin, data in _rows(how.code, inputs):
@@ -235,10 +249,13 @@ def _e2m1(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     group = how.numbers["group"]
     part = how.part("_scales") or how.part("scales") or how.scale
     scales = _floats(xp, how, part).reshape(-1, part.view.shape[-1])
+    if other := next((each for each in (divisor, factor) if each is not None and each.view.numel != 1), None):
+        raise _misfit(how, other)
     if divisor is not None:
         scales = scales / _floats(xp, how, divisor)
     if factor is not None:
         scales = scales * _floats(xp, how, factor)
+    scales = _finite(xp, how, scales, part.name)
     width = prod(how.code.view.shape) // max(len(scales), 1)
 
     def plain(codes: Any, scale: Any) -> Any:
@@ -285,9 +302,14 @@ def _packed(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     half, dense = 1 << (bits - 1), how.numbers["dense"]
     outputs = prod(how.shape[:-1])
     scales = _floats(xp, how, how.part("weight_scale") or how.scale)
-    groups = 1 if len(scales) == 1 else len(scales) // outputs
+    scale = how.part("weight_scale") or how.scale
+    groups = 1 if len(scales) == 1 else scale.view.shape[-1]
+    if len(scales) != 1 and scale.view.shape[:-1] != how.code.view.shape[:-1]:
+        raise _misfit(how, scale)
     scales = scales.reshape(-1, groups)
     zero, order = how.part("zero_point"), how.part("g_idx")
+    if zero is not None and (zero.view.dtype != "int32" or zero.view.shape != (-(-outputs * bits // 32), groups)):
+        raise _misfit(how, zero)
     zeros = None
     if zero is not None:
         packed = xp.words(zero.values).reshape(-1, groups)
@@ -305,13 +327,18 @@ def _packed(xp: Arrays, how: Dequantization) -> Iterator[Any]:
 
 def _groups(xp: Arrays, how: Dequantization, order: StoredTensor | None, groups: int, inputs: int) -> Any:
     """Return the group of each input; raise RefusedError if there is no such group."""
+    if order is not None and order.view.dtype != "int32":
+        raise _misfit(how, order)
     if order is not None:
         found = xp.words(order.values)
         if len(found) == inputs and bool((found < groups).all()):
             return found
         if not bool((found == 0xFFFFFFFF).all()):
             raise RefusedError(f"{quoted(order.name)} names groups that do not exist", path=how.code.storage.path)
-    return xp.indices(0, inputs) // -(-inputs // groups)
+    if not groups or inputs % groups:
+        what = f"{quoted(how.name)}: {inputs} columns do not divide into {groups} groups, and nothing says how they do"
+        raise RefusedError(what, path=how.code.storage.path)
+    return xp.indices(0, inputs) // max(inputs // groups, 1)
 
 
 def _turned(xp: Arrays, how: Dequantization) -> Iterator[Any]:
@@ -349,8 +376,9 @@ def _columns(xp: Arrays, code: StoredTensor, begin: int, count: int) -> Any:
     """Read some columns of words, row by row."""
     rows, width = code.view.shape
     count = min(count, width - begin)
-    view = code.view._replace(shape=(count,), stride=(1,))
-    parts = (view._replace(offset=view.offset + row * width + begin) for row in range(rows))
+    down, across = code.view.stride
+    view = code.view._replace(shape=(count,), stride=(across,), offset=code.view.offset + begin * across)
+    parts = (view._replace(offset=view.offset + row * down) for row in range(rows))
     data = b"".join(b"".join(elements(code.storage, part)) for part in parts)
     return xp.words(data).reshape(rows, count)
 

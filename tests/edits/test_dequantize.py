@@ -173,6 +173,13 @@ def test_a_lost_part_is_refused(name: str, tmp_path: Path) -> None:
         ("FP8 with 30x30 block scales", {"weight_scale_inv": torch.full((2, 3), torch.inf)}, {}, "not finite"),
         ("FP8 with 30x30 block scales", {"weight_scale_inv": torch.full((2, 3), 1e6)}, {}, "finite values"),
         ("fbgemm FP8", {"weight_scale": torch.full((OUT, 1), 1e6)}, {}, "finite values"),
+        ("modelopt NVFP4", {"pre_quant_scale": floats(K)}, {}, "changes the inputs"),
+        ("modelopt NVFP4", {"weight_scale_2": floats(4)}, {}, "does not fit"),
+        ("compressed-tensors NVFP4", {"weight_global_scale": torch.zeros(1)}, {}, "not finite"),
+        ("compressed-tensors int4", {"weight_scale": floats(2, OUT)}, {}, "does not fit"),
+        ("compressed-tensors int4", {"weight_scale": floats(OUT, 3)}, {}, "do not divide"),
+        ("compressed-tensors int4", {"weight_zero_point": codes(OUT, 2).char()}, {}, "does not fit"),
+        ("bitsandbytes nf4, plain", {"weight.absmax": floats(32, dtype=torch.float64)}, {}, "bitsandbytes writes"),
         ("MXFP4, gpt-oss", {"w_scales": codes(2, OUT // 2, K // 32).fill_(255)}, {}, "not finite"),
     ],
 )
@@ -316,3 +323,28 @@ def test_a_flipped_bit_in_any_part_is_seen(name: str, tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         said = say("dequantize", path, "bf16", "-o", out)
         assert said.code and not out.exists(), (record.filename, said.all)
+
+
+def test_objects_under_several_names_stay_under_all(tmp_path: Path) -> None:
+    name, parts = "FP8 with 16x32 block scales, deepseek", LAYOUTS["FP8 with 16x32 block scales, deepseek"]
+    scale, wanted = torch.ones(1), expected(name, parts, torch.bfloat16)
+    state = {f"{module}.{end}": value for module in "ab" for end, value in parts.items()}
+    state |= {"c.weight": fp8(4, 4), "c.weight_scale": scale, "logit_scale": scale}
+    torch.save(state, tmp_path / "in.pth")
+    assert say("dequantize", tmp_path / "in.pth", "-o", tmp_path / "out.pth").code == 0
+    result = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert result.keys() == {"a.weight", "b.weight", "c.weight", "logit_scale"}
+    assert torch.equal(result["a.weight"], wanted) and torch.equal(result["b.weight"], wanted)
+
+
+def test_turned_codes_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.values import dequantized
+
+    monkeypatch.setattr(dequantized, "_KEPT", 0)
+    parts = LAYOUTS["GPTQ 4 bit"] | {"qzeros": torch.full((2, OUT // 8), 0x77777777, dtype=torch.int32)}
+    results = []
+    for code in (parts["qweight"], parts["qweight"].t().contiguous().t()):
+        torch.save({f"{M}.{end}": value for end, value in (parts | {"qweight": code}).items()}, tmp_path / "in.pth")
+        assert say("dequantize", tmp_path / "in.pth", "--force", "-o", tmp_path / "out.pth").code == 0
+        results.append(torch.load(tmp_path / "out.pth", weights_only=True)[f"{M}.weight"])
+    assert torch.equal(*results)
