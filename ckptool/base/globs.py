@@ -102,10 +102,11 @@ class Glob:
         self.pattern = pattern
         if pattern.startswith(REGEX):
             self._key = self._path = compiled(pattern, len(REGEX))
+        elif pattern.count("*") < 2 and not any(char in pattern for char in "?[{"):  # most patterns
+            self._key = self._path = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
         else:
-            self._key = self._path = glob_regex(pattern)
-            if "[" in pattern:
-                self._path = glob_regex(pattern, path=True)
+            self._key = glob_regex(pattern)
+            self._path = glob_regex(pattern, path=True) if "[" in pattern else self._key
 
     def matches(self, key: str, path: str = "") -> bool:
         """Return whether the pattern matches the whole key or the whole path; an empty path never matches."""
@@ -208,8 +209,7 @@ def _combined(parts: Sequence[Part]) -> Iterator[list[str]]:
         [atoms for option in part.options for atoms in _combined(option)] if part.options else [[part.regex]]
         for part in parts
     ]
-    for choice in product(*choices):
-        yield list(chain.from_iterable(choice))
+    yield from (list(chain.from_iterable(choice)) for choice in product(*choices))
 
 
 def _linear(atoms: Sequence[str], numbers: Iterator[int]) -> str:

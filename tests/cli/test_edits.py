@@ -141,9 +141,9 @@ def test_every_parameter_is_an_option_of_edit() -> None:
     for edit in EDITS.values():
         assert edit.name in COMMANDS if edit.summary else not edit.examples
         for each in edit.parameters:
-            # --to-dtype modifies dequantize, and is a step in edit; merge-lora is a command of its own.
-            known = STEPS if each.step else {*MODIFIERS, *STEPS}
-            assert each.spelled in known, (edit.name, each)
+            # These two are options of their commands, whose names are steps of edit.
+            is_step = each.step or (edit.name, each.name) in {("dequantize", "to_dtype"), ("merge-lora", "dequantize")}
+            assert each.spelled in (STEPS if is_step else MODIFIERS), (edit.name, each)
 
 
 def test_help_names_every_choice() -> None:

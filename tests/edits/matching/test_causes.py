@@ -195,4 +195,4 @@ def test_a_name_of_any_length_takes_linear_time(part: str, end: str, tmp_path: P
     report, count = loops(lambda: ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth"))
     assert not report["fits"]
     assert all(len(one["message"]) < 2_000 for one in report["causes"])
-    assert count < 250  # 60 on an idle machine; time that grows with the square takes thousands
+    assert count < 60
