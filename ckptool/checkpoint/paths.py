@@ -327,7 +327,7 @@ _STEP: Final = regex(
 
 
 def _key_value(path: str, text: str) -> Any:
-    """Return the value of a Python literal, or NO_VALUE for another key; raise TargetError for what is not a key."""
+    """Return the value of a key, or NO_VALUE unless it is a Python literal. Raise TargetError for other text."""
     import ast
     import warnings
 

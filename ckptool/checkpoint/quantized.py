@@ -8,6 +8,7 @@ there, because plain models have tensors named ``scale`` too. ``quantized.toml``
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
@@ -57,8 +58,11 @@ _BESIDE: Final = tuple(
         " .comfy_quant .pre_quant_scale scaled_fp8"
     )
 )
+_OF_HEADS: Final = (".q_scale", ".k_scale", ".v_scale")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
+#: The fields of a configuration that describe the quantization.
+CONFIG_FIELDS: Final = ("quantization_config", "compression_config")
 #: Files that hold the configuration of the quantization, apart from config.json.
 OTHER_CONFIGS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 #: The classes of torchao whose codes are in rows, as they are.
@@ -291,8 +295,8 @@ def _blocks(case: _Case) -> Plain | None:
     return _fitting(case, end, shape, case.shape(end) == case.code[:-1], group=2 * width, turned=turned)
 
 
-def _scaled(case: _Case) -> Plain:
-    """Codes of 8 bits, with one scale, one for each row, or one for each block."""
+def _scaled(case: _Case, *blocks: Any) -> Plain:
+    """Codes of 8 bits, with one scale, one for each row, or one for each block, of these sizes or the usual ones."""
     end, code = case.end("scale"), case.code
     scale, method = case.shape(end), str(case.config.get("quant_method", "")).replace("fp8", "").strip("_-")
     known = f"{method} {'int8' if case.dtype == 'int8' else 'FP8'}".strip()
@@ -303,12 +307,11 @@ def _scaled(case: _Case) -> Plain:
         return Plain(code, "", f"{known} with one scale for each weight", of, {"block": (0, 0), **first})
     if len(code) > 1 and scale in (code[:-1], (*code[:-1], 1)):
         return Plain(code, "", f"{known} with a scale for each channel", of, {"block": (1, 0), **first})
-    given = next(_values(case.config, "weight_block_size", "block_structure"), None)
-    if isinstance(given, str) and given.replace("x", "").isdecimal():
-        given = [int(size) for size in given.split("x") if size]
+    given = [*blocks, *_values(case.config, "weight_block_size", "block_structure")]
+    given = [[int(n) for n in re.findall(r"\d+", size)] if isinstance(size, str) else size for size in given]
     if len(scale) == len(code) >= 2 and scale[:-2] == code[:-2] and 0 not in scale:
         even = not (code[-2] % scale[-2] or code[-1] % scale[-1])
-        sizes = [given, (128, 128), (code[-2] // scale[-2], code[-1] // scale[-1]) if even else None]
+        sizes = [*given, (128, 128), (code[-2] // scale[-2], code[-1] // scale[-1]) if even else None]
         for block in (size for size in sizes if isinstance(size, list | tuple) and len(size) == 2):
             if all(type(n) is int and n > 0 and -(-c // n) == s for n, c, s in zip(block, code[-2:], scale[-2:])):
                 numbers = {"block": tuple(block), **first}
@@ -324,7 +327,9 @@ def _torchao(case: _Case) -> Plain:
     if kind in _TORCHAO and "_scale" not in case.tensors:
         return Plain(None, "scale is missing", f"torchao {kind}")
     if kind in _TORCHAO:
-        return _of_torchao(_scaled(case), kind, str(native), case.tensors["_scale"].dtype)
+        return _of_torchao(
+            _scaled(case, *_values(described, "block_size")), kind, str(native), case.tensors["_scale"].dtype
+        )
     shape = case.code if case.dtype == "int8" or case.dtype in _FP8 else None
     shape = (*case.code[:-1], 2 * case.code[-1]) if kind == "Int4Tensor" else shape
     problem = "" if kind else "the header does not describe it"
@@ -344,6 +349,7 @@ def _rows(case: _Case) -> Plain:
 
 _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
     "same": lambda case: Plain(case.code),
+    "fp8": lambda case: None if case.tensors[case.end("scale")].dtype in _FP8 else _scaled(case),
     "one_scale": lambda case: _scaled(case)._replace(format=""),
     "turned": lambda case: Plain(case.code[::-1]),
     "unknown": lambda case: Plain(None, UNKNOWN_LAYOUT),
@@ -506,6 +512,8 @@ class _Search:
                 continue
             if name.endswith(_MARKS) or _STATE in name or (within and name.endswith(_PARTS)):
                 self.left_over.append(entry)
+            elif entry.tensor.numel > 1 and name.endswith(_OF_HEADS):
+                continue  # the norms of a model have such names, too
             elif (within and name.endswith(_BESIDE)) or (by_torch and name.endswith((".scale", ".zero_point"))):
                 self.others.append(entry)
 
@@ -586,7 +594,7 @@ def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     text = checkpoint.companions.get("config.json")
     objects = {name: read_object(path) for name, path in beside.items() if name in ("config.json", *OTHER_CONFIGS)}
     config = parsed_object(text) if text is not None else objects.get("config.json")
-    if found := next((item for item in _values(config, "quantization_config") if isinstance(item, dict)), None):
+    if found := next((item for item in _values(config, *CONFIG_FIELDS) if isinstance(item, dict)), None):
         return found
     for name in OTHER_CONFIGS:
         if other := objects.get(name):

@@ -15,6 +15,7 @@ from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
 from ..checkpoint.quantized import (
+    CONFIG_FIELDS,
     OTHER_CONFIGS,
     UNKNOWN_LAYOUT,
     Quantization,
@@ -36,6 +37,7 @@ from .recompute import Recomputation
 
 #: Names of tensors that change the inputs of a layer: without them the plain weight computes something else.
 _RESCALED: Final = regex(r"(?:\.|_)(?:pre_quant_scale|act_pre_scale)\Z|\.(?:input|output|weight)_transform\.")
+_FIELDS: Final = ("dtype", "torch_dtype")
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -71,6 +73,10 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
     if turned := next((e for e in work.checkpoint.survey.tensors if _RESCALED.search(e.key)), None):
         what = f"{quoted(turned.key)} changes the inputs of a quantized weight, and a plain weight has no place for it"
         raise RefusedError(what, path=checkpoint.path)
+    codes = {part.ref for weight in found.weights for _, part in weight.parts}
+    for entry in work.chosen:
+        if entry.tensor.dtype.startswith("float8") and entry.ref not in codes and config:
+            raise RefusedError(f"{quoted(entry.path)} is {entry.tensor.dtype}, and has no scale", path=checkpoint.path)
     gone = {(entry.state_dict, entry.key) for entry in found.others}
     made: dict[tuple[int, str], tuple[str, Ref]] = {}
     for weight in found.weights:
@@ -89,7 +95,7 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
         notes.append(f"as modelopt does, with the scale rounded to {dtype} first; engines multiply by the scale itself")
     notes += [f"{CONFIG} of an output folder: without quantization_config"] if config_fields(checkpoint) else []
     edited = work.done([Change("dequantize", key or "", len(found.weights), 0, what, tuple(notes))])
-    edited = _described(edited, config, dtype)
+    edited = _described(edited, dtype, to_dtype is not None)
     return cast(edited, dtype, key=key) if to_dtype is not None else edited
 
 
@@ -130,7 +136,8 @@ def _unsupported(weights: tuple[QuantizedWeight, ...]) -> Iterator[str]:
 def _of_model(work: Recomputation, found: Quantization) -> str:
     """Return the dtype of the model: from its config.json, else of its quantized weights, else of its other tensors."""
     config = config_fields(work.checkpoint)
-    named = [config.get("dtype"), config.get("torch_dtype")]
+    parts = sorted(_parts_of(config), key=lambda each: not {*CONFIG_FIELDS} & each.keys())
+    named = [each.get(name) for each in parts if each is config or {*CONFIG_FIELDS} & each.keys() for name in _FIELDS]
     named += [weight.dtype for weight in found.weights]
     plain: Counter[str] = Counter()
     for entry in work.checkpoint.survey.tensors:
@@ -178,19 +185,23 @@ def _stored(work: Recomputation, entry: TensorEntry) -> StoredTensor:
     return StoredTensor(entry.path, storage_reader(work.checkpoint, tensor.storage), vector(tensor))
 
 
-def _described(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: str) -> Checkpoint:
-    """Return the checkpoint with files and a header that speak of plain weights."""
+def _parts_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a configuration, and those of its parts at any depth, such as ``text_config``."""
+    return [fields, *(part for each in fields.values() if isinstance(each, dict) for part in _parts_of(each))]
+
+
+def _described(checkpoint: Checkpoint, dtype: str, everywhere: bool) -> Checkpoint:
+    """Return the checkpoint with files and a header that speak of plain weights; ``everywhere``: of one dtype."""
     fields = config_fields(checkpoint)
     companions = dict(checkpoint.companions)
     if fields:
-        for each in (fields, *(inner for inner in fields.values() if isinstance(inner, dict))):
-            each.pop("quantization_config", None)
-            for name in {"dtype", "torch_dtype"} & each.keys():
-                each[name] = dtype
-        if not {"dtype", "torch_dtype"} & fields.keys():
+        for each in _parts_of(fields):
+            described = [each.pop(name) for name in CONFIG_FIELDS if name in each]
+            if each is fields or described or everywhere:
+                each |= dict.fromkeys({*_FIELDS} & each.keys(), dtype)
+        if not {*_FIELDS} & fields.keys():
             fields["torch_dtype"] = dtype
         companions[CONFIG] = (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
         companions |= dict.fromkeys(OTHER_CONFIGS, b"")
-    described = {name: text for name, text in checkpoint.metadata.items() if name != "tensor_names"}
-    texts = {name: text for name, text in described.items() if '"_type"' not in text}
+    texts = {n: text for n, text in checkpoint.metadata.items() if n != "tensor_names" and '"_type"' not in text}
     return checkpoint.replace(companions=companions, texts=texts)

@@ -252,7 +252,10 @@ def _e2m1(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     if other := next((each for each in (divisor, factor) if each is not None and each.view.numel != 1), None):
         raise _misfit(how, other)
     if divisor is not None:
-        scales = scales / _floats(xp, how, divisor)
+        by = _floats(xp, how, divisor)
+        if not float(by.reshape(-1)[0]):
+            raise RefusedError(f"{quoted(divisor.name)} is 0", path=how.code.storage.path)
+        scales = scales / by
     if factor is not None:
         scales = scales * _floats(xp, how, factor)
     scales = _finite(xp, how, scales, part.name)

@@ -175,7 +175,7 @@ def test_a_lost_part_is_refused(name: str, tmp_path: Path) -> None:
         ("fbgemm FP8", {"weight_scale": torch.full((OUT, 1), 1e6)}, {}, "finite values"),
         ("modelopt NVFP4", {"pre_quant_scale": floats(K)}, {}, "changes the inputs"),
         ("modelopt NVFP4", {"weight_scale_2": floats(4)}, {}, "does not fit"),
-        ("compressed-tensors NVFP4", {"weight_global_scale": torch.zeros(1)}, {}, "not finite"),
+        ("compressed-tensors NVFP4", {"weight_global_scale": torch.zeros(1)}, {}, "is 0"),
         ("compressed-tensors int4", {"weight_scale": floats(2, OUT)}, {}, "does not fit"),
         ("compressed-tensors int4", {"weight_scale": floats(OUT, 3)}, {}, "do not divide"),
         ("compressed-tensors int4", {"weight_zero_point": codes(OUT, 2).char()}, {}, "does not fit"),
@@ -348,3 +348,50 @@ def test_turned_codes_are_read_in_their_order(tmp_path: Path, monkeypatch: pytes
         assert say("dequantize", tmp_path / "in.pth", "--force", "-o", tmp_path / "out.pth").code == 0
         results.append(torch.load(tmp_path / "out.pth", weights_only=True)[f"{M}.weight"])
     assert torch.equal(*results)
+
+
+def converted(tmp_path: Path, state: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    (tmp_path / "in").mkdir()
+    save_file(state, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    said = say("dequantize", tmp_path / "in", "-o", tmp_path / "out")
+    assert said.code == 0, said.all
+    return load_file(tmp_path / "out" / "model.safetensors"), json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_configuration_inside_another(tmp_path: Path) -> None:
+    """The part that is quantized says what its dtype is; other parts keep theirs."""
+    inner = {"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16"}
+    config = {"thinker_config": {"text_config": inner, "vision_config": {"dtype": "float32"}}}
+    state = {"a.weight": fp8(8, 8), "a.weight_scale_inv": floats(1, 1), "vision.weight": floats(99, 99)}
+    result, described = converted(tmp_path, state, config)
+    assert result["a.weight"].dtype == torch.bfloat16 and result["vision.weight"].dtype == torch.float32
+    parts = {"text_config": {"dtype": "bfloat16"}, "vision_config": {"dtype": "float32"}}
+    assert described == {"thinker_config": parts, "torch_dtype": "bfloat16"}
+
+
+def test_norms_that_are_called_scales_stay(tmp_path: Path) -> None:
+    state = {"a.weight": fp8(8, 8), "a.weight_scale_inv": floats(1, 1), "a.k_scale": floats(64), "b.k_scale": floats(1)}
+    result, _ = converted(tmp_path, state, {"compression_config": {"quant_method": "fp8"}, "dtype": "bfloat16"})
+    assert result.keys() == {"a.weight", "a.k_scale"}
+
+
+def test_block_sizes_of_every_group_are_tried(tmp_path: Path) -> None:
+    code, scale = fp8(150, 150), floats(3, 3)
+    groups = {"a": {"weights": {"block_structure": [128, 128]}}, "b": {"weights": {"block_structure": "64x64"}}}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    result, _ = converted(tmp_path, {"a.weight": code, "a.weight_scale": scale}, config | {"dtype": "float32"})
+    assert torch.equal(result["a.weight"], of_blocks({"": code}, scale, (64, 64)))
+
+
+def test_float8_without_a_scale(tmp_path: Path) -> None:
+    """Beside quantized weights it is damage; with a scale in float8 it is a plain cast."""
+    state = {"a.weight": fp8(8, 8), "a.weight_scale_inv": floats(1, 1), "norm.weight": fp8(8)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    said = say("dequantize", tmp_path / "model.safetensors", "-o", tmp_path / "out.safetensors")
+    assert said.code == 4 and "norm.weight" in said.all and not (tmp_path / "out.safetensors").exists()
+    (tmp_path / "config.json").unlink()
+    save_file({"gamma": fp8(8, 8), "gamma_scale": fp8(8)}, tmp_path / "model.safetensors")
+    said = say("dequantize", tmp_path / "model.safetensors", "-o", tmp_path / "out.safetensors")
+    assert said.code == 4 and "none of its weights is quantized" in said.all

@@ -124,7 +124,7 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
 
 
 def _for_file(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
-    """Return the answer for a file. Raise UnreadableError if there is none. ``log`` is where the text is from, or -."""
+    """Return the answer for a file; raise UnreadableError without one. ``log`` is the file of the message, or -."""
     unknown = error is None and bool(text.strip())
     details = {**details, "named": "yes" if os.path.basename(path) in text else "no"}
     try:
