@@ -186,7 +186,7 @@ def _stored(work: Recomputation, entry: TensorEntry) -> StoredTensor:
 
 
 def _parts_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a configuration, and those of its parts at any depth, such as ``text_config``."""
+    """Return a configuration and its parts at any depth, such as ``text_config``."""
     return [fields, *(part for each in fields.values() if isinstance(each, dict) for part in _parts_of(each))]
 
 
