@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -55,41 +56,24 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
     'bfloat16'
     """
     work = Recomputation(checkpoint, key)
-    found, config = quantization(work.checkpoint, exact=True), quantization_config(checkpoint)
-    method = str(config.get("quant_method", ""))
-    if not found:
-        what = "none of its weights is quantized"
-        what = f"its configuration says that it is quantized ({method}), and its tensors are not" if method else what
-        raise RefusedError(what, path=checkpoint.path, next="see its tensors: " + command("keys", checkpoint.path))
-    if problems := [*_unsupported(found.weights), *(text for text in found.problems if UNKNOWN_LAYOUT not in text)]:
-        what = f"not every weight can be turned back: {join_limited(problems, most=3)}"
-        raise RefusedError(what, path=checkpoint.path)
-    chosen = check_dtype(str(to_dtype).removeprefix("torch.")).name if to_dtype is not None else ""
-    dtype = chosen or _of_model(work, found)
+    found = _chosen(work)
+    _refuse_unfit(work, found)
+    dtype = _of_model(work, found) if to_dtype is None else check_dtype(str(to_dtype).removeprefix("torch.")).name
     if dtype not in _DTYPES:
-        raise RefusedError(
-            f"plain weights are not written as {dtype}", path=checkpoint.path, next="`--to-dtype bfloat16`"
-        )
-    if turned := next((e for e in work.checkpoint.survey.tensors if _RESCALED.search(e.key)), None):
-        what = f"{quoted(turned.key)} changes the inputs of a quantized weight, and a plain weight has no place for it"
-        raise RefusedError(what, path=checkpoint.path)
-    codes = {part.ref for weight in found.weights for _, part in weight.parts}
-    for entry in work.chosen:
-        if entry.tensor.dtype.startswith("float8") and entry.ref not in codes and config:
-            raise RefusedError(f"{quoted(entry.path)} is {entry.tensor.dtype}, and has no scale", path=checkpoint.path)
-    gone = {(entry.state_dict, entry.key) for entry in found.others}
-    made: dict[tuple[int, str], tuple[str, Ref]] = {}
+        what = f"plain weights are not written as {dtype}"
+        raise RefusedError(what, path=checkpoint.path, next="`--to-dtype bfloat16`")
+    made: dict[int, dict[str, tuple[str, Ref]]] = {}
     for weight in found.weights:
         entry = weight.parts[0][1]
         if entry.state_dict < 0:
             raise RefusedError(f"{quoted(entry.path)} is in no state dict", path=checkpoint.path)
-        gone.update((part.state_dict, part.key) for _, part in weight.parts)
-        made[entry.state_dict, entry.key] = weight.name, _made(work, weight, dtype)
-    for number, state_dict in enumerate(work.checkpoint.survey.state_dicts):
-        items = list(_items(work, state_dict.ref, number, made, gone))
-        work.editor.refill(state_dict.ref, items)
-    formats = Counter(weight.format for weight in found.weights)
-    what = f"{pluralize(len(found.weights), 'weight')} turned back into {dtype} ({join_limited([*formats], most=3)})"
+        made.setdefault(entry.state_dict, {})[entry.key] = weight.name, _made(work, weight, dtype)
+    parts = [*found.others, *(part for weight in found.weights for _, part in weight.parts)]
+    for number, inside in made.items():
+        ref, gone = work.checkpoint.survey.state_dicts[number].ref, {e.key for e in parts if e.state_dict == number}
+        work.editor.refill(ref, list(_items(work, ref, inside, gone)))
+    formats = join_limited([*dict.fromkeys(weight.format for weight in found.weights)], most=3)
+    what = f"{pluralize(len(found.weights), 'weight')} turned back into {dtype} ({formats})"
     notes = [f"{pluralize(len(found.others), 'tensor')} for activations left out"] if found.others else []
     if any(weight.numbers.get("round_scale") for weight in found.weights):
         notes.append(f"as modelopt does, with the scale rounded to {dtype} first; engines multiply by the scale itself")
@@ -99,24 +83,45 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
     return cast(edited, dtype, key=key) if to_dtype is not None else edited
 
 
+def _chosen(work: Recomputation) -> Quantization:
+    """Return the quantized weights among the chosen tensors: states of an optimizer are none."""
+    found, paths = quantization(work.checkpoint, exact=True), {entry.path for entry in work.chosen}
+    weights = tuple(weight for weight in found.weights if weight.parts[0][1].path in paths)
+    others, left = ([entry for entry in each if entry.path in paths] for each in (found.others, found.left_over))
+    return found._replace(weights=weights, others=tuple(others), left_over=tuple(left))
+
+
+def _refuse_unfit(work: Recomputation, found: Quantization) -> None:
+    """Raise RefusedError if nothing is quantized, or not all of it can be turned back."""
+    path, config = work.checkpoint.path, quantization_config(work.checkpoint)
+    if not (found.weights or found.left_over):
+        what, method = "none of its weights is quantized", config.get("quant_method", "")
+        what = f"its configuration says that it is quantized ({method}), and its tensors are not" if method else what
+        raise RefusedError(what, path=path, next="see its tensors: " + command("keys", path))
+    if problems := [*_unsupported(found.weights), *(text for text in found.problems if UNKNOWN_LAYOUT not in text)]:
+        raise RefusedError(f"not every weight can be turned back: {join_limited(problems, most=3)}", path=path)
+    codes = {part.ref for weight in found.weights for _, part in weight.parts}
+    for entry in work.chosen:
+        if _RESCALED.search(entry.key):
+            what = f"{quoted(entry.key)} changes the inputs of a weight, and plain weights have no place for it"
+            raise RefusedError(what, path=path)
+        if entry.tensor.dtype.startswith("float8") and entry.ref not in codes and config:
+            raise RefusedError(f"{quoted(entry.path)} is {entry.tensor.dtype}, and has no scale", path=path)
+
+
 def plain_of(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with plain weights; one without quantized weights as it is."""
     return dequantize(checkpoint) if quantization(checkpoint) else checkpoint
 
 
 def _items(
-    work: Recomputation,
-    ref: Ref,
-    number: int,
-    made: Mapping[tuple[int, str], tuple[str, Ref]],
-    gone: set[tuple[int, str]],
+    work: Recomputation, ref: Ref, made: Mapping[str, tuple[str, Ref]], gone: set[str]
 ) -> Iterator[tuple[Ref, Ref]]:
     """Yield the entries of a state dict with plain weights in place of their parts."""
     nodes = work.checkpoint.graph.nodes
-    before = list(mapping(work.checkpoint.graph, ref) or ())
-    names = {str(nodes[name]) for name, _ in before if (number, str(nodes[name])) not in gone}
-    for name, value in before:
-        key = number, str(nodes[name])
+    before = [(str(nodes[name]), name, value) for name, value in mapping(work.checkpoint.graph, ref) or ()]
+    names = {key for key, _, _ in before} - gone
+    for key, name, value in before:
         if key in made:
             title, plain = made[key]
             if title in names:
@@ -154,8 +159,8 @@ def _made(work: Recomputation, weight: QuantizedWeight, dtype: str) -> Ref:
     numbers = dict(weight.numbers)
     if numbers.get("offset", 0) is None:
         numbers["offset"] = _offset(parts["qzeros"], numbers["bits"])
-    native = dict.fromkeys(name for name in (str(weight.numbers.get("product", "")), weight.dtype) if name in _DTYPES)
-    rounds = *(name for name in native if name != dtype and name != "float32"), dtype
+    narrow = (name for name in (weight.numbers.get("product"), weight.dtype) if name in _DTYPES and name != "float32")
+    rounds = tuple(name for name, _ in groupby((*narrow, dtype)))
     target = BY_NAME[dtype]
     how = Dequantization(
         weight.name, weight.arithmetic, tuple(parts.items()), weight.shape, rounds, numbers, work.width(target)
@@ -171,18 +176,16 @@ def _offset(zeros: StoredTensor, bits: int) -> int:
     """
     middle = {2: (0xAA, 0x55), 4: (0x88, 0x77), 8: (0x80, 0x7F)}.get(bits, ())
     found = {*zeros.values}
-    for offset, byte in enumerate(middle):
-        if found == {byte}:
-            return offset
+    if len(found) == 1 and found <= {*middle}:
+        return middle.index(*found)
     what = "GPTQ has two versions of zero points, and no quantize_config.json beside the weights says which"
     raise RefusedError(what, path=zeros.storage.path)
 
 
 def _stored(work: Recomputation, entry: TensorEntry) -> StoredTensor:
-    tensor = entry.tensor
-    if work.checkpoint.body(tensor.storage) is None:
+    if work.checkpoint.body(entry.tensor.storage) is None:
         raise MalformedError(f"the bytes of {quoted(entry.path)} are missing", path=work.checkpoint.path)
-    return StoredTensor(entry.path, storage_reader(work.checkpoint, tensor.storage), vector(tensor))
+    return StoredTensor(entry.path, storage_reader(work.checkpoint, entry.tensor.storage), vector(entry.tensor))
 
 
 def _parts_of(fields: dict[str, Any]) -> list[dict[str, Any]]:

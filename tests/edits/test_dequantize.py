@@ -395,3 +395,18 @@ def test_float8_without_a_scale(tmp_path: Path) -> None:
     save_file({"gamma": fp8(8, 8), "gamma_scale": fp8(8)}, tmp_path / "model.safetensors")
     said = say("dequantize", tmp_path / "model.safetensors", "-o", tmp_path / "out.safetensors")
     assert said.code == 4 and "none of its weights is quantized" in said.all
+
+
+def test_a_key_and_an_optimizer_limit_what_is_turned_back(tmp_path: Path) -> None:
+    weight = {f"fc.{end}": value for end, value in LAYOUTS["bitsandbytes int8"].items()}
+    state = {"state1": codes(4096), "absmax1": floats(16), "qmap1": floats(256)}
+    optimizer = {"state": {0: state}, "param_groups": [{"params": [0]}]}
+    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
+    torch.save({"model": weight, "ema": {key: value.clone() for key, value in weight.items()}}, path)
+    assert say("dequantize", path, "--key", "ema", "-o", out).code == 0
+    saved = torch.load(out, weights_only=True)
+    assert saved["model"].keys() == weight.keys() and saved["ema"].keys() == {"fc.weight"}
+    torch.save({"model": weight, "optimizer": optimizer}, path)
+    assert say("dequantize", path, "--force", "-o", out).code == 0
+    saved = torch.load(out, weights_only=True)
+    assert saved["model"].keys() == {"fc.weight"} and saved["optimizer"]["state"][0].keys() == state.keys()
