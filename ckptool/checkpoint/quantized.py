@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
 from math import prod
@@ -24,7 +24,6 @@ from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, words
 from ..files.archives import parsed_object, read_bytes, read_object
 from ..files.sources import FolderSource, Span
-from ..pickles.nodes import Ref
 from .backends import QUANTIZERS
 from .checkpoint import Checkpoint
 from .objects import state_items
@@ -400,23 +399,6 @@ def quantization(checkpoint: Checkpoint, *, exact: bool = False) -> Quantization
         if not any(mark in names for mark in (*_MARKS, *_PARTS, _STATE)):
             return Quantization()
     return _Search(checkpoint, exact).run()
-
-
-def plain_entries(entries: Sequence[TensorEntry], found: Quantization) -> tuple[list[TensorEntry], dict[Ref, int]]:
-    """Return entries in which each quantized weight is one, with the name and shape of its plain weight and its format
-    as the dtype; also the stored bytes of all its parts, by the reference of the code.
-    """
-    weights = {weight.parts[0][1].ref: weight for weight in found.weights if weight.shape is not None}
-    parts = {part.ref for weight in weights.values() for _, part in weight.parts[1:]}
-    listed = []
-    for entry in entries:
-        if weight := weights.get(entry.ref):
-            tensor = entry.tensor._replace(dtype=weight.format, shape=weight.shape or (), kind="dense")
-            path = entry.path.replace(entry.key, weight.name) if entry.key in entry.path else entry.path
-            listed.append(entry._replace(key=weight.name, path=path, tensor=tensor))
-        elif entry.ref not in parts:
-            listed.append(entry)
-    return listed, {ref: sum(part.tensor.own_bytes for _, part in weight.parts) for ref, weight in weights.items()}
 
 
 def refuse_torn(checkpoint: Checkpoint, edited: Checkpoint, who: str) -> None:

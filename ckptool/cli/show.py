@@ -196,7 +196,8 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
             remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"])
         sizes: dict[Ref, int] = {}
         if style == "table" and survey.may_be_quantized and not (names or how["everything"] or how["globs"]):
-            from ..checkpoint.quantized import plain_entries, quantization  # few models are quantized
+            from ..checkpoint.quantized import quantization  # few models are quantized
+            from ..reports.keys import plain_entries
 
             entries, sizes = plain_entries(entries, quantization(checkpoint))
     if style in JSON:

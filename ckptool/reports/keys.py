@@ -8,10 +8,12 @@ from typing import Literal
 from ..base.globs import Globs, Patterns, split_globs
 from ..base.records import TypedDict
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.quantized import Quantization
 from ..checkpoint.selection import select_entries
 from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
+from ..pickles.nodes import Ref
 
 
 class PartReport(TypedDict):
@@ -128,6 +130,23 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
         "rank": shard.rank if shard.rank >= 0 else None,
         "parts": parts,
     }
+
+
+def plain_entries(entries: Sequence[TensorEntry], found: Quantization) -> tuple[list[TensorEntry], dict[Ref, int]]:
+    """Return entries in which each quantized weight is one, with the name and shape of its plain weight and its format
+    as the dtype; also the stored bytes of all its parts, by the reference of the code.
+    """
+    weights = {weight.parts[0][1].ref: weight for weight in found.weights if weight.shape is not None}
+    parts = {part.ref for weight in weights.values() for _, part in weight.parts[1:]}
+    listed = []
+    for entry in entries:
+        if weight := weights.get(entry.ref):
+            tensor = entry.tensor._replace(dtype=weight.format, shape=weight.shape or (), kind="dense")
+            path = entry.path.replace(entry.key, weight.name) if entry.key in entry.path else entry.path
+            listed.append(entry._replace(key=weight.name, path=path, tensor=tensor))
+        elif entry.ref not in parts:
+            listed.append(entry)
+    return listed, {ref: sum(part.tensor.own_bytes for _, part in weight.parts) for ref, weight in weights.items()}
 
 
 def near_pattern(globs: Globs, entries: Sequence[TensorEntry]) -> str:
