@@ -1,4 +1,4 @@
-"""The benchmark group for merge-lora: a base in bfloat16 of 500 MB, and a LoRA of all its linear layers."""
+"""The benchmark group for lora merge: a base in bfloat16 of 500 MB, and a LoRA of all its linear layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.files import Spec, made
 from bench.jobs import Check, Group, Job, Row, Target
 from bench.references import SLOW
 
-MERGE = "merge-lora"
+MERGE = "lora merge"
 FLOOR = "cp && sync, and import torch"
 WHOLE = "load_file + W + s * (B @ A) + save_file"
 _WHOLE = """
@@ -44,7 +44,7 @@ def group(tool: list[str], spec: Spec, work: Path) -> Group:
     check = Check("tensors", expected, output / weights.name)
     one_file = work / "output.safetensors"
     jobs = (
-        Job(MERGE, (*tool, "merge-lora", str(base), str(adapter), "-o", str(output)), reads, output, check),
+        Job(MERGE, (*tool, "lora merge", str(base), str(adapter), "-o", str(output)), reads, output, check),
         Job(FLOOR, ("sh", "-c", script, "sh", str(weights), str(output), sys.executable), reads, output),
         Job(WHOLE, (*whole, str(one_file)), reads, one_file, Check("tensors", expected, one_file), most=SLOW),
         peers.merge_and_unload(work, base, adapter, output)._replace(reads=reads, writes=output, check=check),

@@ -83,7 +83,7 @@ PEERS = (
     ),
     Peer(
         "peft", ("peft",), "python", True,
-        "`PeftModel.merge_and_unload()` adds an adapter to its base: compared with `merge-lora`, whose output has the "
+        "`PeftModel.merge_and_unload()` adds an adapter to its base: compared with `lora merge`, whose output has the "
         "same bytes. It loads the whole model into memory, with transformers.",
     ),
 )  # fmt: skip

@@ -46,12 +46,16 @@ _COMMENT: Final = re.compile(r"<!-- \[\[\[.*?-->\n", re.DOTALL)
 _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
 _ENTRY: Final = re.compile(r"(^### [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
 #: Names in tables that link to a section of the site. On GitHub the same tables have no links.
-_LINKED: Final = {
-    "commands": (r"^\| `ckptool ([\w-]+)` ", r'| <a href="#ckptool-\1"><code class="literal">ckptool \1</code></a> '),
+_LINKED: Final[dict[str, tuple[str, Any]]] = {
+    "commands": (r"^\| `(ckptool [\w -]+)` ", lambda found: _of_command(found[1])),
     "reference": (r"^\| `(?!Scalar|SalvagedState)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
     "json": (r"(?<=[|,] )`([A-Z]\w+)`(?=,| \|$)", r"[`\1`](#\1)"),
 }
 _LIST: Final = re.compile(r"^## (.+)\n\n((?:- .+\n)+)", re.MULTILINE)
+
+
+def _of_command(words: str) -> str:
+    return f'| <a href="#{words.replace(" ", "-")}"><code class="literal">{words}</code></a> '
 
 
 def _read(_app: Any, page: str, source: list[str]) -> None:

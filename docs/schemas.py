@@ -18,7 +18,7 @@ from ckptool.cli.edit_report import EditReport, RenameReport, SanitizeReport
 from ckptool.cli.edits import PrivateReports
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
-from ckptool.cli.render import FailureReport
+from ckptool.cli.render import FailureReport, schema_of
 from ckptool.cli.salvage import SalvageReport
 from ckptool.edits.matching.match import MatchReport
 from ckptool.reports.comparing.diff import DiffReport
@@ -105,7 +105,7 @@ def _value_schema() -> dict[str, Any]:
 def _head(command: str, text: str) -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:ckptool:{command}:1",
+        "$id": f"urn:ckptool:{command.replace(' ', '-')}:1",
         "title": f"ckptool {command} --format json",
         "description": text,
     }
@@ -117,7 +117,7 @@ def schema(command: str) -> dict[str, Any]:
         return _value_schema()
     reports = REPORTS.get(command, (EditReport, FailureReport))
     defined: dict[str, Any] = {}
-    roots = [_reference(report, defined, f"ckptool.{command}/1") for report in reports]
+    roots = [_reference(report, defined, schema_of(command)) for report in reports]
     return {
         **_head(command, f"One report of ckptool {command}; for several inputs it prints a list of these."),
         **(roots[0] if len(roots) == 1 else {"oneOf": roots}),
@@ -181,7 +181,7 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 def files() -> dict[str, str]:
     """Map file names to the text of the schemas."""
     commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
-    return {f"{name}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
+    return {f"{name.replace(' ', '-')}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
 
 
 def table() -> str:

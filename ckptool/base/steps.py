@@ -73,7 +73,10 @@ def in_python(prose: str) -> str:
 
 
 class Command(NamedTuple):
-    """A ckptool command: its name, arguments and options, and the path of its output ("" without one)."""
+    """A ckptool command: its name, arguments and options, and the path of its output ("" without one).
+
+    The name may have two words: ``lora merge``.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -82,7 +85,7 @@ class Command(NamedTuple):
 
     def __str__(self) -> str:
         """Return the command as typed in a shell; all other code calls this."""
-        words = [argument(word) for word in (self.name, *self.arguments)]
+        words = [*self.name.split(), *map(argument, self.arguments)]
         words += [quote(word) for step in self.options for word in step.words]
         return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
 

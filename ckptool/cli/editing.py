@@ -31,7 +31,7 @@ from ..formats.planning import blaming_damage, companions
 from ..saving import check_new, save, save_in_place
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .options import Workers, Writing
-from .render import clean, say, say_problems, tell_step
+from .render import clean, say, say_problems, schema_of, tell_step
 from .runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .terminal import copying_bar, watched
 
@@ -188,7 +188,7 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None)
         done = {change.path for change in edited.changes}
         changes = chain(edited.changes, *(deferred() for deferred in edited.deferred_changes))
         report: EditReport = {
-            "schema": f"ckptool.{request.command}/1",
+            "schema": schema_of(request.command),
             "path": checkpoint.path,
             "bytes": checkpoint.source.size,
             "dry_run": how.dry_run,

@@ -23,7 +23,7 @@ from ..formats.opening import open_checkpoint
 from ..formats.outputs import named_format
 from .edit_report import change_lines, rename_lines, sanitize_lines
 from .editing import EditRequest, WithFields, edit_all
-from .help import GroupedCommand, headings
+from .help import GroupedCommand, headings, variable
 from .options import (
     KEY,
     Command,
@@ -100,7 +100,7 @@ def _fits(parameter: Parameter, text: str) -> bool:
 
 def __getattr__(name: str) -> click.Command:
     """Return the command of an edit: ``strip_module`` is ``ckptool strip-module``."""
-    kind = EDITS.get(name.replace("_", "-"))
+    kind = next((each for each in EDITS.values() if variable(each.name) == name), None)
     if kind is None or not kind.summary:
         raise AttributeError(name)
     return _command(kind)

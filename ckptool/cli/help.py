@@ -28,6 +28,11 @@ def headings(name: str) -> Headings:
     return [(title, options.split()) for title, options in _table()[name].items()]
 
 
+def variable(name: str) -> str:
+    """Return the name of the function of a command: ``strip_module``, ``lora_merge``."""
+    return name.replace("-", "_").replace(" ", "_")
+
+
 def _show_help(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given and not ctx.resilient_parsing:
         from .render import emit  # start-up imports this module, and rendering takes longer
@@ -126,8 +131,9 @@ def explained(group: click.Group, words: Sequence[str], error: click.UsageError)
     """Return an error that also says what was meant, or the same error if that is unknown. ``words`` were typed."""
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         meant = _option(group, error.option_name, error.ctx.command)
-    elif error.ctx is not None and error.ctx.command is group:
-        meant = _command(group, [word for word in words if word[:1] != "-" and word != "help"])
+    elif error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        typed = [word for word in words if word[:1] != "-" and word != "help"]
+        meant = _command(error.ctx.command, typed if error.ctx.command is group else typed[1:])
     else:
         meant = ""
     return click.UsageError(f"{error.message} {meant}", error.ctx) if meant else error

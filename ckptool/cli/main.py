@@ -18,14 +18,16 @@ from ..base.addresses import conceal
 from ..base.errors import CkptoolError
 from ..base.limits import ANNOUNCED
 from ..base.text import BREVITY, Brevity
-from .help import HELP_ALL, Helpful, eager, explained
+from .help import HELP_ALL, Helpful, eager, explained, variable
 from .render import StdoutError, emit, flush, say, say_error, tell
 
 
 def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
-    return {name: ("edits", name.replace("-", "_"), "") for name in names}
+    return {name: ("edits", variable(name), "") for name in names}
 
 
+#: The words that begin commands of two words, with one line of help.
+FIRST_WORDS: Final = {"lora": "Merge LoRAs and other adapters."}
 #: Groups of commands. Each command has its module, its function and one line of help, which is "" if the table of edits
 #: has it.
 GROUPS: Final = {
@@ -50,7 +52,7 @@ GROUPS: Final = {
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        **_edits("merge", "average", "merge-lora", "dequantize"),
+        **_edits("merge", "average", "lora merge", "dequantize"),
         "convert": ("edits", "convert", "Write the same checkpoint in another format."),
     },
     "Repair and publish": {
@@ -65,13 +67,13 @@ COMMANDS: Final = {name: command for group in GROUPS.values() for name, command 
 #: The commands of every day. The help of the program has a line for each of them, and only names the others.
 DAILY: Final = (
     *("inspect", "keys", "explain", "scan", "validate", "diff", "match"),
-    *("strip-module", "remap", "edit", "convert", "merge-lora"),
+    *("strip-module", "remap", "edit", "convert", "lora merge"),
 )
 
 
 def help_line(name: str) -> str:
-    """Return the line of help of a command."""
-    line = COMMANDS[name][2]
+    """Return the line of help of a command, or of the first word of several commands."""
+    line = FIRST_WORDS.get(name) or COMMANDS[name][2]
     return line or str(lazy.module("edits.table").EDITS[name].title)
 
 
@@ -158,15 +160,25 @@ _VERBOSE: Final = eager("-v", "--verbose", callback=_verbose, help="Shorten no m
 
 
 class _Commands(Helpful, click.Group):
-    """Imports the module of a command only when that command is called."""
+    """Imports the module of a command only when that command is called.
+
+    ``first`` is the first word of all its commands, with a space, or "": ``ckptool lora`` is a group, too.
+    """
+
+    first = ""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name.removeprefix(self.first) for name in COMMANDS if name.startswith(self.first)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        name = self.first + cmd_name
+        if name in FIRST_WORDS:
+            group = _Commands(name, help=FIRST_WORDS[name])
+            group.first = f"{name} "
+            return group
+        if name not in COMMANDS:
             return None
-        module, function, _ = COMMANDS[cmd_name]
+        module, function, _ = COMMANDS[name]
         command = getattr(lazy.module(f"cli.{module}"), function)
         assert isinstance(command, click.Command)
         if _NO_COLOR not in command.params:
@@ -183,19 +195,24 @@ class _Commands(Helpful, click.Group):
         """Complete the names of commands without importing them."""
         from click.shell_completion import CompletionItem
 
-        names = [(name, help_line(name)) for name in COMMANDS if name.startswith(incomplete)]
-        return [CompletionItem(name, help=text) for name, text in names] or super().shell_complete(ctx, incomplete)
+        words = dict.fromkeys(name.split()[0] for name in self.list_commands(ctx) if name.startswith(incomplete))
+        found = [CompletionItem(word, help=help_line(self.first + word)) for word in words]
+        return found or super().shell_complete(ctx, incomplete)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read ``help [COMMAND]`` as ``[COMMAND] --help``, and ``version`` as ``--version``."""
         if args[:1] == ["help"]:
-            args = [*args[1:2], "--help"]
+            args = [*args[1:], "--help"]
         elif args[:1] == ["version"]:
             args = ["--version"]
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a line for each command of every day, then the names of the others by group."""
+        if self.first:
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, help_line(self.first + name)) for name in self.list_commands(ctx)])
+            return
         with formatter.section("Every day"):
             formatter.write_dl([(name, help_line(name)) for name in DAILY])
         others = {title: [name for name in group if name not in DAILY] for title, group in GROUPS.items()}

@@ -387,10 +387,15 @@ class FailureReport(TypedDict):
     report: NotRequired[list[str]]
 
 
+def schema_of(command: str) -> str:
+    """Return the name of the schema of a command's reports: ``ckptool.lora-merge/1``."""
+    return f"ckptool.{command.replace(' ', '-')}/1"
+
+
 def failure(command: str, path: str, error: CkptoolError) -> FailureReport:
     """Return the report on an input that cannot be read or edited, so that JSON has an object for every input."""
     what = advised(error.what, error.step)
-    report: FailureReport = {"schema": f"ckptool.{command}/1", "path": path, "error": what, "next": error.step.line}
+    report: FailureReport = {"schema": schema_of(command), "path": path, "error": what, "next": error.step.line}
     kind = getattr(error, "kind", None)
     lines = report_lines(error)
     if kind:

@@ -102,11 +102,11 @@ def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep
         with opened(base) as checkpoint:
             (change, *_) = _merged(checkpoint, [open_adapter(adapter)], [1.0], None).changes
             output = suggested_output(checkpoint.path, "merged")
-            step = command("merge-lora", checkpoint.path, adapter.path, output=output)
+            step = command("lora merge", checkpoint.path, adapter.path, output=output)
     except CkptoolError as error:
         of_pipeline = is_of_pipeline([entry.key for entry in adapter.survey.tensors])
         return NextStep(), f"{what}; it does not fit the target: {error.what}" if of_pipeline else ""
-    fits = f"merge-lora makes one model of both, and changes {pluralize(change.number, 'weight')} of the target"
+    fits = f"ckptool lora merge makes one model of both, and changes {pluralize(change.number, 'weight')} of the target"
     return step, "; ".join((what, fits, *map(str, change.notes)))
 
 
@@ -118,7 +118,7 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):
             return merge_verdict(here, adapter)[0]
-        return as_step("merge-lora merges it into its base, once that is on this disk")
+        return as_step("ckptool lora merge merges it into its base, once that is on this disk")
     return NextStep()
 
 
@@ -296,4 +296,4 @@ def _report(
         notes.append("the adapter does not say which base it was trained on")
     elif os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:
         notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
-    return Change("merge-lora", "", len({change.key for change in changes}), 0, summary, tuple(notes))
+    return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))

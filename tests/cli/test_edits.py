@@ -142,7 +142,7 @@ def test_every_parameter_is_an_option_of_edit() -> None:
         assert edit.name in COMMANDS if edit.summary else not edit.examples
         for each in edit.parameters:
             # These two are options of their commands, whose names are steps of edit.
-            is_step = each.step or (edit.name, each.name) in {("dequantize", "to_dtype"), ("merge-lora", "dequantize")}
+            is_step = each.step or (edit.name, each.name) in {("dequantize", "to_dtype"), ("lora merge", "dequantize")}
             assert each.spelled in (STEPS if is_step else MODIFIERS), (edit.name, each)
 
 

@@ -61,7 +61,7 @@ DIFFERENT = {
     ("--output", "match"): "it needs --apply",
     ("--output", "report"): "the file is a page",
     ("--to-dtype", "dequantize"): "its default is another",
-    ("--dequantize", "merge-lora"): "it is about the base",
+    ("--dequantize", "lora merge"): "it is about the base",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "inspect"): "what there is more to show is about the command",
     ("--verbose", "validate"): "the same",
@@ -183,8 +183,10 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 
 #: A command without a function of what it does.
 WITHOUT_FUNCTION = {"completion"}
-#: The functions by the commands that they are called like.
-FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION}
+#: The functions by the commands that they are called like: ``merge_lora`` by "lora merge".
+FUNCTIONS = {
+    name: "_".join(reversed(name.replace("-", "_").split())) for name in COMMANDS if name not in WITHOUT_FUNCTION
+}
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_color", "quiet", "verbose"}
@@ -201,7 +203,7 @@ MAIN = {
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
 NOT_OPTIONS = {
-    ("merge-lora", "adapters"): "the paths after the first one",
+    ("lora merge", "adapters"): "the paths after the first one",
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
     ("remap", "devices"): "the fields of DeviceMap are the options",
     ("rename", "regex"): "--rename takes every form",
@@ -215,7 +217,7 @@ NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
     ("diff", "dequantized"): "ckptool.diff takes what ckptool.dequantize returns",
     ("stats", "dequantized"): "the same",
-    ("merge-lora", "dequantize"): "the same",
+    ("lora merge", "dequantize"): "the same",
     ("convert", "model"): "unflatten takes a model",
     ("inspect", "load"): "ckptool.load does it",
     ("keys", "names"): "another form of the same",

@@ -52,7 +52,7 @@ LINES = {
     "edit": ["PATH --repack --wrap model --set epoch=1 --dry-run", "PATH --sanitize --strip-module --to cpu --dry-run"],
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],
-    "merge-lora": [f"PATH {OTHER} --dry-run"],
+    "lora merge": [f"PATH {OTHER} --dry-run"],
     "convert": ["PATH --to-format safetensors --allow-loss entries --dry-run", "PATH --to-format legacy --dry-run"],
     "sanitize": ["PATH --drop-unknown --as-state-dict --dry-run"],
     "redact": ["PATH", "PATH --redact all --dry-run"],

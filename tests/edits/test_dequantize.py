@@ -265,9 +265,9 @@ def test_the_other_commands_take_the_plain_values(tmp_path: Path) -> None:
     names = {"A": floats(2, K), "B": floats(OUT, 2)}
     adapter = {f"base_model.model.{M}.lora_{side}.weight": value for side, value in names.items()}
     lora = write_adapter(tmp_path / "lora", adapter, target_modules=["down_proj"])
-    assert "--dequantize" in say("merge-lora", path, lora, "-o", tmp_path / "a").all
-    assert say("merge-lora", path, lora, "--dequantize", "-o", tmp_path / "a").code == 0
-    assert say("merge-lora", plain, lora, "-o", tmp_path / "b.safetensors").code == 0
+    assert "--dequantize" in say("lora", "merge", path, lora, "-o", tmp_path / "a").all
+    assert say("lora", "merge", path, lora, "--dequantize", "-o", tmp_path / "a").code == 0
+    assert say("lora", "merge", plain, lora, "-o", tmp_path / "b.safetensors").code == 0
     one, other = load_file(next((tmp_path / "a").glob("*.safetensors"))), load_file(tmp_path / "b.safetensors")
     assert all(torch.equal(raw(one[key]), raw(value)) for key, value in other.items())
 

@@ -1,4 +1,4 @@
-"""merge-lora with adapters of kohya and diffusers, against kohya's formula, and diffusers where it is installed."""
+"""lora merge with adapters of kohya and diffusers, against kohya's formula, and diffusers where it is installed."""
 
 from __future__ import annotations
 

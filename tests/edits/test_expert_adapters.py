@@ -1,4 +1,4 @@
-"""merge-lora with PEFT's ``target_parameters``: experts in one tensor, or in a tensor each."""
+"""lora merge with PEFT's ``target_parameters``: experts in one tensor, or in a tensor each."""
 
 from __future__ import annotations
 

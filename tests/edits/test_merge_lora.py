@@ -1,4 +1,4 @@
-"""merge-lora against PEFT's formulas, its own results, and PEFT itself where it is installed."""
+"""lora merge against PEFT's formulas, its own results, and PEFT itself where it is installed."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_shards_and_single_files_are_bases_too(base: Path, tmp_path: Path) -> No
     assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
     assert_same(merged(tmp_path / "shards", adapter, out=tmp_path / "out"), expected)
     assert_same(merged(base / "model.safetensors", adapter, out=tmp_path / "one.safetensors"), expected)
-    said = say("merge-lora", base, adapter, "-o", tmp_path / "many", "--max-shard-size", "2KB")
+    said = say("lora", "merge", base, adapter, "-o", tmp_path / "many", "--max-shard-size", "2KB")
     assert said.code == 0
     parts = [load_file(file) for file in (tmp_path / "many").glob("*.safetensors")]
     assert len(parts) > 1
@@ -306,7 +306,7 @@ def test_alpha_of_the_header_or_the_command(
     tensors = factors(LAYER, 150, 8)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata=header)
     given = ["--alpha", str(alpha)] if alpha else []
-    said = say("merge-lora", base, tmp_path / "adapter.safetensors", *given, "-o", tmp_path / "out")
+    said = say("lora", "merge", base, tmp_path / "adapter.safetensors", *given, "-o", tmp_path / "out")
     if scale is None:
         assert said.code == 4
         assert "--alpha" in said.err or "rank" in said.err
@@ -331,7 +331,7 @@ def test_a_flipped_bit_is_found(damaged: str, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(b"data/0") + 1200] ^= 1
     path.write_bytes(data)
-    said = say("merge-lora", tmp_path / "in.pth", folder, "-o", tmp_path / "out.pth")
+    said = say("lora", "merge", tmp_path / "in.pth", folder, "-o", tmp_path / "out.pth")
     assert said.code == 3 and "checksum" in said.err, said
     assert not (tmp_path / "out.pth").exists()
 
@@ -389,7 +389,7 @@ def test_a_refusal_says_what_is_wrong(name: str, base: Path, tmp_path: Path) -> 
     with pytest.raises(RefusedError, match=words):
         merged(base, adapter, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert say("merge-lora", base, adapter, "-o", tmp_path / "out").code == 4
+    assert say("lora", "merge", base, adapter, "-o", tmp_path / "out").code == 4
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, float("nan")], [1, 2, 3]])

@@ -1,4 +1,4 @@
-"""merge-lora with other types than LoRA, against the formulas of PEFT, and PEFT itself where it is installed."""
+"""lora merge with other types than LoRA, against the formulas of PEFT, and PEFT itself where it is installed."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_edits_that_compute_refuse(name: str, how: str, tmp_path: Path) -> None:
         ("average", path, other),
         ("average", path, other, "--base", path),
         ("average", path, other, "--weights", "1,3"),
-        ("merge-lora", path, lora),
+        ("lora merge", path, lora),
         ("edit", path, "--to-names", "meta:llama3"),
     ]
     for line in lines:
@@ -255,7 +255,7 @@ def test_subclasses_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert say("dequantize", path, "-o", plain).code == 0
     assert torch.equal(load_file(plain)["tied"], (qdata.float() * scale).bfloat16())
     assert say("average", path, path, "-o", tmp_path / "a.pth").code == 4
-    assert say("merge-lora", path, path, "-o", tmp_path / "a.pth").code in (1, 3, 4)
+    assert say("lora", "merge", path, path, "-o", tmp_path / "a.pth").code in (1, 3, 4)
 
 
 def test_states_of_an_8_bit_optimizer(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def _negated() -> torch.Tensor:
     return torch._neg_view(torch.randn(6, 4))
 
 
-@pytest.mark.parametrize("kind", ["recipe", "tie", "weight-norm", "merge-lora", "adapter"])
+@pytest.mark.parametrize("kind", ["recipe", "tie", "weight-norm", "lora merge", "adapter"])
 def test_bytes_of_negated_tensors_are_not_taken_for_their_values(kind: str, tmp_path: Path) -> None:
     recipe = tmp_path / "turned.toml"
     recipe.write_text('[[rule]]\na = "x : o, i"\nb = "y : i, o"\n')
@@ -114,7 +114,7 @@ def test_bytes_of_negated_tensors_are_not_taken_for_their_values(kind: str, tmp_
         "recipe": {"x": negated},
         "tie": {"x": negated, "y": -negated.resolve_neg()},
         "weight-norm": {"fc.weight_v": negated, "fc.weight_g": torch.ones(6, 1)},
-        "merge-lora": {"fc.weight": negated},
+        "lora merge": {"fc.weight": negated},
         "adapter": {"fc.weight": torch.ones(6, 4)},
     }
     torch.save(states[kind], tmp_path / "model.pth")

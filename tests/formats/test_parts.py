@@ -202,7 +202,7 @@ def _adapter(folder: Path) -> str:
 
 #: Commands that need a language model, with what they take besides it.
 LANGUAGE: dict[str, Callable[[Path], list[str]]] = {
-    "merge-lora": lambda folder: [_adapter(folder / "adapter")],
+    "lora merge": lambda folder: [_adapter(folder / "adapter")],
     "resize": lambda folder: ["--vocab", "16"],
 }
 

@@ -32,8 +32,8 @@ from ckptool.formats import FOLDERS, folder_format
 #: Folder formats whose files have no checksums.
 UNSUMMED = {"dcp-safetensors", "torch-folder"}
 #: Commands that write something else than what they take from the records, or that edit files only.
-#: ``merge-lora`` needs an adapter for each model, and ``dequantize`` quantized weights: see their own tests.
-OTHERS = {"report", "match", "lock", "merge-lora", "dequantize", "resize"}
+#: ``lora merge`` needs an adapter for each model, and ``dequantize`` quantized weights: see their own tests.
+OTHERS = {"report", "match", "lock", "lora merge", "dequantize", "resize"}
 
 
 class Record(NamedTuple):

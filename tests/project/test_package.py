@@ -22,7 +22,7 @@ import pytest
 from conftest import ROOT, WHOLE
 
 import ckptool
-from ckptool.cli.main import cli
+from ckptool.cli.main import FIRST_WORDS, cli
 
 _LINKS = re.compile(r"\[[^]]*\]\(([^)]*)\)")
 CONFIG = ConfigParser()
@@ -49,6 +49,8 @@ COMMANDS = re.findall(r"`(ckptool [^`]+)`", (ROOT / "README.md").read_text(encod
 @pytest.mark.parametrize("line", sorted({line for line in COMMANDS if " " in line.removeprefix("ckptool ")}))
 def test_the_commands_of_the_readme_parse(line: str) -> None:
     name, *arguments = shlex.split(line)[1:]
+    if name in FIRST_WORDS:
+        name, *arguments = f"{name} {arguments[0]}", *arguments[1:]
     with cli.make_context("ckptool", [name]) as context:
         command = cli.get_command(context, name)
         assert command is not None

@@ -136,7 +136,7 @@ def _same_everywhere(message: str) -> str:
 
 def typed(words: list[str]) -> Said:
     """Run a command line of ckptool, or ``mv``."""
-    if words[0] in COMMANDS:
+    if words[0] in {name.split()[0] for name in COMMANDS}:
         return say(*words)
     done = subprocess.run(words, capture_output=True, text=True)
     return Said(done.returncode, done.stdout, done.stderr)
