@@ -181,7 +181,10 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 def files() -> dict[str, str]:
     """Map file names to the text of the schemas."""
     commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
-    return {f"{name.replace(' ', '-')}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
+    return {
+        f"{name.replace(' ', '-')}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n"
+        for name in commands
+    }
 
 
 def table() -> str:

@@ -73,10 +73,7 @@ def in_python(prose: str) -> str:
 
 
 class Command(NamedTuple):
-    """A ckptool command: its name, arguments and options, and the path of its output ("" without one).
-
-    The name may have two words: ``lora merge``.
-    """
+    """A ckptool command: its name ("lora merge"), arguments and options, and the path of its output, or ""."""
 
     name: str
     arguments: tuple[str, ...] = ()

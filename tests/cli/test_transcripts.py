@@ -299,7 +299,10 @@ def test_json_in_transcripts_parses_and_names_its_schema() -> None:
         texts = {"json": ["\n".join(lines)], "jsonl": lines}.get(words[words.index("--format") + 1], [])
         for told in map(json.loads, texts):
             for report in told if isinstance(told, list) else [told]:
-                assert report["schema"].removesuffix("-file/1").removesuffix("/1") == f"ckptool.{command.replace(' ', '-')}"
+                assert (
+                    report["schema"].removesuffix("-file/1").removesuffix("/1")
+                    == f"ckptool.{command.replace(' ', '-')}"
+                )
                 found += 1
     assert found > 30
 
