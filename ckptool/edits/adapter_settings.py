@@ -29,6 +29,7 @@ from ..checkpoint.tensors import Tensor
 from ..files.archives import parsed_object, read_object
 from ..files.folders import open_folder
 from ..files.sources import FolderSource
+from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..formats.rank_part import GATHER, empty_weights
 from ..values.elements import storage_reader
@@ -36,7 +37,7 @@ from ..values.torch.adapters import StoredTensor
 from .adapter_names import PEFT_PREFIX, WITH_DIFFUSERS, Modules, is_of_other_library, is_of_pipeline, modules
 from .recompute import refuse_bits
 
-CONFIG: Final = "adapter_config.json"
+CONFIG: Final = ADAPTER_CONFIG
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
 _HEADER_ALPHA: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
 _HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")

@@ -97,7 +97,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, planned, written_as)
-    if target.format == checkpoint.traits.writes_as or (_in_files(checkpoint) and target.shard_size):
+    own = target.format == checkpoint.traits.writes_as or (_in_files(checkpoint) and target.shard_size)
+    if own or checkpoint.companions:
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 
@@ -207,11 +208,14 @@ def _kept(graph: Graph) -> set[Ref]:
 
 
 def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_links: bool) -> Plan | FolderPlan:
-    if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
+    if not isinstance(planned, FolderPlan):
         return planned
+    source = checkpoint.source
     changed = ((name, Plan((data,))) for name, data in checkpoint.companions.items() if data)
     files = dict((*planned.files, *changed))
-    every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
+    every: tuple[str, ...] = ()
+    if isinstance(source, FolderSource):
+        every = (*source.beside, *(source.links if follow_links else ()))
     places = [(open_folder(os.path.dirname(path)), os.path.basename(path)) for path in every]
     there = {*files, *checkpoint.companions}
     beside = [place for place in places if place[1] not in there and place[0].size(place[1]) is not None]

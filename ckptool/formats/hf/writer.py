@@ -18,12 +18,13 @@ from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Dict, Ref
 from ...values.elements import tensor_size
 from ..losses import Fit, Promise, refuse_emptied, refuse_texts, tensor_facts, whole_state_dict
-from ..names.hf import index_name
+from ..names.hf import ADAPTER_CONFIG, index_name
 from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
 
 #: The usual stems of file names.
 _USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}
+_ADAPTER: Final = "adapter_model"
 _UNITS: Final = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _SIZE: Final = regex(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
@@ -113,7 +114,8 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
 def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     """Return what the shards would lack; their names keep the parts that are standard in the input's names."""
     _, stem, variant = checkpoint.container.shard_layout
-    stem = stem if stem in ("adapter_model", "diffusion_pytorch_model") else ""
+    stem = stem if stem in (_ADAPTER, "diffusion_pytorch_model") else ""
+    stem = _ADAPTER if ADAPTER_CONFIG in checkpoint.companions else stem
     target = target._replace(stem=stem, variant=variant)
     if target.format == "safetensors":
         return safetensors_writer.fit(checkpoint, target)

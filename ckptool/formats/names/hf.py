@@ -44,8 +44,10 @@ _MAX_INDEX: Final = 100_000_000
 
 #: Suffixes of the companions that describe a model.
 _OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
+#: The settings of an adapter, which PEFT reads beside ``adapter_model``.
+ADAPTER_CONFIG: Final = "adapter_config.json"
 #: Files that prove the folder to be one checkpoint, even with a single weight file.
-_SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
+_SURE: Final = ("config.json", ADAPTER_CONFIG, "trainer_state.json", "training_args.bin")
 _CHECKPOINTS: Final = (*WEIGHTS, ".tar", ".distcp", ".gguf", ".onnx")
 
 
