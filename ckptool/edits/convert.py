@@ -24,7 +24,6 @@ from ..checkpoint.tensors import is_sharded
 from ..files.archives import is_address
 from ..files.folders import open_folder
 from ..formats.losses import KINDS, Loss, entries_outside, outside, refuse
-from ..formats.names.hf import ADAPTER_CONFIG
 from ..formats.names.numbered import keeps_number
 from ..formats.opening import takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat, named_format
@@ -254,6 +253,7 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: Conversio
 
 
 def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
+    from ..formats.names.hf import ADAPTER_CONFIG
     from .model_config import CONFIG, config_of
 
     if config_of(checkpoint) is not None or ADAPTER_CONFIG in checkpoint.companions:
