@@ -68,6 +68,19 @@ DTYPES: Final = (
     Dtype("bits4x2", 1, "", ""),
 )
 
+#: Types of GGUF: blocks of so many values in so many bytes (``GGML_QUANT_SIZES`` of gguf/constants.py). torch has none.
+BLOCKS: Final = tuple(
+    Dtype(name, size, "", "", packed=values)
+    for values, types in (
+        (32, (("Q4_0", 18), ("Q4_1", 20), ("Q5_0", 22), ("Q5_1", 24), ("Q8_0", 34), ("Q8_1", 40), ("IQ4_NL", 18))),
+        (256, (("Q2_K", 84), ("Q3_K", 110), ("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210), ("Q8_K", 292))),
+        (256, (("IQ2_XXS", 66), ("IQ2_XS", 74), ("IQ2_S", 82), ("IQ3_XXS", 98), ("IQ3_S", 110), ("IQ1_S", 50))),
+        (256, (("IQ1_M", 56), ("IQ4_XS", 136), ("TQ1_0", 54), ("TQ2_0", 66))),
+        *((32, (("MXFP4", 17),)), (64, (("NVFP4", 36),)), (128, (("Q1_0", 18),))),
+    )
+    for name, size in types
+)
+
 #: Aliases that torch exposes for the same dtypes.
 _ALIASES: Final = {
     "double": "float64",
@@ -83,6 +96,9 @@ _ALIASES: Final = {
 
 BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
 BY_NAME.update({alias: BY_NAME[name] for alias, name in _ALIASES.items()})
+#: The names that torch has.
+TORCH_NAMES: Final = frozenset(BY_NAME)
+BY_NAME.update({dtype.name: dtype for dtype in BLOCKS})
 BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
 BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 
@@ -94,7 +110,13 @@ def is_complex(name: str) -> bool:
 
 def dtype_named(name: str) -> Dtype | None:
     """Return the dtype with this torch name or short name (``bf16``), or None."""
-    return BY_NAME.get(_SHORT_NAMES.get(name, name))
+    name = _SHORT_NAMES.get(name, name)
+    return BY_NAME[name] if name in TORCH_NAMES else None
+
+
+def is_block(name: str) -> bool:
+    """Return whether a dtype is a type of GGUF, with blocks of quantized values."""
+    return name in BY_NAME and name not in TORCH_NAMES
 
 
 _UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")

@@ -104,6 +104,7 @@ class Traits(NamedTuple):
     ``storages_in_sequence``  the storages follow the pickles one after another, in their own order;
     ``sharded``       a folder of weights; an edit may write it as one file, if the user gives a file name;
     ``assembled``     tensors are assembled from pieces in several files; checksums are verified while copying;
+    ``blocks``        tensors are in blocks of quantized values, which no other format holds: ``convert`` computes them;
     ``flat_names``    the root maps names to tensors, and the names may be any text.
     """
 
@@ -118,6 +119,7 @@ class Traits(NamedTuple):
     storages_in_sequence: bool = False
     sharded: bool = False
     assembled: bool = False
+    blocks: bool = False
     flat_names: bool = False
 
 
@@ -143,6 +145,19 @@ class ShardLayout(NamedTuple):
     size: int = 0
     stem: str = ""
     variant: str = ""
+
+
+class Original(NamedTuple):
+    """A tensor from which a converter made a tensor of the file, or a part of one.
+
+    ``part`` is its number along the first dimension, -1 for the whole. ``heads`` is the number of heads whose rows were
+    interleaved, 0 for none. ``added`` was added to every value.
+    """
+
+    name: str
+    part: int = -1
+    heads: int = 0
+    added: float = 0.0
 
 
 class Container:
@@ -206,6 +221,11 @@ class Container:
     def in_pieces(self) -> bool:
         """Whether tensors are in pieces, so that one file of them is of more use."""
         return self.traits.assembled
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tensors are in blocks of quantized values, which no other format holds."""
+        return self.traits.blocks
 
     def read_with_object(self, other: Graph) -> Collection[Ref]:
         """Return the nodes of another pickle that are also part of the object."""
@@ -287,6 +307,14 @@ class Container:
     def other_weights(self, name: str) -> Graph:
         """Return the object with another version of its weights from the files; raise TargetError if it has none."""
         raise TargetError(f"there are no weights called {name!r} beside these", next="leave `--deepspeed-16bit=` out")
+
+    def originals(self) -> Mapping[str, Sequence[Original]]:
+        """Return the tensors from which a converter made those of the file, by their names here."""
+        return {}
+
+    def in_full(self) -> Container:
+        """Return the container with a graph of all values, if this one only summarizes some of them."""
+        return self
 
     def plan(self, pickle: bytes) -> Plan:
         """Return the output file with another pickle; raise RefusedError if the format is read-only."""

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from ..base import toml
 from ..base.addresses import is_remote
-from ..base.dtypes import BY_NAME
+from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import CkptoolError, RefusedError
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, words
@@ -394,7 +394,8 @@ def quantization(checkpoint: Checkpoint, *, exact: bool = False) -> Quantization
     """
     tensors = checkpoint.survey.tensors
     kinds = {(entry.tensor.kind, entry.tensor.dtype, entry.tensor.cls) for entry in tensors}
-    if all(kind in ("dense", "meta") and dtype not in _CODES and not cls for kind, dtype, cls in kinds):
+    plain = all(kind in ("dense", "meta") and dtype not in _CODES and not cls for kind, dtype, cls in kinds)
+    if plain and not any(is_block(dtype) for _, dtype, _ in kinds):
         names = "\n".join([entry.key for entry in tensors])  # most checkpoints are done here
         if not any(mark in names for mark in (*_MARKS, *_PARTS, _STATE)):
             return Quantization()
@@ -445,8 +446,12 @@ class _Search:
         return Quantization(tuple(self.weights), tuple(self.others), tuple(self.left_over), tensors)
 
     def add_subclass(self, name: str, entry: TensorEntry) -> bool:
-        """Add a tensor if it, or a tensor inside it, has a class of quantized tensors; return whether it does."""
+        """Add a tensor in blocks, or with a class of quantized tensors in it; return whether it is one."""
         tensor, graph = entry.tensor, self.checkpoint.graph
+        if is_block(tensor.dtype):
+            known, code = f"GGUF {tensor.dtype}", (("code", entry),)
+            self.weights.append(QuantizedWeight(name, known, code, tensor.shape, "float32", "", "gguf"))
+            return True
         if tensor.kind in ("dense", "meta") and not tensor.cls:
             return False
         classes = [part.cls for part in self.reader.parts(tensor) if part.cls.partition(".")[0] in QUANTIZERS]

@@ -527,6 +527,8 @@ def account(survey: Survey) -> Account:
                 steps = zip(part.shape, part.stride or part.shape)
                 distinct = prod(size for size, step in steps if step or not size)
                 sizes[layout] = (width, extent(part.shape, part.stride) * width, distinct * width)
+                if part.own_bytes % max(part.numel, 1):  # several elements share bytes
+                    sizes[layout] = (width, part.own_bytes, part.own_bytes)
             width, size, distinct = sizes[layout]
             views.setdefault(key, []).append((part.offset * width, size, distinct))
     for path, ref, top in survey.storages:

@@ -20,7 +20,7 @@ from ..files.sources import Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 from ..values.torch import compute
-from .recompute import WHOLE, Recomputation, SharedStorage, Use, has_bits
+from .recompute import WHOLE, Recomputation, SharedStorage, Use, has_bits, quantized_refusal
 from .sharded import recast_spread
 
 #: This dtype packs two values into each byte.
@@ -117,6 +117,8 @@ def cast(
             step = "`--optimizer` casts them as well"
             changes.append(Change("cast", path, 0, kept, f"{pluralize(kept, 'tensor')} not cast", (step,)))
     if parts := work.quantized.tensors & {entry.tensor for entry in work.chosen}:
+        if checkpoint.container.in_blocks:
+            raise quantized_refusal(checkpoint, work.quantized, "these are not cast")
         what = f"{pluralize(len(parts), 'tensor')} of quantized weights not cast ({work.quantized.words})"
         changes.append(Change("cast", "", 0, len(parts), what))
     if work.left:

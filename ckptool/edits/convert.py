@@ -102,6 +102,10 @@ def convert(
             checkpoint = with_weights(checkpoint, "module")
         if unflatten is not None:
             checkpoint = unflatten_by(checkpoint, unflatten)
+        if checkpoint.container.in_blocks:
+            from .originals import with_originals  # imported only for GGUF
+
+            checkpoint = with_originals(checkpoint)
         refuse_flat(checkpoint, key)
         if empty := empty_weights(checkpoint):
             raise RefusedError(empty, path=checkpoint.path, next=GATHER)

@@ -28,7 +28,7 @@ from ..checkpoint.survey import TensorEntry
 from ..files.sources import Computed
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
-from ..values.dequantized import Dequantization, dequantized
+from ..values.dequantized import Dequantization, dequantized, need_gguf
 from ..values.elements import storage_reader
 from ..values.torch.adapters import StoredTensor
 from .adapter_settings import vector
@@ -100,6 +100,7 @@ def _refuse_unfit(work: Recomputation, found: Quantization) -> None:
         raise RefusedError(what, path=path, next="see its tensors: " + command("keys", path))
     if problems := [*_unsupported(found.weights), *(text for text in found.problems if UNKNOWN_LAYOUT not in text)]:
         raise RefusedError(f"not every weight can be turned back: {join_limited(problems, most=3)}", path=path)
+    refuse_blocks(work.checkpoint, found)
     codes = {part.ref for weight in found.weights for _, part in weight.parts}
     for entry in work.chosen:
         if _RESCALED.search(entry.key):
@@ -109,8 +110,19 @@ def _refuse_unfit(work: Recomputation, found: Quantization) -> None:
             raise RefusedError(f"{quoted(entry.path)} is {entry.tensor.dtype}, and has no scale", path=path)
 
 
+def refuse_blocks(checkpoint: Checkpoint, found: Quantization) -> None:
+    """Raise RefusedError if weights are in blocks of GGUF and the gguf package cannot compute their values."""
+    types = {weight.code.dtype for weight in found.weights if weight.arithmetic == "gguf"}
+    if types and checkpoint.container.byteorder == "big":
+        what = "its blocks are big-endian, and the gguf package dequantizes little-endian ones"
+        raise RefusedError(what, path=checkpoint.path, next="convert a copy first: gguf-convert-endian COPY little")
+    if types:
+        need_gguf(types, checkpoint.path)
+
+
 def plain_of(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with plain weights; one without quantized weights as it is."""
+    checkpoint = checkpoint.in_full()
     return dequantize(checkpoint) if quantization(checkpoint) else checkpoint
 
 

@@ -31,7 +31,7 @@ from .adapter_names import is_of_pipeline
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
-from .recompute import Recomputation, one_for_each, refuse_bits, tensors_of
+from .recompute import Recomputation, one_for_each, quantized_refusal, refuse_bits, tensors_of
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -140,6 +140,8 @@ class _Merge:
         #: The tensors, and the references of their values, by key.
         self.refs = {str(nodes[name]): ref for name, ref in self.state_dict.items}
         self.tensors = tensors_of(work.checkpoint, self.state_dict)
+        if work.quantized and base.container.in_blocks:
+            raise quantized_refusal(base, work.quantized, "an adapter cannot be added to these")
         if work.quantized or self.config.get("quantization_config"):
             sign = work.quantized.words if work.quantized else f"{CONFIG} has a quantization_config"
             message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"

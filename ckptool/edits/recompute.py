@@ -107,7 +107,10 @@ def has_arithmetic(tensor: Tensor) -> bool:
 def quantized_refusal(checkpoint: Checkpoint, found: Quantization, reason: str) -> RefusedError:
     """Return the error for an edit that computes with weights, of a checkpoint whose weights are quantized."""
     step: AnyStep = "do it with the plain weights that were quantized"
-    if found.is_reversible:
+    if checkpoint.container.in_blocks:
+        output = suggested_output(checkpoint.path, "plain", ".safetensors")
+        step = "turn them back first: " + command("convert", checkpoint.path, output=output)
+    elif found.is_reversible:
         output = suggested_output(checkpoint.path, "plain")
         step = "turn them back first: " + command("dequantize", checkpoint.path, output=output)
     return RefusedError(f"it has quantized weights ({found.words}): {reason}", path=checkpoint.path, next=step)

@@ -61,6 +61,11 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
         from .checkpoint_search import explain_directory
 
         raise explain_directory(name)
+    elif _may_be_split(name):
+        from .gguf.reader import read_split
+
+        if split := read_split(name):
+            return Checkpoint.of(name, *split)
     elif os.path.isdir(name + _TENSORS):
         from . import joined
 
@@ -120,8 +125,13 @@ def takes_path(
 def in_several_files(path: str) -> bool:
     """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
     folder of tensors."""
-    several = may_be_pattern(path) or _is_index(path) or os.path.isdir(path + _TENSORS)
+    several = may_be_pattern(path) or _is_index(path) or os.path.isdir(path + _TENSORS) or _may_be_split(path)
     return several or _folder_at(path) is not None
+
+
+def _may_be_split(path: str) -> bool:
+    """Return whether a path names the first of several GGUF files."""
+    return path.endswith(".gguf") and "-00001-of-" in path and not is_address(path)
 
 
 def _is_index(path: str) -> bool:

@@ -98,6 +98,9 @@ OUTPUTS: Final[Mapping[str, OutputFormat]] = {
             loader="safetensors.torch.load_file",
             misread="no library would load it",
         ),
+        OutputFormat(
+            "gguf", "gguf.writer", (".gguf",), ".gguf", like="gguf", checksums=False, layout="GGUF", loader="llama.cpp"
+        ),
         OutputFormat("dcp", "dcp.writer", (".dcp",), ".dcp", "dcp", "dcp", folder=True, plain=True),
         OutputFormat("legacy", "torch.legacy_writer", reads_as="torch-legacy", like="torch", checksums=False),
         OutputFormat("same", "repickled", like="torch", shards=True, every_record=True),

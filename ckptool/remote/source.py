@@ -28,7 +28,7 @@ _AHEAD: Final = 8 << 20
 _NEAR: Final = 4 << 10
 #: How many ends of an object are asked for first, if not both: files with their metadata at the beginning, and files of
 #: a folder whose index tells what is where.
-_ENDS: Final = {".safetensors": 1, ".distcp": 0}
+_ENDS: Final = {".safetensors": 1, ".gguf": 1, ".distcp": 0}
 #: The modules of stores by the schemes of addresses; every other scheme is left to libraries.
 _STORES: Final = {"http": "web", "https": "web", "hf": "web", "s3": "s3"}
 _A_FOLDER: Final = "it is the address of a folder, not of a file"

@@ -58,7 +58,7 @@ def find_value(checkpoint: Checkpoint, key: str) -> tuple[Checkpoint, Located]:
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    checkpoint = with_plain_numpy(checkpoint)
+    checkpoint = with_plain_numpy(checkpoint.in_full())
     _ = checkpoint.survey  # raises UnreadableError for unsupported features
     return checkpoint
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ..base.dtypes import BY_NAME
+from ..base.dtypes import TORCH_NAMES
 from ..base.lazy import regex
 from ..base.records import NamedTuple
 from ..checkpoint.objects import list_items, mapped_name
@@ -76,7 +76,7 @@ class CallChecker:
 
     def is_dtype(self, ref: Ref) -> bool:
         node = self.nodes[ref]
-        return type(node) is Global and node.module == "torch" and node.name in BY_NAME
+        return type(node) is Global and node.module == "torch" and node.name in TORCH_NAMES
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
         """Return whether this is an ordinary tensor, which needs no further check."""
@@ -206,7 +206,7 @@ _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
 #: Prefixes of the names whose arguments are not checked: Python's own, and classes of torch.distributed.
 _OTHERS: Final = ("torch.distributed.", "builtins.", "collections.", "_codecs.", "traceback.")
 #: Names on the list that are neither functions nor classes.
-_VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
+_VALUES: Final = frozenset(f"torch.{name}" for name in TORCH_NAMES) | qualified(
     "torch",
     "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric per_channel_affine_float_qparams",
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, Protocol, cast
 
 from ..base.dtypes import BY_NAME
 from .numeric import to_numbers
@@ -50,6 +51,9 @@ class Arrays(Protocol):
 
     def is_finite(self, array: Any) -> bool:
         """Return whether all elements are finite."""
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Return a context in which numbers that are too large cause no warning."""
 
 
 def arrays(path: str = "") -> Arrays:
@@ -120,6 +124,9 @@ class _Numpy:
     def is_finite(self, array: Any) -> bool:
         return bool(self._numpy.isfinite(array).all())
 
+    def quiet(self) -> AbstractContextManager[Any]:
+        return cast("AbstractContextManager[Any]", self._numpy.errstate(all="ignore"))
+
 
 class _Torch:
     def __init__(self, torch: Any) -> None:
@@ -169,3 +176,6 @@ class _Torch:
 
     def is_finite(self, array: Any) -> bool:
         return bool(self._torch.isfinite(array).all())
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return nullcontext()

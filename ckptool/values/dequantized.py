@@ -9,11 +9,11 @@ torch/quantization/qtensor, torchao quantization/quant_primitives.py, optimum-qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Any, Final
 
-from ..base.dtypes import BY_NAME
+from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import RefusedError
 from ..base.records import NamedTuple
 from ..base.text import pluralize, quoted
@@ -24,6 +24,8 @@ from .torch.adapters import StoredTensor
 
 #: Elements that are computed at once: they stay in the cache of a core.
 _STEP: Final = 1 << 16
+#: Bytes of blocks of GGUF that are computed at once.
+_BLOCKS: Final = 1 << 18
 #: The most bytes of codes that are kept where the file has them turned.
 _KEPT: Final = 16 << 20
 #: The fewest rows of a block for which a table of products pays off.
@@ -386,7 +388,65 @@ def _columns(xp: Arrays, code: StoredTensor, begin: int, count: int) -> Any:
     return xp.words(data).reshape(rows, count)
 
 
+# -- blocks of GGUF ----------------------------------------------------------------------------------------------------
+
+
+def need_gguf(types: Collection[str], path: str) -> None:
+    """Raise RefusedError if the gguf package is not installed, or does not dequantize one of these types."""
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        what = "the gguf package computes the values of quantized tensors, and it is not installed"
+        raise RefusedError(what, path=path, next="pip install 'ckptool[gguf]'") from None
+    xp = arrays(path)
+    for name in types:
+        try:
+            quants.dequantize(xp.codes(bytes(BY_NAME[name].itemsize)).reshape(1, -1), GGMLQuantizationType[name])
+        except (NotImplementedError, KeyError):
+            what = f"the installed gguf package does not dequantize {name}"
+            raise RefusedError(what, path=path, next="pip install --upgrade gguf") from None
+
+
+def rearranged(code: StoredTensor, heads: int) -> Iterator[bytes]:
+    """Yield the rows of a tensor some at a time, in the order in which each head has its even rows first.
+
+    llama.cpp's ``permute`` interleaves the two halves of a head. Without ``heads`` the order stays.
+    """
+    *_, columns = 1, *code.view.shape
+    dtype = BY_NAME[code.view.dtype]
+    rows, width = code.view.numel // max(columns, 1), columns // dtype.packed * dtype.itemsize
+    if heads and len(code.view.shape) == 1:  # a bias
+        rows, width = columns, dtype.itemsize
+    high = rows // heads if heads else 1
+    for _, data in _rows(code, high * width, _BLOCKS):
+        if heads:
+            starts = (at + half * width for at in range(0, len(data), high * width) for half in (0, 1))
+            ends = (at for at in range(0, len(data), high * width) for _ in (0, 1))
+            data = b"".join(
+                data[row : row + width]
+                for start, at in zip(starts, ends)
+                for row in range(start, at + high * width, 2 * width)
+            )
+        yield data
+
+
+def _blocks(xp: Arrays, how: Dequantization) -> Iterator[Any]:
+    """GGUF: what ``gguf.quants.dequantize`` returns, less what the converter added to a norm."""
+    from gguf import GGMLQuantizationType, quants
+
+    code, added = how.code, how.numbers.get("added", 0.0)
+    dtype, (*_, columns) = BY_NAME[code.view.dtype], (1, *code.view.shape)
+    for data in rearranged(code, how.numbers.get("heads", 0)):
+        if is_block(dtype.name):
+            width = columns // dtype.packed * dtype.itemsize
+            with xp.quiet():
+                values = quants.dequantize(xp.codes(data).reshape(-1, width), GGMLQuantizationType[dtype.name])
+        else:
+            values = xp.floats(data, dtype.name)
+        yield values - xp.numbers([added]) if added else values
+
+
 _RULES: Final[Mapping[str, Callable[[Arrays, Dequantization], Iterator[Any]]]] = {
     **{"scaled": _scaled, "bnb8": _int8, "bnb4": _nibbles, "nvfp4": _e2m1, "mxfp4": _e2m1},
-    **{"packed": _packed, "gptq": _turned, "awq": _turned},
+    **{"packed": _packed, "gptq": _turned, "awq": _turned, "gguf": _blocks},
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ..base.dtypes import BY_NAME, Dtype, is_complex
+from ..base.dtypes import BY_NAME, Dtype, is_block, is_complex
 from ..base.errors import MalformedError, RefusedError
 from ..base.records import NamedTuple, new_tuple
 from ..base.steps import salvage_step
@@ -68,6 +68,8 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
     tensor = checkpoint.survey.reader.tensor(inner)
     if tensor is None or not tensor.storage:
         return "it is made of tensors that are made of tensors"
+    if is_block(tensor.dtype):
+        return f"blocks of {tensor.dtype}: `ckptool convert` computes their values"
     storage = storage_reader(checkpoint, tensor.storage)
     if tensor.kind == "quantized" or tensor.dtype.startswith(("qint", "quint")):
         affine = _affine(checkpoint, inner, tensor)

@@ -306,7 +306,7 @@ def tree(here: Path) -> Path:
 def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None:
     claims = ["t/a.pth", "t/cut.ckpt", "t/empty.pt", "t/lfs.bin", "t/lfs.pth", "t/page.pth", "t/deep/er/weights"]
     programs = ["t/others/exported.pt2", "t/others/package.pt", "t/others/torchscript.pt"]
-    claims += [programs[0], "t/others/model.safetensors", *programs[1:]]
+    claims += [programs[0], "t/others/model.gguf", "t/others/model.safetensors", *programs[1:]]
     assert found_in(validate, "t") == claims
     statuses = [json.loads(line)["status"] for line in validate("t", "--format", "jsonl")[1].splitlines()]
     assert [status for status in statuses if status != "skipped"] == [
@@ -316,9 +316,9 @@ def test_a_folder_is_searched_by_content(tree: Path, validate: Validate) -> None
         "unreadable",
         "unreadable",
         "unreadable",
-        *(["valid"] * 5),
+        *(["valid"] * 6),
     ]
-    for path in claims[-4:]:
+    for path in claims[-5:]:
         (tree / path).unlink()
     assert validate("t/others")[0] == 3
     assert found_in(validate, "t/others") == ["t/others"]  # the folder itself: nothing is in it

@@ -45,7 +45,7 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"foreign"}),
     frozenset({"claims", "folders"}),
     frozenset({"safetensors", "torch"}),
-    frozenset({"bare_pickle", "plain_pickle"}),
+    frozenset({"bare_pickle", "gguf", "plain_pickle"}),
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),
     frozenset({"joined", "recipes"}),
@@ -296,6 +296,7 @@ OWN_PACKAGES = {
     "ckptool/files/compressed.py": {"zstandard", "compression"},  # the extra ckptool[zstd], and Python 3.14
     "ckptool/remote/libraries.py": {"obstore", "fsspec"},  # the extra ckptool[remote]; torch requires fsspec
     "ckptool/remote/s3.py": {"botocore"},  # the extra ckptool[s3]
+    "ckptool/values/dequantized.py": {"gguf"},  # the extra ckptool[gguf]
     "ckptool/remote/web.py": {"huggingface_hub"},  # the extra ckptool[hf]
 }
 

@@ -17,7 +17,7 @@ from io import BufferedReader, RawIOBase
 from itertools import chain
 from typing import Any, ClassVar, Final
 
-from ...base.dtypes import BY_NAME, Dtype
+from ...base.dtypes import BY_NAME, TORCH_NAMES, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
 from ...base.records import NamedTuple
@@ -243,7 +243,7 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in STAND_INS:
             return STAND_INS[full]
-        if module == "torch" and name in BY_NAME:
+        if module == "torch" and name in TORCH_NAMES:
             return BY_NAME[name]
         if full == "torch.Size":
             return self.shapes.make

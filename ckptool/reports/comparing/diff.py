@@ -161,7 +161,7 @@ def diff_report(
     if unknown:
         choice = join_limited(list(IGNORABLE), most=len(IGNORABLE))
         raise TargetError(f"{unknown[0]!r} cannot be ignored", next=f"choose from {choice}")
-    words = frozenset(ignore)
+    a, b, words = a.in_full(), b.in_full(), frozenset(ignore)
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     if key is None and other_key is None and "container" in words:
         key, other_key = _sole_keys(a, b)

@@ -408,7 +408,7 @@ def whole_lock(checkpoint: Checkpoint, content: bool, progress: Progress | None 
         what = f"{missing.message}; a lock of the rest would pass for the whole"
         step = "get the files again that are missing or damaged, then lock it"
         raise RefusedError(what, path=checkpoint.path, next=step)
-    return lock_of(checkpoint, content=content, storages=content, progress=progress)
+    return lock_of(checkpoint.in_full(), content=content, storages=content, progress=progress)
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:

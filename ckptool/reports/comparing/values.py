@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, Final, cast
 
-from ...base.dtypes import BY_NAME, is_complex
+from ...base.dtypes import BY_NAME, TORCH_NAMES, is_complex
 from ...base.errors import TargetError, UnreadableError
 from ...base.records import NamedTuple, TypedDict
 from ...checkpoint.checkpoint import Checkpoint
@@ -167,7 +167,8 @@ class _Pair(NamedTuple):
     @property
     def has_numbers(self) -> bool:
         """Whether the elements of both are numbers without a scale, so that a tolerance applies."""
-        return all(tensor.dtype in BY_NAME and not tensor.dtype.startswith(_NO_NUMBERS) for tensor in (self.a, self.b))
+        dtypes = (self.a.dtype, self.b.dtype)
+        return all(dtype in TORCH_NAMES and not dtype.startswith(_NO_NUMBERS) for dtype in dtypes)
 
 
 @dataclass

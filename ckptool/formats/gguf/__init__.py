@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: metadata, and tensors in blocks of quantized values."""

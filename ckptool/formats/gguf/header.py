@@ -1,0 +1,325 @@
+"""The header of a GGUF file: its metadata, and the names, types, shapes and places of its tensors.
+
+    "GGUF" | u32 version | u64 tensors | u64 entries | entries | tensors | padding | the bytes of all tensors
+
+Sources: docs/gguf.md of ggml; ggml/src/gguf.cpp of llama.cpp and gguf_reader.py of the gguf package, which both read
+versions 2 and 3. Strings have a length of 64 bits. Nothing declares the size of the header, so it is read in growing
+pieces: a remote header of 8 MB takes three requests.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from struct import Struct, error
+from typing import Any, Final
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import MalformedError
+from ...base.findings import Finding
+from ...base.lazy import regex
+from ...base.limits import LIMITS
+from ...base.records import NamedTuple
+from ...base.steps import WHOLE_COPY, as_step, by_place
+from ...base.text import pluralize, quoted
+from ...files.sources import Source
+
+MAGIC: Final = b"GGUF"
+#: The most bytes of a header; vocabularies of 256,000 tokens take 15 MB.
+MAX_HEADER: Final = 256 << 20
+#: Bytes that are read first, and then at a time.
+_FIRST, _NEXT = 256 << 10, 4 << 20
+#: The most bytes of the name of an entry, by docs/gguf.md.
+_MAX_KEY: Final = 65_535
+#: Array elements up to which an array is decoded with the header.
+SHORT: Final = 1_000
+#: So many texts of fewer than 48 bytes, each behind its length: three times as fast as one after the other.
+_MANY: Final = 256
+_SHORT_TEXTS: Final = regex(
+    b"(?:%s){%d}" % (b"|".join(re.escape(bytes([size])) + rb"\0{7}.{%d}" % size for size in range(48)), _MANY),
+    re.DOTALL,
+)
+#: The most levels of arrays in arrays.
+_MAX_DEPTH: Final = 8
+#: What llama.cpp reads at most: dimensions, and bytes of a tensor name.
+_MOST_DIMENSIONS, _LONGEST_NAME = 4, 63
+_STRING, _ARRAY = 8, 9
+#: The number formats of values by their type.
+_NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TYPE_NAMES: Final = {
+    **{0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", 7: "bool"},
+    **{8: "string", 9: "array", 10: "uint64", 11: "int64", 12: "float64"},
+}
+#: The dtypes of tensors by their type (``GGMLQuantizationType`` of the gguf package). Others were removed, or are new.
+TENSOR_TYPES: Final[dict[int, Dtype]] = {
+    number: BY_NAME[name]
+    for number, name in (
+        *((0, "float32"), (1, "float16"), (24, "int8"), (25, "int16"), (26, "int32"), (27, "int64"), (28, "float64")),
+        *((30, "bfloat16"), (2, "Q4_0"), (3, "Q4_1"), (6, "Q5_0"), (7, "Q5_1"), (8, "Q8_0"), (9, "Q8_1")),
+        *((10, "Q2_K"), (11, "Q3_K"), (12, "Q4_K"), (13, "Q5_K"), (14, "Q6_K"), (15, "Q8_K"), (16, "IQ2_XXS")),
+        *((17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (20, "IQ4_NL"), (21, "IQ3_S"), (22, "IQ2_S")),
+        *((23, "IQ4_XS"), (29, "IQ1_M"), (34, "TQ1_0"), (35, "TQ2_0"), (39, "MXFP4"), (40, "NVFP4"), (41, "Q1_0")),
+    )
+}
+
+
+class Array(NamedTuple):
+    """An array that is not decoded: its element type, its length, and the bytes of its elements in the file."""
+
+    kind: int
+    number: int
+    begin: int
+    end: int
+
+
+class TensorEntry(NamedTuple):
+    """A tensor: its shape in the order of torch, and its bytes from ``begin`` to ``end`` of the file."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """The header of one file. ``data`` is the offset of the tensors' bytes; ``problems`` are what llama.cpp refuses
+    although the file can be read."""
+
+    version: int
+    order: str
+    metadata: dict[str, Any]
+    entries: tuple[TensorEntry, ...]
+    data: int
+    problems: list[Finding]
+
+
+def read_header(source: Source) -> Header:
+    """Read and check a header; raise MalformedError with the rule that the file breaks."""
+    raw = source.read(len(MAGIC), 4)
+    big = raw[:2] == b"\0\0"
+    version = int.from_bytes(raw, "big" if big else "little")
+    if version not in (2, 3):
+        what = f"it is of version {version} of GGUF, versions 2 and 3 are read"
+        raise MalformedError(what, path=source.name, next="convert the model again with the current llama.cpp")
+    reader = _Reader(source, ">" if big else "<")
+    reader.at = len(MAGIC) + len(raw)
+    tensors, number = reader.number("Q"), reader.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(number):
+        name = reader.string("the name of an entry", _MAX_KEY)
+        if name in metadata:
+            raise reader.broken(f"the entry {quoted(name)} is in it twice", name)
+        metadata[name] = reader.value(reader.number("I"), name)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > _NEXT:
+        raise reader.broken(f"general.alignment is {quoted(str(alignment))}, not a power of two", "general.alignment")
+    found = [reader.tensor() for _ in range(tensors)]
+    return _placed(reader, version, metadata, found, alignment)
+
+
+class _Tensor(NamedTuple):
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    size: int
+    offset: int
+
+
+def _placed(reader: _Reader, version: int, metadata: dict[str, Any], found: list[_Tensor], alignment: int) -> Header:
+    """Return the header with the places of the tensors in the file, which it checks."""
+    source, problems = reader.source, list[Finding]()
+
+    def note(what: str, where: str, level: str = "error") -> None:
+        if len(problems) < LIMITS.listed:
+            problems.append(Finding("gguf-layout", level, what, where))
+
+    data = -(-reader.at // alignment) * alignment
+    entries, seen, expected = list[TensorEntry](), set[str](), 0
+    for name, dtype, shape, size, offset in found:
+        if name in seen:
+            raise reader.broken(f"the tensor {quoted(name)} is in it twice", name)
+        seen.add(name)
+        title = f"tensor {quoted(name)}"
+        if offset % alignment:
+            note(f"{title} begins at {offset:,}, not at a multiple of {alignment}", name)
+        elif offset != expected:
+            note(f"{title} begins at {offset:,} of the data; llama.cpp expects it at {expected:,}", name)
+        if len(shape) > _MOST_DIMENSIONS:
+            note(f"{title} has {len(shape)} dimensions, llama.cpp reads {_MOST_DIMENSIONS}", name)
+        if len(name.encode("utf-8", "surrogateescape")) > _LONGEST_NAME:
+            note(f"{title} has a name of more than {_LONGEST_NAME} bytes, which llama.cpp refuses", name)
+        expected = -(-(offset + size) // alignment) * alignment
+        entries.append(TensorEntry(name, dtype, shape, data + offset, data + offset + size))
+    end = max((entry.end for entry in entries), default=0)
+    if end > source.size:
+        left = sum(entry.end <= source.size for entry in entries)
+        rule = f"its tensors end at byte {end:,}, the file has {source.size:,}: it is cut, or an offset is wrong"
+        cut = reader.broken(f"{rule}; {left:,} of {pluralize(len(entries), 'tensor')} are whole")
+        cut.step = as_step(by_place(source.name, "download it again", WHOLE_COPY))
+        raise cut
+    at, before = 0, ""
+    for entry in sorted(entries, key=lambda each: (each.begin, each.end)):
+        if entry.begin < at and entry.end > entry.begin:
+            note(f"tensor {quoted(entry.name)} begins within tensor {quoted(before)}", entry.name)
+        at, before = (entry.end, entry.name) if entry.end > at else (at, before)
+    if source.size - max(at, data) > alignment:
+        note(f"{source.size - max(at, data):,} bytes follow the last tensor", "", "warning")
+    return Header(version, reader.order, metadata, tuple(entries), data, problems)
+
+
+def elements(source: Source, array: Array, order: str) -> list[Any]:
+    """Return the elements of an array of any length; arrays in arrays are lists."""
+    reader = _Reader(source, order, array.begin, array.end)
+    return reader.elements(array.kind, array.number)
+
+
+class _Reader:
+    """Reads values one after the other, of a file from ``begin`` on."""
+
+    def __init__(self, source: Source, order: str, begin: int = 0, end: int = -1) -> None:
+        self.source, self.order, self.base, self.at = source, order, begin, 0
+        self.end = source.size if end < 0 else end
+        self.data = source.read(begin, min(_FIRST, self.end - begin))
+        self._structs: dict[str, Struct] = {}
+
+    def broken(self, rule: str, where: str = "") -> MalformedError:
+        what = f"not a valid GGUF file: {rule}"
+        return MalformedError(what, path=self.source.name, where=where, next="it is damaged: get the file again")
+
+    def need(self, size: int) -> None:
+        """Have the next ``size`` bytes in ``data``; raise MalformedError if the file ends before."""
+        end = self.at + size
+        if end <= len(self.data):
+            return
+        if self.base + end > self.end:
+            raise self.broken(f"the header ends after byte {self.end:,}, within what it declares")
+        if end > MAX_HEADER:
+            raise self.broken(f"its header has more than {MAX_HEADER:,} bytes")
+        room = self.end - self.base - len(self.data)
+        self.data += self.source.read(self.base + len(self.data), min(max(end - len(self.data), _NEXT), room))
+        if end > len(self.data):
+            raise self.broken("it shrank while it was read")
+
+    def struct(self, code: str) -> Struct:
+        if code not in self._structs:
+            self._structs[code] = Struct(self.order + code)
+        return self._structs[code]
+
+    def number(self, code: str) -> Any:
+        form = self.struct(code)
+        self.need(form.size)
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return _shortest(value) if code == "f" else value
+
+    def string(self, what: str, most: int = MAX_HEADER) -> str:
+        size = self.number("Q")
+        if size > most:
+            raise self.broken(f"{what} has {size:,} bytes, {most:,} are the most")
+        self.need(size)
+        text = self.data[self.at : self.at + size].decode("utf-8", "surrogateescape")
+        self.at += size
+        return text
+
+    def value(self, kind: int, name: str) -> Any:
+        """Return the next value of a type; an array that is long or holds arrays is not decoded."""
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self.string(f"the text of {quoted(name)}")
+        if kind != _ARRAY:
+            raise self.broken(f"the entry {quoted(name)} is of the unknown type {kind}", name)
+        inner, count = self.number("I"), self.number("Q")
+        begin = self.at
+        self.skip(inner, count, 1)
+        if count <= SHORT and inner != _ARRAY:
+            self.at = begin
+            return self.elements(inner, count)
+        return Array(inner, count, self.base + begin, self.base + self.at)
+
+    def skip(self, kind: int, count: int, depth: int) -> None:
+        """Go behind the elements of an array."""
+        if kind in _NUMBERS:
+            size = self.struct(_NUMBERS[kind]).size * count
+            self.need(size)
+            self.at += size
+        elif kind == _STRING:
+            self._skip_strings(count)
+        elif kind != _ARRAY or depth >= _MAX_DEPTH:
+            what = f"arrays are nested more than {_MAX_DEPTH} deep" if kind == _ARRAY else f"type {kind} is unknown"
+            raise self.broken(what)
+        else:
+            for _ in range(count):
+                self.skip(self.number("I"), self.number("Q"), depth + 1)
+
+    def _skip_strings(self, count: int) -> None:
+        unpack, at, data = self.struct("Q").unpack_from, self.at, self.data
+        last = len(data) - 8
+        while count:  # half a million in large vocabularies
+            if count >= _MANY and self.order == "<" and (match := _SHORT_TEXTS.match(data, at)):
+                at, count = match.end(), count - _MANY
+                continue
+            for _ in range(min(count, _MANY)):
+                if at > last:
+                    self.at = at
+                    self.need(8)
+                    data, last = self.data, len(self.data) - 8
+                at += 8 + unpack(data, at)[0]
+            count -= min(count, _MANY)
+        self.at = at
+        self.need(0)
+
+    def elements(self, kind: int, count: int) -> list[Any]:
+        """Return the next elements, of a length that ``skip`` found to be there."""
+        if kind == _STRING:
+            return [self.string("a text") for _ in range(count)]
+        if kind == _ARRAY:
+            return [self.elements(self.number("I"), self.number("Q")) for _ in range(count)]
+        form = Struct(f"{self.order}{count}{_NUMBERS[kind]}")
+        self.need(form.size)
+        values = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return [*map(_shortest, values)] if _NUMBERS[kind] == "f" else [*values]
+
+    def tensor(self) -> _Tensor:
+        """Return the next tensor; ``offset`` is from the start of the data."""
+        name = self.string("the name of a tensor", _MAX_KEY)
+        dimensions = self.number("I")
+        if dimensions > LIMITS.dimensions:
+            raise self.broken(f"tensor {quoted(name)} has {dimensions:,} dimensions", name)
+        form = self.struct(f"{dimensions}QIQ")
+        self.need(form.size)
+        *sizes, kind, offset = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        shape, dtype = tuple(reversed(sizes)), TENSOR_TYPES.get(kind)
+        if dtype is None:
+            step = "a newer ckptool may know it; the gguf package of the program that wrote the file does"
+            known = f"tensor {quoted(name)} is of type {kind}, which GGUF removed or ckptool does not know"
+            raise MalformedError(known, path=self.source.name, where=name, next=step)
+        if prod(shape) >= 1 << 62 or offset >= 1 << 62:
+            raise self.broken(f"tensor {quoted(name)} is larger than any tensor can be", name)
+        if (shape[-1] if shape else 1) % dtype.packed:
+            rule = f"rows of {shape[-1] if shape else 1:,} elements do not divide into blocks of {dtype.packed}"
+            raise self.broken(f"tensor {quoted(name)}: {rule}", name)
+        return _Tensor(name, dtype, shape, prod(shape) // dtype.packed * dtype.itemsize, offset)
+
+
+def type_name(kind: int) -> str:
+    """Return the name of a value type, such as "string"."""
+    return _TYPE_NAMES.get(kind, f"type {kind}")
+
+
+_SINGLE: Final = Struct("<f")
+
+
+def _shortest(value: float) -> float:
+    """Return the number with the fewest digits that is the same in float32: 1e-05, not 9.999999747378752e-06."""
+    for digits in (6, 7, 8):
+        near = float(f"{value:.{digits}g}")
+        try:
+            if near != near or _SINGLE.unpack(_SINGLE.pack(near))[0] == value:
+                return near
+        except (OverflowError, error):
+            continue
+    return value

@@ -1,0 +1,197 @@
+"""GGUF files as checkpoints: a dict of the metadata and of the tensors, alone or in the files of a split.
+
+Quantized tensors have a dtype of ``base.dtypes.BLOCKS``: their shape counts values, their bytes are blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, Final
+
+from ...base.errors import MalformedError
+from ...base.findings import INCOMPLETE, TWO_FORMATS, Finding
+from ...base.lazy import regex
+from ...base.steps import folder_of
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.container import (
+    Container,
+    FoundPickle,
+    Manifest,
+    Original,
+    StorageLocation,
+    StoredRecord,
+    Traits,
+)
+from ...checkpoint.graph_builder import Builder, PlainTensor
+from ...checkpoint.tensors import contiguous_strides
+from ...files.sources import FolderSource, Source, Span
+from ...files.zips.reader import ends_in_directory
+from ...pickles.nodes import Graph, Ref
+from .header import MAGIC, Array, Header, TensorEntry, elements, read_header, type_name
+
+#: The name of a file of a split (llama.cpp: ``llama_split_path``).
+SPLIT: Final = regex(r"(.*)-(\d{5})-of-(\d{5})\.gguf\Z")
+
+
+class GGUF(Container):
+    """The files of a model, the one with the metadata first. ``values`` are the entries of the metadata, in which long
+    arrays are an ``Array``."""
+
+    format = "gguf"
+    traits = Traits(
+        pickled=False,
+        size_source="header",
+        no_checksums="GGUF",
+        loads="converted",
+        loader="llama.cpp",
+        suffix=".gguf",
+        writes_as="gguf",
+        blocks=True,
+        flat_names=True,
+    )
+
+    def __init__(self, files: Sequence[tuple[Source, Header]]) -> None:
+        self.files = files
+        self.source, header = files[0]
+        self.values = header.metadata
+        self.byteorder = "big" if header.order == ">" else "little"
+        self.writer = f"a converter for llama.cpp (GGUF version {header.version})"
+        self.problems = [problem for _, each in files for problem in each.problems]
+        self.entries: dict[str, tuple[Source, TensorEntry]] = {}
+        for source, each in files:
+            start = len(self.entries)
+            self.entries.update((str(start + n), (source, entry)) for n, entry in enumerate(each.entries))
+        names = [*self.values, *(entry.name for _, entry in self.entries.values())]
+        if len({*names}) < len(names):
+            twice = next(name for name, number in Counter(names).items() if number > 1)
+            raise MalformedError(f"two of its entries and tensors are called {quoted(twice)}", path=self.source.name)
+        from .names import lacking  # imported late, because it reads a table
+
+        if lacks := lacking(self.values, names[len(self.values) :]):
+            what = f"the header lacks what llama.cpp needs for {quoted(self.architecture)}: {join_limited(lacks)}"
+            self.problems.append(Finding("gguf-lacks", "warning", what))
+
+    @property
+    def architecture(self) -> str:
+        """The architecture that the metadata names, or ""."""
+        return str(self.values.get("general.architecture", ""))
+
+    @cached_property
+    def graph(self) -> Graph:  # type: ignore[override]
+        return self._built(lambda array: f"[{pluralize(array.number, type_name(array.kind))}]")
+
+    def in_full(self) -> GGUF:
+        whole, order = copy(self), self.files[0][1].order
+        whole.graph = self._built(lambda array: elements(self.source, array, order))
+        return whole
+
+    def _built(self, shown: Callable[[Array], Any]) -> Graph:
+        """Return the dict of the metadata and the tensors; ``shown`` makes the value that is shown for a long array."""
+        builder = Builder()
+
+        def node(value: Any) -> Ref:
+            value = shown(value) if isinstance(value, Array) else value
+            return builder.sequence([*map(node, value)]) if isinstance(value, list) else builder.constant(value)
+
+        items = [(name, node(value)) for name, value in self.values.items()]
+        for key, (_, entry) in self.entries.items():
+            strides, size = contiguous_strides(entry.shape), entry.end - entry.begin
+            items.append((entry.name, builder.tensor(PlainTensor(entry.dtype, entry.shape, strides, key, size))))
+        return builder.graph(builder.mapping(items))
+
+    def stored(self, key: str) -> StorageLocation:
+        if key not in self.entries:
+            return StorageLocation(None, 0)
+        source, entry = self.entries[key]
+        size = entry.end - entry.begin
+        return StorageLocation(Span(source, entry.begin, size), size)
+
+    def records(self) -> Iterator[StoredRecord]:
+        for key, (_, entry) in self.entries.items():
+            span, size, *_ = self.stored(key)
+            if span is not None:
+                yield StoredRecord(entry.name, span, size, None, False, key)
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        return {entry.name: (entry.dtype.name, entry.shape) for _, entry in self.entries.values()}
+
+    def originals(self) -> Mapping[str, Sequence[Original]]:
+        from .names import originals  # imported late, because it reads a table
+
+        shapes = {entry.name: entry.shape for _, entry in self.entries.values()}
+        return originals(self.values, shapes)
+
+    def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+        """Yield the texts of the metadata. Programs render chat templates, and act on none of the others."""
+        texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
+        return [("", texts)] if texts else []
+
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        """Yield a note if the file may also be a pickle: more than 255 tensors begin with an opcode after a number."""
+        for source, header in self.files:
+            if source.read(9, 1) != b"\0" and header.order == "<":
+                from ..safetensors.pickle_twin import names_global  # hardly any model has so many tensors
+
+                found = names_global(source, header.data, whole=not quick)
+                if found or (found is None and not quick):
+                    yield FoundPickle("", None, "it is a GGUF file, and may be a pickle at once", unchecked=True)
+
+    def audit(self, keys: Collection[str]) -> Sequence[Finding]:
+        if not any(ends_in_directory(source) for source, _ in self.files):
+            return ()
+        what = "it is a GGUF file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
+        return [Finding(TWO_FORMATS, "error", what, refused=True)]
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    """Return whether a file begins as GGUF."""
+    return head.startswith(MAGIC)
+
+
+def read(source: Source) -> GGUF:
+    """Read one file; raise MalformedError with the rule of the format that it breaks."""
+    header = read_header(source)
+    container = GGUF([(source, header)])
+    number, count = (header.metadata.get(f"split.{name}", 0) for name in ("no", "count"))
+    if type(count) is int and type(number) is int and count > 1:
+        what = f"it is file {number + 1:,} of the {count:,} of a model: the name of the first file opens all of them"
+        container.problems.append(Finding("piece", "warning", what))
+    return container
+
+
+def read_split(path: str) -> tuple[FolderSource, GGUF] | None:
+    """Open all files of a split by the name of its first one; return None for any other name.
+
+    A missing or damaged file is a problem of the container.
+    """
+    match = SPLIT.match(os.path.basename(path))
+    if match is None or int(match[2]) != 1 or int(match[3]) < 2:
+        return None
+    from ...files.folders import open_folder  # most models are one file
+    from ..folders import opening
+
+    folder, count, files = open_folder(folder_of(path)), int(match[3]), list[tuple[Source, Header]]()
+    names, problems = folder.names(), list[Finding]()
+    with opening(path) as stack:
+        wanted = [f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, count + 1)]
+        absent = [name for name in wanted[1:] if name not in names]
+        if absent:
+            what = f"the model is in {count:,} files, and {join_limited(absent, most=3)} are not there"
+            problems.append(Finding(INCOMPLETE, "error", what, refused=True))
+        for name in wanted[:1] + [name for name in wanted[1:] if name in names]:
+            source = folder.open(name)
+            stack.callback(source.close)
+            if source.read(0, len(MAGIC)) != MAGIC:
+                raise MalformedError("it is no GGUF file", path=source.name, next="get the file again")
+            files.append((source, read_header(source)))
+        container = GGUF(files)
+        for name, (source, header) in zip(wanted, files):
+            declared = header.metadata.get("split.count", count)
+            if declared != count:
+                problems.append(Finding(INCOMPLETE, "error", f"{source.name}: it is one of {declared} files", name))
+        container.problems += problems
+        return FolderSource(path, [source for source, _ in files], folder=folder.path), container
