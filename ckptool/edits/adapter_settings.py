@@ -39,8 +39,8 @@ from .recompute import refuse_bits
 
 CONFIG: Final = ADAPTER_CONFIG
 #: Names of alpha and rank in the header of an adapter: of kohya, and of tools that write PEFT's names.
-_HEADER_ALPHA: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
-_HEADER_RANK: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
+ALPHAS: Final = ("lora_alpha", "ss_network_alpha", "network_alpha", "alpha")
+RANKS: Final = ("r", "lora_rank", "ss_network_dim", "network_dim", "rank")
 #: Where diffusers keeps the settings of PEFT in the header, and trainers the name of the base.
 _HEADER_SETTINGS: Final = "lora_adapter_metadata"
 _HEADER_BASES: Final = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
@@ -174,11 +174,13 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 def _config_of_header(checkpoint: Checkpoint, keys: Collection[str], alpha: float | None) -> Mapping[str, Any] | None:
     """Return the settings of a LoRA with PEFT's names, by the header of its file or by ``alpha``; None without both."""
-    stated = _header_number(checkpoint, _HEADER_ALPHA)
+    if (whole := parsed_object(checkpoint.metadata.get(CONFIG, ""))) is not None:
+        return whole
+    stated = _header_number(checkpoint, ALPHAS)
     alpha = alpha if stated is None else stated
     if alpha is None or not any(".lora_A." in key for key in keys) or is_of_other_library(keys):
         return None
-    rank = _header_number(checkpoint, _HEADER_RANK)
+    rank = _header_number(checkpoint, RANKS)
     config = {"peft_type": "LORA", "lora_alpha": alpha, "base_model_name_or_path": None}
     config |= {"use_dora": True} if any("lora_magnitude_vector" in key for key in keys) else {}
     return config if rank is None else {**config, "r": int(rank)}
@@ -268,8 +270,8 @@ def scale_without_alpha(adapter: Adapter, rank: int) -> float:
     """Return 1, as readers take without alpha; raise RefusedError if the header states one other than the rank."""
     if adapter.alpha is not None and rank:
         return adapter.alpha / rank
-    stated = _header_number(adapter.checkpoint, _HEADER_ALPHA)
-    if stated is None or stated in (rank, _header_number(adapter.checkpoint, _HEADER_RANK)):
+    stated = _header_number(adapter.checkpoint, ALPHAS)
+    if stated is None or stated in (rank, _header_number(adapter.checkpoint, RANKS)):
         return 1.0
     message = f"its header says alpha {stated:g} for the rank {rank:,}, and no tensor has an alpha"
     way = f"{stated:g}, or {rank:,} if it is part of the matrices already"

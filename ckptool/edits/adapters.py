@@ -161,7 +161,7 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     for module, keys in model.parts.items():
         name = match.names.get(module, module)
         parts[name] = keys
-        scales[name] = _scale(own, module, keys, model.alphas.get(module, ""))
+        scales[name] = product_scale(own, module, keys, model.alphas.get(module, ""))
         change, magnitude = product_shape(adapter, keys), keys.get("lora_magnitude_vector.weight", "")
         if change and f"{name}.weight" in shapes and without_ones(change) == without_ones(shapes[f"{name}.weight"]):
             shapes[f"{name}.weight"] = change
@@ -173,7 +173,7 @@ def _placed(adapter: Adapter, model: Modules, match: Match, path: str, weight: f
     return [item for change in found for item in match.weights[change.key].changes(change)]
 
 
-def _scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) -> float:
+def product_scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha: str) -> float:
     """Return the factor of a product: alpha divided by the rank, from the settings of diffusers, or else 1."""
     shape = adapter.tensors[parts["lora_A.weight"]].shape if "lora_A.weight" in parts else ()
     rank = shape[0] if shape else 0

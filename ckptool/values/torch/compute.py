@@ -167,6 +167,13 @@ def as_bytes(torch: Any, values: Any, dtype: Any) -> bytes:
     return bytes(out)
 
 
+def rounded_number(value: float, dtype: str) -> tuple[bytes, float]:
+    """Return the little-endian element of a dtype for a number, and the number that it is."""
+    torch = need_torch("computing a number")
+    data = as_bytes(torch, torch.tensor([value], dtype=torch.float64), torch_dtype(torch, dtype))
+    return data, float(torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, dtype))[0])
+
+
 def _empty(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
     """Return memory for elements, and a tensor over it."""
     out = bytearray(count * torch.empty((), dtype=dtype).element_size())
