@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep
     from .edits.entries import set_entry as set
+    from .edits.extraction import extract_lora
     from .edits.keys import add_prefix as add_module
     from .edits.keys import strip_prefix as strip_module
     from .edits.keys import strip_wrappers
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .edits.matching.match import match
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
+    from .edits.ranks import resize_lora
     from .edits.redact import redact
     from .edits.resize import resize
     from .edits.salvage import Lost, Salvaged, SalvagedState, salvage
@@ -91,6 +93,7 @@ __all__ = [
     "errors",
     "explain",
     "extract",
+    "extract_lora",
     "get",
     "hash",
     "history",
@@ -109,6 +112,7 @@ __all__ = [
     "repack",
     "report",
     "resize",
+    "resize_lora",
     "salvage",
     "sanitize",
     "save",
@@ -138,7 +142,9 @@ _NAMES = {
     "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set"),
     "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
+    "edits.extraction": ("extract_lora",),
     "edits.lora": ("merge_lora",),
+    "edits.ranks": ("resize_lora",),
     "edits.matching.match": ("match",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),

@@ -35,6 +35,8 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
             "merge",
             "average",
             "merge_lora",
+            "extract_lora",
+            "resize_lora",
             "cast",
             "dequantize",
             "resize",

@@ -360,6 +360,9 @@ class Conversion(NamedTuple):
         ``key`` names the state dict for a format that holds one. ``edited`` says that edits used the same key: it may
         then be missing by now, and is ignored by formats that hold everything. Raise the same errors as ``convert``.
         """
+        made, named = checkpoint.target, named_format(output)
+        if made is not None and self == Conversion() and (named is None or named.name == made.format):
+            return checkpoint  # an edit chose the format
         target = self.format_of(checkpoint, output) or ("" if checkpoint.traits.writes_as else "torch")
         size = self.shard_size
         if not size and target and OUTPUTS[target].shards and self.makes_folder(checkpoint, output):

@@ -98,7 +98,9 @@ def extract_lora(
     if not differing:
         what = f"its values equal those of {other.path}: there is no difference to extract"
         raise RefusedError(what, path=tuned.path)
-    return _Extraction(one, other, rank, "float32" if to_dtype is None else dtype_to_write(to_dtype), differing).done(one.tensors.keys() - {*names})
+    return _Extraction(one, other, rank, "float32" if to_dtype is None else dtype_to_write(to_dtype), differing).done(
+        one.tensors.keys() - {*names}
+    )
 
 
 class _Side:

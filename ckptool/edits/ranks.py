@@ -1,7 +1,7 @@
 """Give a LoRA another rank, in its own layout: PEFT, kohya or diffusers.
 
-Formulas: sd-scripts (``networks/resize_lora.py``, with ``sv_fro`` for a part of the norm). The scale of each module, its
-alpha divided by its rank, stays the same.
+Formulas: sd-scripts (``networks/resize_lora.py``, with ``sv_fro`` for a part of the norm). The scale of each module,
+which is its alpha divided by its rank, stays the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import accumulate
 from math import prod, sqrt
 from typing import Any, Final
 
-from ..base.dtypes import BY_NAME, Dtype
-from ..base.errors import RefusedError, TargetError
+from ..base.dtypes import BY_NAME
+from ..base.errors import TargetError
 from ..base.records import NamedTuple
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint, Target

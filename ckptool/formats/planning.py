@@ -70,9 +70,9 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
         step = "if its content may go into the output, add `--follow-links`"
         raise RefusedError(what, path=checkpoint.path, next=step)
-    if checkpoint.target is not None:
-        _check_target(checkpoint.target, output)
     target = target_of(checkpoint, output)
+    if checkpoint.target is not None and target is not None:
+        _check_target(target, output)
     if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
         refuse_emptied(checkpoint)
@@ -105,6 +105,9 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
 
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
     """Return the target for an output name; None if the input is copied unchanged."""
+    made, named = checkpoint.target, named_format(output)
+    if made is not None and made.stem == "adapter_model" and named is not None and named.name == made.format:
+        return made._replace(shard_size=0)  # an adapter is a folder, unless the name says that it is a file
     # An unedited folder is also rewritten if the output is a single file, or if files in several folders have the same
     # name, so that no folder can hold copies of them all.
     joins = _in_files(checkpoint) and not makes_folder(checkpoint, output)
