@@ -47,11 +47,11 @@ _BUFFERS: Final = regex(r"(?:\A|\.)(?:inv_freq|position_ids|masked_bias)\Z")
 _FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
-def parse_base(paths: tuple[str, ...]) -> dict[str, str]:
+def parse_base(paths: tuple[str, ...]) -> str:
     """Return the only base; raise TargetError for none or several."""
     if len(paths) != 1:
         raise TargetError(f"one base is needed, and {len(paths)} are given", next="name it after the tuned model")
-    return {"base": paths[0]}
+    return paths[0]
 
 
 # -- extract

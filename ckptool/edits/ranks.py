@@ -231,8 +231,10 @@ class _Resizing:
         tensor = self.adapter.tensors[key]
         dtype = BY_NAME[tensor.dtype]
         data, stored = rounded_number(alpha, dtype.name)
+        if alpha and not stored:
+            data, stored = rounded_number(1.0, dtype.name)
         self.new[key] = self.work.tensor(key, dtype, tensor.shape, swapped(data, self.work.width(dtype)))
-        return alpha / stored if stored else 1.0
+        return alpha / stored if alpha else 1.0
 
     def done(self) -> Checkpoint:
         """Plan the tensors, and return the adapter."""
