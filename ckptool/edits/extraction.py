@@ -47,19 +47,11 @@ _BUFFERS: Final = regex(r"(?:\A|\.)(?:inv_freq|position_ids|masked_bias)\Z")
 _FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
 
 
-def parse_base(paths: tuple[str, ...]) -> str:
-    """Return the only base; raise TargetError for none or several."""
-    if len(paths) != 1:
-        raise TargetError(f"one base is needed, and {len(paths)} are given", next="name it after the tuned model")
-    return paths[0]
-
-
-# -- extract
-
-
-def extract_lora_files(tuned: Checkpoint, base: str, **how: Any) -> Checkpoint:
-    """Extract by the path of the base; if a file is damaged, the error is about the damage."""
-    opened = as_checkpoint(base)
+def extract_lora_files(tuned: Checkpoint, bases: Sequence[str], **how: Any) -> Checkpoint:
+    """Extract by the path of the only base; if a file is damaged, the error is about the damage."""
+    if len(bases) != 1:
+        raise TargetError(f"one base is needed, and {len(bases)} are given", next="name it after the tuned model")
+    opened = as_checkpoint(bases[0])
     with blaming_damage(opened):
         return extract_lora(tuned, opened, **how)
 
@@ -84,9 +76,8 @@ def extract_lora(
     float32, or ``to_dtype``. Raise RefusedError if names or shapes differ, if nothing differs, or if PEFT has no place
     for a tensor.
 
-    >>> lora = ckptool.extract_lora("model.pth", "other.pth", rank=4)
-    >>> lora.changes[0].words
-    ''
+    >>> ckptool.extract_lora("model.pth", "other.pth", rank=4).changes[0].words
+    '2 modules with a LoRA of rank 4 at most, alpha as the rank'
     """
     if rank < 1:
         raise TargetError("the rank is missing", path=tuned.path, next="`--rank 16`")
@@ -218,11 +209,11 @@ class _Extraction:
         what = f"{pluralize(len(modules), 'module')} with a LoRA of rank {self.rank:,} at most, alpha as the rank"
         edited = work.checkpoint.changed(
             graph,
-            [Change("lora extract", "", len(modules), 0, what, self._notes(left_out))],
+            [Change("lora-extract", "", len(modules), 0, what, self._notes(left_out))],
             work.added,
             needs_relayout=True,
             others=(self.base.work.checkpoint,),
-            deferred_changes=(partial(kept_changes, "lora extract", self.factors),),
+            deferred_changes=(partial(kept_changes, "lora-extract", self.factors),),
             target=Target("safetensors"),
         )
         # The files beside a tuned model describe the model.

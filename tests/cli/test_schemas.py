@@ -53,6 +53,8 @@ LINES = {
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],
     "lora merge": [f"PATH {OTHER} --dry-run"],
+    "lora extract": [f"PATH {OTHER} --rank 2 --dry-run"],
+    "lora resize": ["PATH --rank 2 --dry-run"],
     "convert": ["PATH --to-format safetensors --allow-loss entries --dry-run", "PATH --to-format legacy --dry-run"],
     "sanitize": ["PATH --drop-unknown --as-state-dict --dry-run"],
     "redact": ["PATH", "PATH --redact all --dry-run"],

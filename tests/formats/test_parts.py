@@ -200,6 +200,8 @@ def _adapter(folder: Path) -> str:
     return str(folder)
 
 
+#: Commands that refuse these files, or write an adapter.
+OTHERS = {"dequantize", "lora extract", "lora resize"}
 #: Commands that need a language model, with what they take besides it.
 LANGUAGE: dict[str, Callable[[Path], list[str]]] = {
     "lora merge": lambda folder: [_adapter(folder / "adapter")],
@@ -229,7 +231,7 @@ def test_every_command_that_writes_is_tried() -> None:
             if (command := cli.get_command(ctx, name)) is not None
             and any(parameter.name == "allow_loss" for parameter in command.params)
         }
-    assert writing == {*ARGUMENTS, *LANGUAGE, "dequantize"}  # which refuses what is not quantized
+    assert writing == {*ARGUMENTS, *LANGUAGE, *OTHERS}
 
 
 #: One file of a save by several ranks, in ``fixtures/files/ranks``.
