@@ -76,8 +76,9 @@ def extract_lora(
     float32, or ``to_dtype``. Raise RefusedError if names or shapes differ, if nothing differs, or if PEFT has no place
     for a tensor.
 
-    >>> ckptool.extract_lora("model.pth", "other.pth", rank=4).changes[0].words
-    '2 modules with a LoRA of rank 4 at most, alpha as the rank'
+    >>> tuned = ckptool.merge_lora("model.pth", "adapter")
+    >>> ckptool.extract_lora(tuned, "model.pth", rank=1).changes[-1].words
+    '1 module with a LoRA of rank 1 at most, alpha as the rank'
     """
     if rank < 1:
         raise TargetError("the rank is missing", path=tuned.path, next="`--rank 16`")
@@ -104,7 +105,7 @@ class _Side:
             key = None
         state_dict = only_one(work.checkpoint, selected(work.checkpoint, key))
         if work.quantized:
-            raise quantized_refusal(work.checkpoint, work.quantized, "their difference is not that of the weights")
+            raise quantized_refusal(work.checkpoint, work.quantized, "they have no difference as numbers")
         nodes = work.checkpoint.graph.nodes
         self.refs = {str(nodes[name]): ref for name, ref in state_dict.items}
         self.tensors = tensors_of(work.checkpoint, state_dict)

@@ -143,8 +143,8 @@ def resize_lora(
     biases and modules that were trained whole stay. ``to_dtype`` is the dtype of the matrices, by default their own;
     ``alpha`` is the lora_alpha of an adapter that records none. Raise RefusedError for other kinds than LoRA.
 
-    >>> ckptool.resize_lora("adapter", 1).changes[0].words
-    '1 module resized: rank 2 -> 1'
+    >>> ckptool.resize_lora("adapter", 2).changes[0].words
+    '1 module resized: rank 1 -> 2'
     """
     if rank < 1 and keep is None:
         raise TargetError("a rank is missing", path=adapter.path, next="`--rank 16`, or `--keep 0.95` of the norm")
