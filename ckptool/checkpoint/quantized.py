@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
 from math import prod
@@ -22,10 +22,11 @@ from ..base.dtypes import BY_NAME, is_block
 from ..base.errors import CkptoolError, RefusedError
 from ..base.records import NamedTuple
 from ..base.text import join_limited, quoted, words
-from ..files.archives import parsed_object, read_bytes, read_object
-from ..files.sources import FolderSource, Span
+from ..files.archives import parsed_object, read_bytes
+from ..files.sources import Span
 from .backends import QUANTIZERS
 from .checkpoint import Checkpoint
+from .configurations import quantization_config, values_of
 from .objects import state_items
 from .survey import TensorEntry
 from .tensors import Tensor, rebuild_calls
@@ -36,17 +37,21 @@ _E8M0: Final = "float8_e8m0fnu"
 _FP8: Final = frozenset(name for name in BY_NAME if name.startswith("float8_") and name != _E8M0)
 _BYTES: Final = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
 _CODES: Final = _FP8 | _BYTES | {"int16", "uint16", "int32"}
-_DTYPES: Final = {"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES}
+_INDEX: Final = frozenset(("int32", "int64"))
+_FLOATS: Final = frozenset(("bfloat16", "float16", "float32"))
+_EXPONENTS: Final = frozenset((_E8M0, "uint8"))
+_DTYPES: Final = {
+    **{"any": frozenset(BY_NAME), "bytes": _BYTES, "fp8": _FP8, "codes": _CODES, "index": _INDEX},
+    **{"floats": _FLOATS, "exponents": _EXPONENTS, "scales": _FLOATS | _EXPONENTS},
+}
 _STATE: Final = ".quant_state.bitsandbytes__"
 #: Ends of names that no plain tensor has: parts of a quantized weight even where its code is missing.
-_MARKS: Final = tuple(
-    words(".SCB .absmax .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx _scale_inv .W_q .Qidxs")
-)
+_MARKS: Final = tuple(words(".SCB .quant_map .nested_absmax .nested_quant_map .qzeros .g_idx .weight_scale_inv"))
 #: Ends of names that are parts of a weight in a quantized model, and may be anything in a plain one.
 _PARTS: Final = tuple(
     words(
         ".weight_scale .weight_scale_2 .weight_zero_point .weight_g_idx .weight_shape .weight_global_scale .scales"
-        " .weight_scales _scales ._scale _qdata .scale_weight"
+        " .weight_scales _scales ._scale _qdata .scale_weight .absmax _scale_inv .Qidxs"
     )
 )
 #: Ends of names of scales of activations, and of other tensors beside the weights of a quantized model.
@@ -60,10 +65,6 @@ _BESIDE: Final = tuple(
 _OF_HEADS: Final = (".q_scale", ".k_scale", ".v_scale")
 #: The problem of a format that is recognised, and whose layout is not in the table.
 UNKNOWN_LAYOUT: Final = "its layout is not known"
-#: The fields of a configuration that describe the quantization.
-CONFIG_FIELDS: Final = ("quantization_config", "compression_config")
-#: Files that hold the configuration of the quantization, apart from config.json.
-OTHER_CONFIGS: Final = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 #: The classes of torchao whose codes are in rows, as they are.
 _TORCHAO: Final = frozenset(("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor"))
 #: The most bytes of a tensor that holds a shape or a state.
@@ -201,6 +202,7 @@ def _fitting(
     """Return the weight, with the problem that the part with this end does not fit unless ``fits``."""
     name = end.lstrip("._") or "the code"
     misfit = f"{name} of shape {list(case.shape(end))} does not fit codes of shape {list(case.code)}"
+    numbers["sizes"] = [*values_of(case.config, "group_size", "q_group_size")]  # of groups, for all weights
     return Plain(shape, "" if fits else misfit, known, dtype, numbers)
 
 
@@ -246,31 +248,35 @@ def _gptq(case: _Case) -> Plain:
         return _fitting(case, ".scales", None, fits=False)
     rows, outputs = case.code
     inputs = prod(case.shape(".g_idx")) if ".g_idx" in case.tensors else 0
-    bits = 32 * rows // inputs if inputs else 32 * zeros[1] // outputs
-    fits = bits in (2, 3, 4, 8) and 32 * rows == bits * (32 * rows // bits)
-    fits = fits and zeros == (scales[0], -(-outputs * bits // 32)) and inputs in (0, 32 * rows // bits)
-    known, shape = f"GPTQ {bits} bit", (outputs, 32 * rows // bits) if fits else None
-    said = {str(each).lower() for each in _values(case.config, "checkpoint_format", "packing_format", "quant_method")}
+    ways = [n for n in (2, 3, 4, 8) if not 32 * rows % n and inputs in (0, 32 * rows // n)]
+    ways = [n for n in ways if zeros == (scales[0], -(-outputs * n // 32))]
+    bits, *others = [n for n in values_of(case.config, "bits") if n in ways] or ways or [0]
+    known, shape = f"GPTQ {bits} bit", (outputs, 32 * rows // bits) if bits else None
+    if set(others) - {bits}:
+        return Plain(None, f"its codes may have {bits} bits or {others[0]}", "GPTQ")
+    said = {str(each).lower() for each in values_of(case.config, "checkpoint_format", "packing_format", "quant_method")}
     if other := said & {"marlin", "bitblas", "gptq_p"} or case.config.get("is_marlin_format"):
         return Plain(shape, f"its layout is {join_limited(sorted(other)) if other is not True else 'marlin'}", known)
     # Version 1 stores zero points less one (AutoGPTQ); version 2 of GPTQModel and auto-round store them as they are.
     offset = int(not said & {"gptq_v2", "auto_round"}) if case.config else None
-    return _fitting(case, ".qzeros", shape, fits, known, bits=bits, offset=offset)
+    return _fitting(case, ".qzeros", shape, bool(bits), known if bits else "GPTQ", bits=bits, offset=offset)
 
 
 def _packed(case: _Case) -> Plain:
     *rows, width = case.code or (0,)
-    said, of = [n for n in _values(case.config, "num_bits") if n in range(1, 9)], case.tensors[".weight_scale"].dtype
-    shape = (*rows, width * 32 // (said or [4])[0]) if case.remote else case.numbers(".weight_shape")
+    said, of = {n for n in values_of(case.config, "num_bits") if n in range(1, 9)}, case.tensors[".weight_scale"].dtype
+    shape = (*rows, width * 32 // (*said, 4)[0]) if case.remote else case.numbers(".weight_shape")
     if len(shape) < 2 or not shape[-1]:
         return Plain(None, "weight_shape cannot be read")
-    k, sizes = shape[-1], [n for n in (*said, 32 * width // shape[-1]) if 0 < n < 9]
-    bits = next((n for n in sizes if width in (-(-k * n // 32), -(-k // (32 // n)))), 0)
-    fits = bool(bits) and prod(shape[:-1]) == prod(rows)
-    dense = width == -(-k * (bits or 1) // 32)
-    if fits and 32 % bits and dense is (width == -(-k // (32 // bits))):
-        return Plain(shape, f"{bits} bits may be packed in two ways", f"compressed-tensors int{bits}", of)
-    return _fitting(case, "", shape, fits, f"compressed-tensors int{bits or ''}", of, bits=bits, dense=dense)
+    # A row is a stream of bits; before version 0.20 a word had whole codes only, and its highest bits were unused.
+    ways = [(n, True) for n in said or range(2, 9) if width == -(-shape[-1] * n // 32)]
+    ways += [(n, False) for n in said or range(2, 9) if 32 % n and width == -(-shape[-1] // (32 // n))]
+    if len(ways) > 1:
+        may = " or ".join(f"{n} bits{'' if dense else ' padded to words'}" for n, dense in ways)
+        return Plain(shape, f"its codes may have {may}", "", of)
+    (bits, dense), known = ways[0] if ways else (0, True), f"compressed-tensors int{ways[0][0]}" if ways else ""
+    fits = bool(ways) and prod(shape[:-1]) == prod(rows)
+    return _fitting(case, "", shape, fits, known, of, bits=bits, dense=dense)
 
 
 def _pairs(case: _Case, group: int = 32) -> Plain:
@@ -300,13 +306,19 @@ def _scaled(case: _Case, *blocks: Any) -> Plain:
     scale, method = case.shape(end), str(case.config.get("quant_method", "")).replace("fp8", "").strip("_-")
     known = f"{method} {'int8' if case.dtype == 'int8' else 'FP8'}".strip()
     # compressed-tensors multiplies in the dtype of the scale; modelopt rounds the scale to the dtype of the model.
-    of = case.tensors[end].dtype if "compressed" in method or "quark" in method else ""
+    own = case.tensors[end].dtype in _FLOATS and ("compressed" in method or "quark" in method)
+    of = case.tensors[end].dtype if own else ""
+    scale = scale[::2] if len(scale) == 4 and scale[1::2] == (1, 1) and len(code) == 2 else scale  # of modelopt
     first = {"round_scale": "modelopt" in method}
-    if prod(scale) == 1 and code:
-        return Plain(code, "", f"{known} with one scale for each weight", of, {"block": (0, 0), **first})
-    if len(code) > 1 and scale in (code[:-1], (*code[:-1], 1)):
-        return Plain(code, "", f"{known} with a scale for each channel", of, {"block": (1, 0), **first})
-    given = [*blocks, *_values(case.config, "weight_block_size", "block_structure")]
+    # The first dimensions have a scale each, and the others share it: none, the experts or filters, or the rows.
+    shared = (n for n in range(len(code)) if scale[:n] == code[:n] and prod(scale[n:]) == 1)
+    if (own := next(shared, None)) is not None:
+        high = prod(code[own:-1])
+        each = (
+            f"a scale for each {'channel' if own == len(code) - 1 else 'slice'}" if own else "one scale for each weight"
+        )
+        return Plain(code, "", f"{known} with {each}", of, {"block": (high, 0), "outputs": high, **first})
+    given = [*blocks, *values_of(case.config, "weight_block_size", "block_structure")]
     given = [[int(n) for n in re.findall(r"\d+", size)] if isinstance(size, str) else size for size in given]
     if len(scale) == len(code) >= 2 and scale[:-2] == code[:-2] and 0 not in scale:
         even = not (code[-2] % scale[-2] or code[-1] % scale[-1])
@@ -322,22 +334,16 @@ def _torchao(case: _Case) -> Plain:
     """The header of the file describes each weight, in JSON under its name."""
     described = parsed_object(str(case.checkpoint.container.metadata.get(case.name, ""))) or {}
     kind = str(described.get("_type", ""))
-    native = next((each.get("_data") for each in _values(described, "dtype") if isinstance(each, dict)), "")
+    native = next((each.get("_data") for each in values_of(described, "dtype") if isinstance(each, dict)), "")
     if kind in _TORCHAO and "_scale" not in case.tensors:
         return Plain(None, "scale is missing", f"torchao {kind}")
     if kind in _TORCHAO:
-        return _of_torchao(
-            _scaled(case, *_values(described, "block_size")), kind, str(native), case.tensors["_scale"].dtype
-        )
+        plain = _scaled(case, *values_of(described, "block_size"))
+        return plain._replace(format=f"torchao {kind}", dtype=str(native))
     shape = case.code if case.dtype == "int8" or case.dtype in _FP8 else None
     shape = (*case.code[:-1], 2 * case.code[-1]) if kind == "Int4Tensor" else shape
     problem = "" if kind else "the header does not describe it"
     return Plain(shape, problem, f"torchao {kind}".strip(), str(native), None)
-
-
-def _of_torchao(plain: Plain, kind: str, native: str, scale: str) -> Plain:
-    numbers = {**(plain.numbers or {}), "product": scale}
-    return plain._replace(format=f"torchao {kind}", dtype=native, numbers=numbers)
 
 
 def _rows(case: _Case) -> Plain:
@@ -348,30 +354,41 @@ def _rows(case: _Case) -> Plain:
 
 _FUNCTIONS: Final[Mapping[str, Callable[[_Case], Plain | None]]] = {
     "same": lambda case: Plain(case.code),
-    "fp8": lambda case: None if case.tensors[case.end("scale")].dtype in _FP8 else _scaled(case),
     "one_scale": lambda case: _scaled(case)._replace(format=""),
     "turned": lambda case: Plain(case.code[::-1]),
     "unknown": lambda case: Plain(None, UNKNOWN_LAYOUT),
     "hqq": lambda case: Plain(case.numbers(".shape") or None),
     "quanto": lambda case: Plain(None, numbers=None) if case.dtype == "uint8" else _scaled(case)._replace(format=""),
     "pairs16": lambda case: _pairs(case, 16),
-    "deepseek": lambda case: _pairs(case) if case.tensors[".scale"].dtype == _E8M0 else None,
     **{"rows": _rows, "bnb": _bnb, "awq": _awq, "gptq": _gptq, "packed": _packed, "pairs32": _pairs},
     **{"blocks": _blocks, "scaled": _scaled, "torchao": _torchao},
 }
 
 
 class _Format(NamedTuple):
-    """A row of ``quantized.toml``: the ``parts`` by their ends, ``key`` those without which it is another format."""
+    """A row of ``quantized.toml``.
+
+    ``parts`` are the marks of its parts by the ends of their names, ``allowed`` their dtypes, and ``key`` the ends
+    of those without which it is another format.
+    """
 
     name: str
     code: str
     dtypes: frozenset[str]
     key: tuple[str, ...]
     parts: dict[str, str]
+    allowed: dict[str, frozenset[str]]
     plain: Callable[[_Case], Plain | None]
     dtype: str
     values: str
+
+    def base(self, name: str, names: Mapping[str, TensorEntry]) -> str | None:
+        """Return the name of a code without its end; None if its tensors are those of another format."""
+        base = name[: len(name) - len(self.code)]
+        if not name.endswith(self.code) or names[name].tensor.dtype not in self.dtypes:
+            return None
+        beside = ((end, names.get(base + end)) for end in self.key)
+        return base if all(each and each.tensor.dtype in self.allowed[end] for end, each in beside) else None
 
 
 @cache
@@ -380,9 +397,14 @@ def formats() -> list[_Format]:
     path = os.path.join(os.path.dirname(__file__), "quantized.toml")
     rows = []
     for row in toml.parsed(read_bytes(path, 1 << 20), path, "the table of formats")["format"]:
-        dtypes, parts = row["dtypes"], {part.lstrip("+?"): part[0] for part in row["parts"].split()}
+        described = [part.partition(":") for part in row["parts"].split()]
+        parts = {end.lstrip("+?"): end[0] for end, _, _ in described}
+        code, *allowed = (
+            frozenset().union(*(_DTYPES.get(name, {name}) for name in dtypes.split(",")))
+            for dtypes in (row["dtypes"], *(dtypes or "any" for _, _, dtypes in described))
+        )
         key = tuple(end for end, mark in parts.items() if mark not in "+?*")
-        found = _DTYPES.get(dtypes, frozenset((dtypes,))), key, parts, _FUNCTIONS[row["plain"]], row.get("dtype", "")
+        found = code, key, parts, dict(zip(parts, allowed)), _FUNCTIONS[row["plain"]], row.get("dtype", "")
         rows.append(_Format(row["name"], row["code"], *found, row.get("values", "")))
     return rows
 
@@ -474,7 +496,6 @@ class _Search:
         if kind not in _TORCHAO or not {"", "_scale"} <= tensors.keys():
             return weight
         plain = _scaled(_Case(self, weight.name, tensors))
-        plain = _of_torchao(plain, kind, weight.dtype, tensors["_scale"].dtype)
         return weight._replace(problem=plain.problem, arithmetic="scaled", numbers=plain.numbers or {})
 
     def search(self, names: Mapping[str, TensorEntry], by_torch: bool) -> None:
@@ -506,29 +527,43 @@ class _Search:
 
     def match(self, name: str, names: Mapping[str, TensorEntry]) -> set[str]:
         """Add the weight whose code has this name, if a format fits; return the names of its tensors."""
-        dtype = names[name].tensor.dtype
-        for form in formats():
-            base = name[: len(name) - len(form.code)]
-            if dtype not in form.dtypes or not name.endswith(form.code):
-                continue
-            if form.key and any(base + end not in names for end in form.key):
+        for number, form in enumerate(formats()):
+            base = form.base(name, names)
+            if base is None:
                 continue
             found = {"": name} | {end: base + end for end in form.parts if base + end in names}
             if "*" in form.parts:
                 found |= {other[len(base) :]: other for other in self.module(name, names) if other != name}
-            missing = [end.lstrip("._") for end, mark in form.parts.items() if mark == "+" and end not in found]
             tensors = {end: names[part].tensor for end, part in found.items()}
+            problems = [
+                f"{end.lstrip('._')} is missing" for end, m in form.parts.items() if m == "+" and end not in found
+            ]
+            for end, tensor in tensors.items():
+                if tensor.dtype not in form.allowed.get(end, _DTYPES["any"]):
+                    problems.append(f"{end.lstrip('._')} is {tensor.dtype}")
             title = _plain_name(base, form.code)
             case = _Case(self, title, tensors)
-            plain = Plain(None, f"{join_limited(missing)} is missing") if missing else form.plain(case)
+            plain = Plain(None, join_limited(problems)) if problems else form.plain(case)
             if plain is not None:
                 native = tensors[form.dtype].dtype if form.dtype and form.dtype in tensors else form.dtype
+                problem = plain.problem or self.rival(name, names, found, formats()[number + 1 :])
                 parts = tuple((end.lstrip("._") or "code", names[part]) for end, part in found.items())
                 known, native = plain.format or form.name, plain.dtype or native
                 rule = "" if plain.numbers is None else form.values, plain.numbers or {}
-                self.weights.append(QuantizedWeight(title, known, parts, plain.shape, native, plain.problem, *rule))
+                self.weights.append(QuantizedWeight(title, known, parts, plain.shape, native, problem, *rule))
                 return set(found.values())
         return set()
+
+    def rival(self, name: str, names: Mapping[str, TensorEntry], found: dict[str, str], others: list[_Format]) -> str:
+        """Return the problem that these codes have parts of another format, too, which are added; "" if they do not."""
+        problem = ""
+        for form in others:
+            base = form.base(name, names)
+            for end in form.key if base is not None else ():
+                if (other := f"{base}{end}") not in found.values():
+                    found[end] = other
+                    problem = f"{end.lstrip('._')} belongs to another format ({form.name})"
+        return problem
 
     def unknown(self, name: str, names: Mapping[str, TensorEntry], beside: list[str]) -> set[str]:
         """Add codes that no format explains, in a model that is quantized; return the names of the module's tensors."""
@@ -559,32 +594,3 @@ def _plain_name(base: str, code: str) -> str:
     if code == "_qdata":
         return f"{module}.{last.removeprefix('_')}".removeprefix(".")
     return base.removeprefix(".") + (".weight" if code in (".weight", ".qweight", ".weight_packed", ".W_q") else "")
-
-
-def _values(config: object, *names: str, depth: int = 5) -> Iterator[Any]:
-    """Yield the values of fields with these names in a configuration, and in those inside it."""
-    for name, value in config.items() if isinstance(config, Mapping) else ():
-        if name in names and value is not None:
-            yield value
-        elif isinstance(value, Mapping) and depth:
-            yield from _values(value, *names, depth=depth - 1)
-
-
-def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the configuration of the quantization, from the files beside the weights; empty without one."""
-    source = checkpoint.source
-    beside = {os.path.basename(path): path for path in source.beside} if isinstance(source, FolderSource) else {}
-    if not beside and not is_remote(checkpoint.path):
-        folder = os.path.dirname(checkpoint.path)
-        paths = {name: os.path.join(folder, name) for name in ("config.json", *OTHER_CONFIGS)}
-        beside = {name: path for name, path in paths.items() if os.path.isfile(path)}
-    text = checkpoint.companions.get("config.json")
-    objects = {name: read_object(path) for name, path in beside.items() if name in ("config.json", *OTHER_CONFIGS)}
-    config = parsed_object(text) if text is not None else objects.get("config.json")
-    if found := next((item for item in _values(config, *CONFIG_FIELDS) if isinstance(item, dict)), None):
-        return found
-    for name in OTHER_CONFIGS:
-        if other := objects.get(name):
-            method = "modelopt" if "quantization" in other else "awq" if "w_bit" in other else "gptq"
-            return {"quant_method": method, **other}
-    return {}

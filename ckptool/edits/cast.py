@@ -123,7 +123,7 @@ def cast(
         changes.append(Change("cast", "", 0, len(parts), what))
     if work.left:
         changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
-    if not tensors:
+    if not tensors and not work.left:
         summary = f"no tensor to cast: all are {target.name} already, or not floating-point"
         changes.append(Change("cast", "", 0, 0, summary))
     return work.done(changes, deferred_changes=(overflows.changes,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from functools import partial
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -14,18 +14,11 @@ from ..base.lazy import regex
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.configurations import CONFIG_FIELDS, OTHER_CONFIGS, configurations, quantization_config
 from ..checkpoint.objects import mapping
-from ..checkpoint.quantized import (
-    CONFIG_FIELDS,
-    OTHER_CONFIGS,
-    UNKNOWN_LAYOUT,
-    Quantization,
-    QuantizedWeight,
-    quantization,
-    quantization_config,
-)
+from ..checkpoint.quantized import UNKNOWN_LAYOUT, Quantization, QuantizedWeight, quantization
 from ..checkpoint.survey import TensorEntry
-from ..files.sources import Computed
+from ..files.sources import Computed, Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from ..values.dequantized import Dequantization, dequantized, need_gguf
@@ -63,11 +56,12 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
         what = f"plain weights are not written as {dtype}"
         raise RefusedError(what, path=checkpoint.path, next="`--to-dtype bfloat16`")
     made: dict[int, dict[str, tuple[str, Ref]]] = {}
+    wrapped: dict[str, Deferred] = {}
     for weight in found.weights:
         entry = weight.parts[0][1]
         if entry.state_dict < 0:
             raise RefusedError(f"{quoted(entry.path)} is in no state dict", path=checkpoint.path)
-        made.setdefault(entry.state_dict, {})[entry.key] = weight.name, _made(work, weight, dtype)
+        made.setdefault(entry.state_dict, {})[entry.key] = weight.name, _made(work, weight, dtype, wrapped)
     parts = [*found.others, *(part for weight in found.weights for _, part in weight.parts)]
     for number, inside in made.items():
         ref, gone = work.checkpoint.survey.state_dicts[number].ref, {e.key for e in parts if e.state_dict == number}
@@ -78,7 +72,8 @@ def dequantize(checkpoint: Checkpoint, to_dtype: object = None, *, key: str | No
     if any(weight.numbers.get("round_scale") for weight in found.weights):
         notes.append(f"as modelopt does, with the scale rounded to {dtype} first; engines multiply by the scale itself")
     notes += [f"{CONFIG} of an output folder: without quantization_config"] if config_fields(checkpoint) else []
-    edited = work.done([Change("dequantize", key or "", len(found.weights), 0, what, tuple(notes))])
+    changes = [Change("dequantize", key or "", len(found.weights), 0, what, tuple(notes))]
+    edited = work.done(changes, deferred_changes=(partial(_of_wrapped, wrapped),))
     edited = _described(edited, dtype, to_dtype is not None)
     return cast(edited, dtype, key=key) if to_dtype is not None else edited
 
@@ -123,7 +118,8 @@ def refuse_blocks(checkpoint: Checkpoint, found: Quantization) -> None:
 def plain_of(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with plain weights; one without quantized weights as it is."""
     checkpoint = checkpoint.in_full()
-    return dequantize(checkpoint) if quantization(checkpoint) else checkpoint
+    found = _chosen(Recomputation(checkpoint))
+    return dequantize(checkpoint) if found.weights or found.left_over else checkpoint
 
 
 def _items(
@@ -152,7 +148,7 @@ def _unsupported(weights: tuple[QuantizedWeight, ...]) -> Iterator[str]:
 
 def _of_model(work: Recomputation, found: Quantization) -> str:
     """Return the dtype of the model: from its config.json, else of its quantized weights, else of its other tensors."""
-    config = config_fields(work.checkpoint)
+    config = configurations(work.checkpoint).get(CONFIG, {})
     parts = sorted(_parts_of(config), key=lambda each: not {*CONFIG_FIELDS} & each.keys())
     named = [each.get(name) for each in parts if each is config or {*CONFIG_FIELDS} & each.keys() for name in _FIELDS]
     named += [weight.dtype for weight in found.weights]
@@ -164,15 +160,24 @@ def _of_model(work: Recomputation, found: Quantization) -> str:
     return next((name for name in named if name in _DTYPES), "bfloat16")
 
 
-def _made(work: Recomputation, weight: QuantizedWeight, dtype: str) -> Ref:
-    """Add the plain tensor of a quantized weight."""
+def _of_wrapped(wrapped: Mapping[str, Deferred]) -> list[Change]:
+    """Return what to say of GPTQ's zero points that are all ones where they are stored less one; empty without any."""
+    names = [name for name, count in wrapped.items() if count.value]
+    what = f"zero points stored as all ones are 0 here, and 2^bits for some kernels: in {join_limited(names, most=3)}"
+    return [Change("dequantize", "", len(names), 0, what)] if names else []
+
+
+def _made(work: Recomputation, weight: QuantizedWeight, dtype: str, wrapped: dict[str, Deferred]) -> Ref:
+    """Add the plain tensor of a quantized weight; ``wrapped`` gets the count of its zero points that are ambiguous."""
     assert weight.shape is not None
     parts = {role: _stored(work, entry) for role, entry in weight.parts if entry.tensor.storage}
     numbers = dict(weight.numbers)
     if numbers.get("offset", 0) is None:
         numbers["offset"] = _offset(parts["qzeros"], numbers["bits"])
-    narrow = (name for name in (weight.numbers.get("product"), weight.dtype) if name in _DTYPES and name != "float32")
-    rounds = tuple(name for name, _ in groupby((*narrow, dtype)))
+    if numbers.get("offset"):
+        numbers["wrapped"] = wrapped[weight.name] = Deferred()
+    narrow = weight.dtype in _DTYPES and weight.dtype not in (dtype, "float32")
+    rounds = (weight.dtype, dtype) if narrow else (dtype,)
     target = BY_NAME[dtype]
     how = Dequantization(
         weight.name, weight.arithmetic, tuple(parts.items()), weight.shape, rounds, numbers, work.width(target)

@@ -224,6 +224,8 @@ class Recomputation:
                     for part in parts:
                         if part.storage not in self._quantized_storages:
                             paths.setdefault(part.storage, entry.path)
+                        elif tensor not in self.quantized.tensors:
+                            self.left.append(f"{entry.path} (its storage also holds part of a quantized weight)")
             elif tensor.kind != "meta" and (source is None or source.floating or tensor.kind == "quantized"):
                 self.left.append(f"{entry.path} ({tensor.kind})")
         return paths
@@ -304,6 +306,10 @@ class Recomputation:
         """Return the edited checkpoint, or the original one with these changes if nothing was computed."""
         if not (self.added or self.editor.changed):
             return self.original.changed(self.original.graph, changes)
+        if self.original.edited:  # tensors that an earlier edit removed still describe their storages as before
+            used = {*self.checkpoint.graph.reachable()}
+            stale = (ref for ref, storage in self.reader.uses() if storage.key in self.added and ref not in used)
+            self.editor.changed |= dict.fromkeys(stale)
         graph = self.editor.done()
         return self.checkpoint.changed(
             graph, changes, self.added, needs_relayout=True, others=others, deferred_changes=deferred_changes

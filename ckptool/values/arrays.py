@@ -52,6 +52,9 @@ class Arrays(Protocol):
     def is_finite(self, array: Any) -> bool:
         """Return whether all elements are finite."""
 
+    def infinite(self, array: Any) -> int:
+        """Return how many elements are infinite."""
+
     def quiet(self) -> AbstractContextManager[Any]:
         """Return a context in which numbers that are too large cause no warning."""
 
@@ -115,14 +118,16 @@ class _Numpy:
         if dtype == "float32":
             return flat.tobytes(), 0
         if dtype == "float16":
-            with numpy.errstate(over="ignore"):
-                half = flat.astype("<f2")
+            half = flat.astype("<f2")
             lost = numpy.isinf(half).sum() - numpy.isinf(flat).sum()
             return half.tobytes(), int(lost)
         return cast_elements(flat.reshape(-1).view("u1").data, "float32", dtype)
 
     def is_finite(self, array: Any) -> bool:
         return bool(self._numpy.isfinite(array).all())
+
+    def infinite(self, array: Any) -> int:
+        return int(self._numpy.isinf(array).sum())
 
     def quiet(self) -> AbstractContextManager[Any]:
         return cast("AbstractContextManager[Any]", self._numpy.errstate(all="ignore"))
@@ -176,6 +181,9 @@ class _Torch:
 
     def is_finite(self, array: Any) -> bool:
         return bool(self._torch.isfinite(array).all())
+
+    def infinite(self, array: Any) -> int:
+        return int(self._torch.isinf(array).sum())
 
     def quiet(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -79,8 +79,18 @@ def dequantized(how: Dequantization) -> Iterator[bytes]:
     Raise RefusedError if a scale is not finite, or a value does not fit into the dtype.
     """
     xp = arrays(how.code.storage.path)
+    pieces = _pieces(xp, how)
+    while True:
+        with xp.quiet():
+            data = next(pieces, None)
+        if data is None:
+            return
+        yield swapped(data, how.width)
+
+
+def _pieces(xp: Arrays, how: Dequantization) -> Iterator[bytes]:
     if how.rule == "scaled" and (grid := _Grid.of(xp, how)).makes_tables:
-        yield from (swapped(data, how.width) for data in _by_tables(xp, how, grid))
+        yield from _by_tables(xp, how, grid)
         return
     for values in _RULES[how.rule](xp, how):
         for dtype in how.rounds[:-1]:
@@ -88,12 +98,19 @@ def dequantized(how: Dequantization) -> Iterator[bytes]:
             if not xp.is_finite(values) and xp.is_finite(before):
                 what = f"{quoted(how.name)}: finite values would be infinite in {dtype}, in which its library computes"
                 raise RefusedError(what, path=how.code.storage.path)
-        yield swapped(_stored(xp, how, values), how.width)
+        yield _stored(xp, how, values)
+
+
+def _results(xp: Arrays, how: Dequantization, values: Any) -> tuple[bytes, int]:
+    """Return values in the last dtype, and how many do not fit; those of float8_e5m2 and GGUF may be infinite."""
+    data, lost = xp.stored(values, how.rounds[-1])
+    infinite = how.rule == "gguf" or how.code.view.dtype == "float8_e5m2"
+    return data, lost + (0 if infinite else xp.infinite(values))
 
 
 def _stored(xp: Arrays, how: Dequantization, values: Any) -> bytes:
     """Return values in the last dtype; raise RefusedError if one does not fit."""
-    data, lost = xp.stored(values, how.rounds[-1])
+    data, lost = _results(xp, how, values)
     if lost:
         what = f"{quoted(how.name)}: {pluralize(lost, 'finite value')} would be infinite or NaN in {how.rounds[-1]}"
         raise RefusedError(what, path=how.code.storage.path, next="`--to-dtype bfloat16` holds them")
@@ -162,9 +179,9 @@ class _Grid(NamedTuple):
 
 
 def _matrix(how: Dequantization) -> tuple[int, int]:
-    """Return the rows and columns of a weight, or of each of its experts."""
+    """Return the rows and columns of a weight, or of each of its slices with scales of their own."""
     *_, outputs, inputs = 1, *how.shape
-    return outputs, inputs
+    return how.numbers.get("outputs", outputs), inputs
 
 
 def _by_tables(xp: Arrays, how: Dequantization, grid: _Grid) -> Iterator[bytes]:
@@ -180,7 +197,7 @@ def _by_tables(xp: Arrays, how: Dequantization, grid: _Grid) -> Iterator[bytes]:
         end = min(begin - begin % outputs + (begin % outputs // grid.high + 1) * grid.high, rows)
         end = min(end, begin - begin % outputs + outputs, begin + step)
         scales = grid.scales[grid.at(xp.indices(begin, begin + 1), outputs)]
-        products, lost = xp.stored(table.reshape(1, -1) * scales.reshape(-1, 1), how.rounds[0])
+        products, lost = _results(xp, how, table.reshape(1, -1) * scales.reshape(-1, 1))
         codes = xp.codes(code.rows(begin, end - begin).values).reshape(-1, inputs)
         if lost:  # of codes that need not occur
             values = xp.lookup(table, codes).reshape(-1, inputs) * xp.repeat(scales, grid.wide)[:, :inputs]
@@ -313,7 +330,7 @@ def _packed(xp: Arrays, how: Dequantization) -> Iterator[Any]:
         raise _misfit(how, scale)
     scales = scales.reshape(-1, groups)
     zero, order = how.part("zero_point"), how.part("g_idx")
-    if zero is not None and (zero.view.dtype != "int32" or zero.view.shape != (-(-outputs * bits // 32), groups)):
+    if zero is not None and zero.view.shape != (-(-outputs * bits // 32), groups):
         raise _misfit(how, zero)
     zeros = None
     if zero is not None:
@@ -332,18 +349,17 @@ def _packed(xp: Arrays, how: Dequantization) -> Iterator[Any]:
 
 def _groups(xp: Arrays, how: Dequantization, order: StoredTensor | None, groups: int, inputs: int) -> Any:
     """Return the group of each input; raise RefusedError if there is no such group."""
-    if order is not None and order.view.dtype != "int32":
-        raise _misfit(how, order)
     if order is not None:
-        found = xp.words(order.values)
+        found = xp.words(order.values)[:: BY_NAME[order.view.dtype].itemsize // 4]
         if len(found) == inputs and bool((found < groups).all()):
             return found
         if not bool((found == 0xFFFFFFFF).all()):
             raise RefusedError(f"{quoted(order.name)} names groups that do not exist", path=how.code.storage.path)
-    if not groups or inputs % groups:
+    sizes = [n for n in how.numbers["sizes"] if type(n) is int and n > 0 and -(-inputs // n) == groups]
+    if not sizes and (not groups or inputs % groups):
         what = f"{quoted(how.name)}: {inputs} columns do not divide into {groups} groups, and nothing says how they do"
         raise RefusedError(what, path=how.code.storage.path)
-    return xp.indices(0, inputs) // max(inputs // groups, 1)
+    return xp.indices(0, inputs) // max([*sizes, inputs // groups][0], 1)
 
 
 def _turned(xp: Arrays, how: Dequantization) -> Iterator[Any]:
@@ -357,6 +373,7 @@ def _turned(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     words = xp.words(zero.values).reshape(groups, -1)
     zeros = _awq(xp, words) if awq else fields(xp, words.swapaxes(0, 1), bits, outputs).swapaxes(0, 1)
     if how.numbers.get("offset"):
+        how.numbers["wrapped"].value = int((zeros == (1 << bits) - 1).sum())
         zeros = (zeros + 1) & ((1 << bits) - 1)
     zeros = xp.as_float(zeros)
     rows, width = how.code.view.shape
@@ -439,8 +456,7 @@ def _blocks(xp: Arrays, how: Dequantization) -> Iterator[Any]:
     for data in rearranged(code, how.numbers.get("heads", 0)):
         if is_block(dtype.name):
             width = columns // dtype.packed * dtype.itemsize
-            with xp.quiet():
-                values = quants.dequantize(xp.codes(data).reshape(-1, width), GGMLQuantizationType[dtype.name])
+            values = quants.dequantize(xp.codes(data).reshape(-1, width), GGMLQuantizationType[dtype.name])
         else:
             values = xp.floats(data, dtype.name)
         yield values - xp.numbers([added]) if added else values

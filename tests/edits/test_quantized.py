@@ -60,7 +60,6 @@ def load(path: Path) -> Tensors:
     return state.get("model", state)
 
 
-@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("name", "how"), WAYS)
 def test_a_cast_leaves_every_part_alone_and_says_so(name: str, how: str, tmp_path: Path) -> None:
     parts, path = EVERY[name], write(tmp_path / "in", name, how)
@@ -80,7 +79,6 @@ def test_a_cast_leaves_every_part_alone_and_says_so(name: str, how: str, tmp_pat
     assert all(result[f"{M}.{end}"].dtype == value.dtype for end, value in parts.items())
 
 
-@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("name", "how"), WAYS)
 def test_edits_that_compute_refuse(name: str, how: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in", name, how)
@@ -101,7 +99,6 @@ def test_edits_that_compute_refuse(name: str, how: str, tmp_path: Path) -> None:
         assert said.code == 4 and "quantized" in said.all and not out.exists(), (line[0], said.all)
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     path, known = write(tmp_path / "in", name), name.partition(",")[0]
@@ -119,7 +116,6 @@ def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert name == "MXFP4, gpt-oss" or weight.shape in ((OUT, K), (2, OUT // 2, K)), weight.shape
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path) -> None:
     """Half a quantized weight is not a plain one: neither the code nor the scale that is left is cast or averaged."""
@@ -134,7 +130,6 @@ def test_a_lost_part_is_named_and_nothing_is_computed(name: str, tmp_path: Path)
             assert whole == {end: result[f"{M}.{end}"].dtype for end in whole}, lost
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [name for name, parts in LAYOUTS.items() if len(parts) > 1])
 def test_merge_takes_a_weight_whole_or_not_at_all(name: str, tmp_path: Path) -> None:
     parts, path, out = LAYOUTS[name], write(tmp_path / "in", name), tmp_path / "out.safetensors"
@@ -153,7 +148,6 @@ def test_merge_takes_a_weight_whole_or_not_at_all(name: str, tmp_path: Path) -> 
     assert left.code == 4 and not (tmp_path / "o.safetensors").exists(), left.all
 
 
-@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
 def test_rows_of_tokens_are_not_added_to_codes(name: str, module: str, tmp_path: Path) -> None:
@@ -178,7 +172,6 @@ b = "blocks.{{L}}.down.{end} : {turned}"
 """
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_recipe_does_not_rearrange_or_part_the_tensors(name: str, tmp_path: Path) -> None:
     path, out = write(tmp_path / "in", name, plain={}), tmp_path / "out.safetensors"

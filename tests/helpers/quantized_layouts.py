@@ -146,6 +146,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{name: {"quant_method": "bitsandbytes"} for name in LAYOUTS if name.endswith((", nested", ", plain"))},
     **{f"GPTQ {bits} bit": {"quant_method": "gptq", "bits": bits} for bits in (2, 3, 4, 8)},
     "AWQ 4 bit": {"quant_method": "awq", "version": "gemm"},
+    "compressed-tensors int8": {"quant_method": "compressed-tensors", "config_groups": {"a": {"num_bits": 8}}},
     "FP8 with 30x30 block scales": {"quant_method": "fp8", "weight_block_size": [30, 30]},
     "compressed-tensors FP8 with a scale for each channel": {"quant_method": "compressed-tensors"},
     "modelopt FP8 with one scale": {"quant_method": "modelopt"},
