@@ -312,11 +312,10 @@ def _scaled(case: _Case, *blocks: Any) -> Plain:
     first = {"round_scale": "modelopt" in method}
     # The first dimensions have a scale each, and the others share it: none, the experts or filters, or the rows.
     shared = (n for n in range(len(code)) if scale[:n] == code[:n] and prod(scale[n:]) == 1)
-    if (own := next(shared, None)) is not None:
-        high = prod(code[own:-1])
-        each = (
-            f"a scale for each {'channel' if own == len(code) - 1 else 'slice'}" if own else "one scale for each weight"
-        )
+    if (count := next(shared, None)) is not None:
+        high = prod(code[count:-1])
+        each = "a scale for each channel" if count == len(code) - 1 else "a scale for each slice"
+        each = each if count else "one scale for each weight"
         return Plain(code, "", f"{known} with {each}", of, {"block": (high, 0), "outputs": high, **first})
     given = [*blocks, *values_of(case.config, "weight_block_size", "block_structure")]
     given = [[int(n) for n in re.findall(r"\d+", size)] if isinstance(size, str) else size for size in given]
@@ -503,10 +502,9 @@ class _Search:
         used: set[str] = set()
         start = len(self.weights)
         codes = [name for name, entry in names.items() if entry.tensor.dtype in _CODES]
-        others = [
-            name.partition(mark)[0] for mark in (".absmax", ".quant_map", _STATE) for name in names if mark in name
-        ]
-        others += [name for name in names if name.endswith((".W_q", ".Qidxs"))]
+        marks = (".absmax", ".quant_map", _STATE)
+        others = [name.partition(mark)[0] for mark in marks for name in names if mark in name]
+        others += [name for name in names if name.endswith(".Qidxs")]
         for name in dict.fromkeys([*codes, *others]):
             if name in names and name not in used:
                 used |= self.match(name, names)
@@ -536,11 +534,12 @@ class _Search:
                 found |= {other[len(base) :]: other for other in self.module(name, names) if other != name}
             tensors = {end: names[part].tensor for end, part in found.items()}
             problems = [
-                f"{end.lstrip('._')} is missing" for end, m in form.parts.items() if m == "+" and end not in found
+                f"{end.lstrip('._')} is missing" for end in form.parts if end not in found and form.parts[end] == "+"
             ]
-            for end, tensor in tensors.items():
-                if tensor.dtype not in form.allowed.get(end, _DTYPES["any"]):
-                    problems.append(f"{end.lstrip('._')} is {tensor.dtype}")
+            dtypes = ((end, tensor.dtype, form.allowed.get(end)) for end, tensor in tensors.items())
+            problems += [
+                f"{end.lstrip('._')} is {own}" for end, own, allowed in dtypes if allowed and own not in allowed
+            ]
             title = _plain_name(base, form.code)
             case = _Case(self, title, tensors)
             plain = Plain(None, join_limited(problems)) if problems else form.plain(case)
