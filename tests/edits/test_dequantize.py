@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import say
 from lora_adapters import write_adapter
-from quantized_layouts import LAYOUTS, OUT, PLAIN, UNKNOWN, K, M, Tensors, codes, floats, fp8, int32, write
+from quantized_layouts import LAYOUTS, OUT, PLAIN, UNKNOWN, K, M, Tensors, codes, floats, fp8, half, int32, write
 from safetensors.torch import load_file, save_file
 
 import ckptool
@@ -106,6 +106,8 @@ def expected(name: str, parts: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return (code.float() * scale.float()).to(scale.dtype).to(dtype)
     if name.startswith("FP8 of ComfyUI"):
         return (parts["weight"].float() * parts["scale_weight"]).to(dtype)
+    if "for each slice" in name:
+        return (parts["w"].float() * parts["w_scale_inv"].reshape(2, 1, 1)).to(dtype)
     blocks = {"FP8 with 30x30 block scales": (30, 30), "FP8 with one, no configuration": (OUT, K)}
     blocks |= {"FP8 with 8x32 block scales, experts": (8, 32), "FP8 with 16x32 block scales, deepseek": (16, 32)}
     return of_blocks(parts, list(parts.values())[1], blocks[name]).to(dtype)
@@ -163,6 +165,7 @@ def test_a_lost_part_is_refused(name: str, tmp_path: Path) -> None:
         assert said.code in (3, 4) and not (tmp_path / f"{number}.safetensors").exists(), (lost, said.all)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("name", "change", "method", "word"),
     [
@@ -175,6 +178,9 @@ def test_a_lost_part_is_refused(name: str, tmp_path: Path) -> None:
         ("fbgemm FP8", {"weight_scale": torch.full((OUT, 1), 1e6)}, {}, "finite values"),
         ("modelopt NVFP4", {"pre_quant_scale": floats(K)}, {}, "changes the inputs"),
         ("modelopt NVFP4", {"weight_scale_2": floats(4)}, {}, "does not fit"),
+        ("modelopt NVFP4", {"weight_scale_2": torch.tensor(3e38)}, {}, "not finite"),
+        ("fbgemm FP8", {"weight_scale": torch.full((OUT, 1), 3e38)}, {}, "would be infinite"),
+        ("FP8 with one, no configuration", {"scale": floats(1, 1)}, {}, "belongs to another format"),
         ("compressed-tensors NVFP4", {"weight_global_scale": torch.zeros(1)}, {}, "is 0"),
         ("compressed-tensors int4", {"weight_scale": floats(2, OUT)}, {}, "does not fit"),
         ("compressed-tensors int4", {"weight_scale": floats(OUT, 3)}, {}, "do not divide"),
@@ -204,6 +210,95 @@ def test_gptq_without_its_version(tmp_path: Path) -> None:
         assert say("dequantize", path, "--force", "-o", out).code == 0
         results.append(load_file(out)[f"{M}.weight"])
     assert torch.equal(*results)
+
+
+def test_zero_points_that_are_all_ones_are_named(tmp_path: Path) -> None:
+    for byte, said in ((0xFF, True), (0x77, False)):
+        zeros = torch.full((2, OUT // 2), byte, dtype=torch.uint8).view(torch.int32)
+        parts = LAYOUTS["GPTQ 4 bit"] | {"qzeros": zeros}
+        path = write(tmp_path / "in", "GPTQ 4 bit", "folder", parts=parts)
+        report = say("dequantize", path, "--force", "-o", tmp_path / "out.safetensors")
+        assert report.code == 0 and ("all ones" in report.all) is said, report.all
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("dense", [True, False])
+def test_widths_of_codes_are_proved_or_refused(bits: int, dense: bool, tmp_path: Path) -> None:
+    """Words of whole codes, as before compressed-tensors 0.20, have the width of other codes in one case."""
+    values = torch.arange(OUT * K).reshape(OUT, K) % (1 << bits)
+    width = -(-K * bits // 32) if dense else -(-K // (32 // bits))
+    words = [0] * (OUT * width)
+    for row in range(OUT):
+        for at in range(K):
+            place = at * bits if dense else at // (32 // bits) * 32 + at % (32 // bits) * bits
+            words[row * width + place // 32] |= int(values[row, at]) << place % 32 & 0xFFFFFFFF
+            if place % 32 + bits > 32:
+                words[row * width + place // 32 + 1] |= int(values[row, at]) >> (32 - place % 32)
+    packed = torch.tensor(words).to(torch.uint32).view(torch.int32).reshape(OUT, width)
+    parts = {"weight_packed": packed, "weight_scale": floats(OUT, 1), "weight_shape": torch.tensor([OUT, K])}
+    wanted, out = (values - (1 << (bits - 1))) * parts["weight_scale"], tmp_path / "out.safetensors"
+    for number, method in enumerate(({}, {"config_groups": {"a": {"weights": {"num_bits": bits}}}})):
+        path = write(tmp_path / str(number), "compressed-tensors int4", "folder", parts=parts, method=method)
+        said = say("dequantize", path, "float32", "--force", "-o", out)
+        if not method and width == K // 4:
+            assert said.code == 4 and "7 bits padded to words" in said.all and "8 bits" in said.all, said.all
+        else:
+            assert said.code == 0 and torch.equal(load_file(out)[f"{M}.weight"], wanted), said.all
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [
+        *[((2, 16, 64), scale) for scale in ((2,), (2, 1, 1), (2, 16), (2, 16, 1), (2, 1, 64), (2, 8, 4))],
+        *[((8, 4, 3, 3), scale) for scale in ((8,), (8, 1, 1, 1), (8, 4), (1,), (8, 4, 3, 1))],
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_scales_of_slices(shape: Any, scale: Any, kind: torch.dtype, tmp_path: Path) -> None:
+    code, scales = codes(*shape).view(kind), floats(*scale)
+    save_file({"w": code, "w_scale": scales}, tmp_path / "in.safetensors")
+    assert say("dequantize", tmp_path / "in.safetensors", "bf16", "-o", tmp_path / "out.safetensors").code == 0
+    wide = scales.reshape(*scale, *[1] * (len(shape) - len(scale)))
+    for axis, size in enumerate(shape):
+        wide = wide.repeat_interleave(size // wide.shape[axis], axis)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], (code.float() * wide).bfloat16())
+
+
+def test_groups_that_do_not_divide_and_int64_indices(tmp_path: Path) -> None:
+    """The size of groups is in the configuration, or the file has the group of each input."""
+    parts = LAYOUTS["GPTQ 4 bit"] | {"g_idx": torch.arange(K) // 48, "scales": half(2, OUT)}
+    method, results = {"group_size": 48}, []
+    for number, ends in enumerate((parts.keys(), parts.keys() - {"g_idx"})):
+        some = {end: parts[end] for end in parts if end in ends}
+        path = write(tmp_path / str(number), "GPTQ 4 bit", "folder", parts=some, method=method)
+        said = say("dequantize", path, "-o", tmp_path / f"{number}.safetensors")
+        assert said.code == 0, said.all
+        results.append(load_file(tmp_path / f"{number}.safetensors")[f"{M}.weight"])
+    assert torch.equal(*results)
+    scale, code = parts["scales"], torch.tensor([stream(column, 4, K) for column in parts["qweight"].T])
+    zero = (torch.tensor([stream(row, 4, OUT) for row in parts["qzeros"]]) + 1) % 16
+    group = parts["g_idx"]
+    assert torch.equal(results[0], (scale.float()[group].T * (code - zero[group].T)).half())
+
+
+def test_a_tensor_that_shares_the_storage_of_a_scale(tmp_path: Path) -> None:
+    base = torch.rand(64)
+    state = {"a.weight": fp8(8, 8), "a.weight_scale_inv": base[:1].reshape(1, 1), "norm.weight": base[8:24]}
+    torch.save(state, tmp_path / "in.pth")
+    assert say("dequantize", tmp_path / "in.pth", "bf16", "-o", tmp_path / "out.pth").code == 0
+    result = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert torch.equal(result["norm.weight"], state["norm.weight"].bfloat16()) and len(result) == 2
+    said = say("cast", tmp_path / "in.pth", "bf16", "--force", "-o", tmp_path / "out.pth")
+    assert "norm.weight" in said.all and "part of a quantized weight" in said.all
+
+
+def test_a_file_has_the_dtype_of_the_configuration_beside_it(tmp_path: Path) -> None:
+    save_file({"a.weight": fp8(8, 8), "a.weight_scale": floats(1)}, tmp_path / "model.safetensors")
+    for number, field in enumerate(("torch_dtype", "dtype")):
+        (tmp_path / "config.json").write_text(json.dumps({field: "float16", "quantization_config": {}}))
+        out = tmp_path / f"{number}.safetensors"
+        assert say("dequantize", tmp_path / "model.safetensors", "-o", out).code == 0
+        assert load_file(out)["a.weight"].dtype == torch.float16
 
 
 def test_plain_models_and_unknown_methods(tmp_path: Path) -> None:
@@ -272,7 +367,6 @@ def test_the_other_commands_take_the_plain_values(tmp_path: Path) -> None:
     assert all(torch.equal(raw(one[key]), raw(value)) for key, value in other.items())
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [name for name, parts in LAYOUTS.items() if len(parts) > 1])
 def test_edits_of_names_take_the_tensors_of_a_weight_together(name: str, tmp_path: Path) -> None:
     path, out = write(tmp_path / "in", name), tmp_path / "out.safetensors"
@@ -308,15 +402,16 @@ def test_shards_hold_the_tensors_of_a_weight_together(suffix: str, tmp_path: Pat
         assert len({file for key, file in index.items() if key.startswith(f"layers.{number}.")}) == 1
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith((*REFUSED, "torchao"))])
 def test_a_flipped_bit_in_any_part_is_seen(name: str, tmp_path: Path) -> None:
-    """The checksums of the parts are verified, although no part is in the output."""
-    path, out = write(tmp_path / "in", name, "bin"), tmp_path / "out.safetensors"
+    """The checksums of the parts are verified, although none is in the output; scales of activations are not read."""
+    beside = ("input_scale", "k_scale", "ub", "scale_input", "output_scale")
+    parts = {end: value for end, value in LAYOUTS[name].items() if not end.endswith(beside)}
+    path, out = write(tmp_path / "in", name, "bin", parts=parts), tmp_path / "out.safetensors"
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         records = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size]
-    assert len(records) >= len(LAYOUTS[name])
+    assert len(records) >= len(parts)
     for record in records:
         name_size, extra = struct.unpack_from("<HH", whole, record.header_offset + 26)
         place = record.header_offset + 30 + name_size + extra + record.file_size // 2
@@ -408,5 +503,8 @@ def test_a_key_and_an_optimizer_limit_what_is_turned_back(tmp_path: Path) -> Non
     assert saved["model"].keys() == weight.keys() and saved["ema"].keys() == {"fc.weight"}
     torch.save({"model": weight, "optimizer": optimizer}, path)
     assert say("dequantize", path, "--force", "-o", out).code == 0
+    for saved in ({"model": dict(PLAIN), "optimizer": optimizer}, optimizer):
+        torch.save(saved, tmp_path / "plain.pth")
+        assert say("stats", tmp_path / "plain.pth", "--dequantized").code == 0
     saved = torch.load(out, weights_only=True)
     assert saved["model"].keys() == {"fc.weight"} and saved["optimizer"]["state"][0].keys() == state.keys()

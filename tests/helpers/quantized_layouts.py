@@ -103,6 +103,7 @@ LAYOUTS: dict[str, Tensors] = {
     "FP8 with 30x30 block scales": {"weight": fp8(OUT, K), "weight_scale_inv": floats(2, 3)},
     "FP8 with one, no configuration": {"weight": fp8(OUT, K), "weight_scale_inv": floats(1, 1)},
     "FP8 with 8x32 block scales, experts": {"w": fp8(2, OUT // 2, K), "w_scale_inv": floats(2, 2, 2)},
+    "FP8 with a scale for each slice, experts": {"w": fp8(2, OUT // 2, K), "w_scale_inv": floats(2)},
     "FP8 with 16x32 block scales, deepseek": {"weight": fp8(OUT, K), "scale": e8m0(2, 2)},
     "FP4, deepseek": {"weight": int8(OUT, K // 2), "scale": e8m0(OUT, K // 32)},
     "compressed-tensors FP8 with a scale for each channel": named(
