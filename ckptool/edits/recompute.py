@@ -306,7 +306,7 @@ class Recomputation:
         """Return the edited checkpoint, or the original one with these changes if nothing was computed."""
         if not (self.added or self.editor.changed):
             return self.original.changed(self.original.graph, changes)
-        if self.original.edited:  # tensors that an earlier edit removed still describe their storages as before
+        if self.original.edited:  # removed tensors still describe their storages, by the former dtype
             used = {*self.checkpoint.graph.reachable()}
             stale = (ref for ref, storage in self.reader.uses() if storage.key in self.added and ref not in used)
             self.editor.changed |= dict.fromkeys(stale)
