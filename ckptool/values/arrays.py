@@ -127,7 +127,7 @@ class _Numpy:
         return bool(self._numpy.isfinite(array).all())
 
     def infinite(self, array: Any) -> int:
-        return int(self._numpy.isinf(array).sum())
+        return int(self._numpy.count_nonzero(self._numpy.isinf(array)))
 
     def quiet(self) -> AbstractContextManager[Any]:
         return cast("AbstractContextManager[Any]", self._numpy.errstate(all="ignore"))
