@@ -32,9 +32,11 @@ PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 #: for a parameter that is no module; see ``adapters``.
 _PEFT: Final = regex(
     r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_E|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|ia3_l|b?oft_R|boft_s|vera_lambda_[bd]|base_layer"
-    r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
+    r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>[^.]+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
+#: A key of a model with an adapter inside, of a module that was trained as a whole.
+_SAVED: Final = regex(r"(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)(?P<rest>\..+)\Z")
 #: Before the name of a parameter in a module that was trained as a whole: the parameter before the training.
 _ORIGINAL: Final = ".original_module."
 #: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
@@ -169,6 +171,20 @@ def modules(
         if alone := next((key for module, key in model.alphas.items() if module not in model.parts), ""):
             raise RefusedError(f"{quoted(alone)} has no matrices beside it: the file is incomplete")
     return models
+
+
+def adapter_key(key: str) -> tuple[str, str] | None:
+    """Return the adapter of a key in a model with adapters inside, and the key as PEFT saves it; None for the model's.
+
+    Without a name of an adapter in the key, the first is "".
+    """
+    if saved := _SAVED.match(key):
+        return saved["name"], saved["module"] + saved["rest"]
+    match = _PEFT.match(key)
+    if match is None or match["part"] in ("base_layer", "modules_to_save"):
+        return None
+    last = f".{match['last']}" if match["last"] and match["part"] != "lora_magnitude_vector" else ""
+    return match["name"] or "", key[: match.end("part")] + last
 
 
 def peft_name(key: str) -> Name:

@@ -51,7 +51,7 @@ _REFUSED: Final = {
     "alora_invocation_tokens": "an activated LoRA (aLoRA) acts only after its invocation tokens, so it has no merge",
 }
 #: Initializations that PEFT repeats when it loads the adapter, and that change the base; and others.
-_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
 #: Limits of rank_pattern and alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with
 #: all modules.
@@ -67,7 +67,8 @@ class Adapter(NamedTuple):
     """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
 
     ``of_pipeline``: it has the names of kohya or diffusers. ``scales`` has the factors of modules whose settings do not
-    give them. ``alpha`` is used where the adapter records none.
+    give them. ``alpha`` is used where the adapter records none. ``in_model``: it comes from the state dict of a model,
+    with the dtype in which it was trained. PEFT computes with others in 32 bits.
     """
 
     checkpoint: Checkpoint
@@ -76,6 +77,7 @@ class Adapter(NamedTuple):
     of_pipeline: bool = False
     scales: Mapping[str, float] = MappingProxyType({})
     alpha: float | None = None
+    in_model: bool = False
 
     @property
     def path(self) -> str:
@@ -131,10 +133,13 @@ def vector(tensor: Tensor) -> Tensor:
 # -- opening
 
 
-def open_adapter(source: CheckpointOrPath, alpha: float | None = None) -> Adapter:
+def open_adapter(
+    source: CheckpointOrPath, alpha: float | None = None, config: Mapping[str, Any] | None = None
+) -> Adapter:
     """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none.
 
-    ``alpha`` is used if neither settings, tensors nor the header of the file give one.
+    ``config`` are its settings, by default those beside it. ``alpha`` is used if neither settings, tensors nor the
+    header of the file give one.
     """
     checkpoint = as_checkpoint(source)
     found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
@@ -144,7 +149,7 @@ def open_adapter(source: CheckpointOrPath, alpha: float | None = None) -> Adapte
         _check_tensors(adapter)
         return adapter
     tensors = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in found.items()}
-    given = adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
+    given = config or adapter_config(checkpoint) or _config_of_header(checkpoint, found.keys(), alpha)
     adapter = Adapter(checkpoint, given or {}, tensors)
     if given is None:
         raise _without_config(adapter)
@@ -221,7 +226,7 @@ def check_settings(adapter: Adapter) -> None:
     if reason := next((reason for name, reason in _REFUSED.items() if config.get(name)), ""):
         raise adapter.refusal(reason)
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
         step = "save it again with model.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         raise adapter.refusal(message, step)

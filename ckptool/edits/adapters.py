@@ -195,7 +195,7 @@ def product_scale(adapter: Adapter, module: str, parts: Mapping[str, str], alpha
 
 #: A key: the module, how deep the wrapper of the parameter lies in others, and which of the matrices it is.
 _KEY: Final = regex(
-    r"(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<which>[AB])(?:\.(?!weight\Z|bias\Z)\w+)?\.weight\Z"
+    r"(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<which>[AB])(?:\.(?!weight\Z|bias\Z)[^.]+)?\.weight\Z"
 )
 #: The most experts of a layer; a crafted file may claim any number.
 _MOST_EXPERTS: Final = 1 << 14

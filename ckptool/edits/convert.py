@@ -260,7 +260,7 @@ def _without_config(checkpoint: Checkpoint) -> tuple[str, ...]:
     from ..formats.names.hf import ADAPTER_CONFIG
     from .model_config import CONFIG, config_of
 
-    if config_of(checkpoint) is not None or ADAPTER_CONFIG in checkpoint.companions:
+    if config_of(checkpoint) is not None or checkpoint.companions.get(ADAPTER_CONFIG):
         return ()
     folder = folder_of(checkpoint.path)
     is_there = not is_address(checkpoint.path) and open_folder(folder).size(CONFIG) is not None

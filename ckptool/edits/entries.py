@@ -205,6 +205,12 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     raise RefusedError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
 
 
+def drop_keys(checkpoint: Checkpoint, path: str, gone: Collection[str]) -> Checkpoint:
+    """Drop these keys of the state dict at ``path``."""
+    keys = frozenset(gone)
+    return _filtered(checkpoint, "drop", None, lambda name, _: name in keys, {path}, True)
+
+
 def _filtered(
     checkpoint: Checkpoint,
     edit: str,

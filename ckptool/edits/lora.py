@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, prod
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..base.addresses import is_folder
 from ..base.dtypes import BY_NAME
@@ -29,9 +29,11 @@ from ..values.torch.loads import need_torch
 from .adapter_changes import WeightChange
 from .adapter_names import is_of_pipeline
 from .adapter_settings import BY_PEFT, Adapter, open_adapter, vector
+from .adapter_settings import CONFIG as ADAPTER_CONFIG
 from .adapters import description, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation, one_for_each, quantized_refusal, refuse_bits, tensors_of
+from .unmerged import adapter_folder, merge_step, settings, taken_apart, unmerged
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -50,26 +52,80 @@ def merge_lora(
     weights: Sequence[float] | None = None,
     alpha: float | None = None,
     key: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
+    keep: Literal["base", "adapter"] | None = None,
 ) -> Checkpoint:
     """Merge PEFT adapters into a base model, one after the other.
 
     An adapter is a folder with ``adapter_config.json``, or the file with its tensors beside that; it must stay open
     until the result is saved. ``weights`` has one factor for each adapter, ``alpha`` is the lora_alpha of adapters that
-    record none, ``key`` is the path of the state dict.
+    record none, ``key`` is the path of the state dict, ``config`` the path of the settings of a single adapter.
     Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an adapter has no merge or does
     not fit the base, TargetError for invalid weights.
+
+    Without adapters, the base is a model with an unmerged adapter inside, as the state dict of a PEFT model.
+    ``adapter`` names one of several. ``keep`` takes the model apart instead: "base" is the model without the adapter,
+    "adapter" the folder that PEFT would save.
 
     >>> ckptool.merge_lora("model.pth", "adapter").changes[0].words
     'adapter: merged 1, replaced 0, unused 0'
     """
-    if not adapters:
-        raise TargetError("an adapter to merge is needed", next="name its folder after the base")
-    factors = one_for_each(len(adapters), "adapter", weights)
+    factors = one_for_each(len(adapters) or 1, "adapter", weights)
     if not all(factors):
         raise TargetError("the weights must be numbers other than 0", next="`--weights 1,0.5`")
-    found = [open_adapter(adapter, alpha) for adapter in adapters]
+    if keep not in (None, "base", "adapter"):
+        raise TargetError(f"{keep!r} is no part of it", next="`--keep base` or `--keep adapter`")
+    if not adapters:
+        return _from_inside(base, key, alpha, factors, config, adapter, keep)
+    if unsuitable := next((name for name, each in (("adapter", adapter), ("keep", keep)) if each is not None), ""):
+        raise TargetError(f"`--{unsuitable}` is for a model with an adapter inside", next="name no other adapter")
+    if (found := unmerged(base)) is not None:
+        message = f"it has an unmerged adapter inside ({found.words})"
+        raise RefusedError(message, path=base.path, next="merge that first: " + merge_step(base, found))
+    if config is not None and len(adapters) > 1:
+        raise TargetError("`--config=` is for one adapter", next="put each adapter_config.json beside its adapter")
+    given = None if config is None else settings(base, config)
+    opened_adapters = [open_adapter(each, alpha, given) for each in adapters]
     need_torch("merging an adapter", base.path)
-    return _merged(base, found, factors, key)
+    return _merged(base, opened_adapters, factors, key)
+
+
+def _from_inside(
+    checkpoint: Checkpoint,
+    key: str | None,
+    alpha: float | None,
+    factors: Sequence[float],
+    config: str | os.PathLike[str] | None,
+    name: str | None,
+    keep: str | None,
+) -> Checkpoint:
+    """Merge the adapter inside a model, or ``keep`` one of the two."""
+    parts = taken_apart(checkpoint, key, name, to_merge=keep is None)
+    if parts is None:
+        raise TargetError("an adapter to merge is needed", next="name its folder after the base")
+    base, part, notes = parts
+    number = len(part.survey.tensors)
+    if keep == "base":
+        what = f"the base model without its adapter: {pluralize(number, 'tensor')} left out"
+        return base.replace(changes=(*base.changes, Change("lora-merge", key or "", number, 0, what, notes)))
+    given = settings(checkpoint, config)
+    if keep == "adapter":
+        if given is None:
+            what = f"PEFT needs the {ADAPTER_CONFIG} of an adapter, and there is none beside the model"
+            raise RefusedError(what, path=checkpoint.path, next="name it with `--config=`")
+        if given.get("bias", "none") != "none":
+            notes = (*notes, "biases that were trained with it stay in the base model: keep that one too")
+        what = f"the adapter as PEFT saves it: {pluralize(number, 'tensor')}"
+        return adapter_folder(part, given, (*base.changes, Change("lora-merge", key or "", number, 0, what, notes)))
+    adapter = open_adapter(part, alpha, given)._replace(in_model=True)
+    exact = adapter.config.get("peft_type") == "LORA" and not adapter.has_parameters
+    if not exact and any(tensor.dtype in ("float16", "bfloat16") for tensor in adapter.tensors.values()):
+        raise adapter.refusal("PEFT merges an adapter of this type in 16 bits, with other roundings", BY_PEFT)
+    need_torch("merging an adapter", checkpoint.path)
+    edited = _merged(base, [adapter], factors, key)
+    last = edited.changes[-1]
+    return edited.replace(changes=(*edited.changes[:-1], last._replace(notes=(*notes, *last.notes))))
 
 
 def merge_lora_files(
@@ -125,7 +181,9 @@ def step_with_base(adapter: Checkpoint) -> NextStep:
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
     merge = _Merge(base, key)
     changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
-    return merge.done(changes, [adapter.checkpoint for adapter in adapters])
+    # An adapter inside the base is no other checkpoint.
+    others = [adapter.checkpoint for adapter in adapters if adapter.checkpoint.source is not base.source]
+    return merge.done(changes, others)
 
 
 class _Merge:
@@ -294,6 +352,8 @@ def _report(
     where = "the base does not hold that model; merge the adapter into that one too"
     notes = [f"{pluralize(number, 'tensor')} of {label} not used: {where}" for label, number in unused.items()]
     name = adapter.base_name
+    if adapter.path == path:
+        return Change("lora-merge", "", len({change.key for change in changes}), 0, summary, tuple(notes))
     if not name:
         notes.append("the adapter does not say which base it was trained on")
     elif os.path.basename(name.rstrip("/")) not in os.path.realpath(path).split(os.sep)[-2:]:

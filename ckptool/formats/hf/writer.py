@@ -115,7 +115,7 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     """Return what the shards would lack; their names keep the parts that are standard in the input's names."""
     _, stem, variant = checkpoint.container.shard_layout
     stem = stem if stem in (_ADAPTER, "diffusion_pytorch_model") else ""
-    stem = _ADAPTER if ADAPTER_CONFIG in checkpoint.companions else stem
+    stem = _ADAPTER if checkpoint.companions.get(ADAPTER_CONFIG) else stem
     target = target._replace(stem=stem, variant=variant)
     if target.format == "safetensors":
         return safetensors_writer.fit(checkpoint, target)

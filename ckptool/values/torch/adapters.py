@@ -57,7 +57,8 @@ class AdapterStep(NamedTuple):
 
     ``kind`` says how: ``product`` adds B @ A (``tensors``: B, A), ``sum`` adds a tensor, ``copy`` replaces the weight,
     ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
-    ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings.
+    ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings,
+    with ``own_dtype`` to that of the tensors, as PEFT does for an adapter that was not loaded but trained in 16 bits.
     With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
     magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
     have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
@@ -77,6 +78,7 @@ class AdapterStep(NamedTuple):
     factor: float = 1.0
     transposed: bool = False
     round_first: bool = False
+    own_dtype: bool = False
     rows: tuple[int, ...] = ()
     first_row: int = 0
     row: int = 0
@@ -86,6 +88,12 @@ class AdapterStep(NamedTuple):
     def by_rows(self) -> bool:
         """Whether a block needs only the same rows of the adapter tensor."""
         return self.kind in ("copy", "sum")
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the product is a convolution; with a kernel of 1 x 1 it is one of matrices."""
+        shape = self.tensors[1].view.shape if self.kind == "product" else ()
+        return len(shape) > 2 and shape[2:4] != (1, 1)
 
     @property
     def needs_whole(self) -> bool:
@@ -208,22 +216,27 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     b, a = tensors[0].flatten(1), tensors[1].flatten(1)
     if step.transposed:
         delta = (b @ a[:, first:last].contiguous()).T * step.factor
+    elif step.is_convolution:
+        delta = (tensors[1][first:last] * step.factor).reshape(values.shape)
     else:
         delta = (b[first:last] @ a).mul_(step.factor).reshape(values.shape)
     if step.rank:
         return values + delta / (torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
+    own = [torch_dtype(torch, part.view.dtype) if step.own_dtype else delta.dtype for part in step.tensors]
+    delta = delta.to(own[0])
     if len(tensors) == 2:
-        return values + delta.to(values.dtype) if step.round_first else delta.add_(values)
+        delta = delta.to(values.dtype) if step.round_first else delta
+        return values + delta if step.round_first or step.own_dtype else delta.add_(values)
+    magnitude = tensors[2].flatten().to(own[2])
     total = values + delta
     if step.transposed:
         norm = torch.linalg.norm(values.T + delta.T, dim=1)
-        return (tensors[2].flatten() / norm).view(1, -1) * total
+        return (magnitude / norm).view(1, -1) * total
     if values.dim() == 2:
         norm = torch.linalg.norm(total, dim=1)
     else:
         norm = total.norm(p=2, dim=tuple(range(1, values.dim())), keepdim=True).flatten()
-    magnitude = tensors[2].flatten()[first:last]
-    return (magnitude / norm).view(-1, *(1,) * (values.dim() - 1)) * total
+    return (magnitude[first:last] / norm).view(-1, *(1,) * (values.dim() - 1)) * total
 
 
 def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
@@ -237,6 +250,11 @@ def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
+    if step.is_convolution:
+        convolution = getattr(torch, f"conv{tensors[1].dim() - 2}d")
+        with one_thread(torch):
+            product = convolution(tensors[1].transpose(0, 1), tensors[0]).transpose(0, 1)
+        return tensors[0], product, *tensors[2:]
     if step.kind == "adalora":
         return tensors[0], tensors[1] * tensors[2].view(-1, 1)
     if step.kind == "vera":
@@ -319,7 +337,7 @@ def _kronecker(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 def _sum(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     wide = rows.torch.promote_types(rows.values.dtype, rows.torch.float32)
-    return rows.values + tensors[0].to(wide) * step.factor
+    return rows.values + (tensors[0] if step.own_dtype else tensors[0].to(wide)) * step.factor
 
 
 def _copy(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
