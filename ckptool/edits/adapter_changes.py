@@ -126,7 +126,7 @@ class Module(NamedTuple):
     def change(self, kind: str, keys: Iterable[str], factor: float = 1.0, **how: Any) -> WeightChange:
         """Return a change of the weight by these tensors."""
         tensors, own = tuple(map(self.adapter.stored, keys)), self.adapter.in_model
-        return WeightChange(self.key, AdapterStep(kind, tensors, factor, own_dtype=own, **how))
+        return WeightChange(self.key, AdapterStep(kind, tensors, factor, in_model=own, **how))
 
     def scale(self, rank: int, name: str = "lora_alpha") -> float:
         """Return the factor of a product, times the weight of the adapter; ``name`` is the setting with alpha."""

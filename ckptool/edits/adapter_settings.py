@@ -199,7 +199,7 @@ def _without_config(adapter: Adapter) -> RefusedError:
     if not adapter_keys(keys):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
-    way = f"put the {CONFIG} that was saved with it into the same folder, or give "
+    way = f"put the {CONFIG} that was saved with it into the same folder, name it with `--config FILE`, or give "
     return adapter.refusal(message, (way + "`--alpha=`, its lora_alpha"))
 
 

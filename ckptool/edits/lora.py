@@ -153,6 +153,8 @@ def parse_alpha(text: str) -> float:
 
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
     """Return the command that merges an adapter into a base, empty if it does not fit, and a remark."""
+    if (found := unmerged(adapter)) is not None:
+        return merge_step(adapter, found), ""
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:

@@ -115,9 +115,10 @@ STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
     if name == edit.name or (name and name not in EDITS)
 }
 #: The options that modify the steps of an edit, with their parameters. An option that is a step itself modifies none.
+#: If several edits have one with the same name, that of an edit with steps counts.
 MODIFIERS: Final[Mapping[str, Parameter]] = {
     each.spelled: each
-    for edit in EDITS.values()
+    for edit in sorted(EDITS.values(), key=lambda edit: any(item.step for item in edit.parameters))
     for each in edit.parameters
     if not each.step and each.spelled not in STEPS
 }

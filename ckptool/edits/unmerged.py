@@ -102,9 +102,8 @@ def taken_apart(
 ) -> tuple[Checkpoint, Checkpoint, tuple[str, ...]] | None:
     """Return the base model, the adapter with the names that PEFT saves, and notes; None without an adapter inside.
 
-    ``key`` is the path of the state dict, ``name`` the adapter's. ``to_merge``: modules that were trained as a whole are
-    in the base already. Raise RefusedError if a key is not known, or for
-    several adapters without a name.
+    ``key`` is the path of the state dict, ``name`` the adapter's. ``to_merge``: modules that were trained as a whole
+    are in the base already. Raise RefusedError for several adapters without a name, and if a key is not known.
     """
     place = only_one(checkpoint, selected(checkpoint, key))
     found = inside(str(checkpoint.graph.nodes[ref]) for ref, _ in place.items)
@@ -130,7 +129,7 @@ def taken_apart(
     return base.replace(changes=checkpoint.changes, companions=beside), adapter, notes
 
 
-def settings(checkpoint: Checkpoint, path: str | None) -> Mapping[str, Any] | None:
+def settings(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
     """Return the settings of an adapter inside a model, from the file at ``path`` or beside the model; None without.
 
     Some ways to start a training change the base. The model has that changed base, so they are removed.
@@ -151,5 +150,7 @@ def adapter_folder(adapter: Checkpoint, config: Mapping[str, Any], changes: tupl
     beside = adapter.source.beside if isinstance(adapter.source, FolderSource) else ()
     # Nothing else of a folder with a model belongs to the adapter.
     companions = {**dict.fromkeys(map(os.path.basename, beside), b""), CONFIG: text.encode()}
-    made = convert(adapter.replace(companions=companions), "safetensors", max_shard_size=DEFAULT_SHARD_SIZE)
+    made = convert(
+        adapter.replace(companions=companions), "safetensors", tied="keep-first", max_shard_size=DEFAULT_SHARD_SIZE
+    )
     return made.replace(changes=changes)

@@ -128,6 +128,7 @@ def check_checkpoint(
         judge("geometry", "integrity", notes["geometry"], geometry),
         *_indices(checkpoint, torch, quick),
         *(judge(name, "container", notes[name], "") for name in ("shards", "part") if name in notes),
+        *([judge("adapter", "expectations", notes["adapter"], "")] if "adapter" in notes else ()),
     ]
     if survey.unlisted:
         message = f"tensors are at more places than are listed: {survey.unlisted:,} were left out"

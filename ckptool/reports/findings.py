@@ -26,6 +26,7 @@ from ..base.findings import (
     STALE_INDEX,
     TRANSFORMED,
     UNJOINED,
+    UNMERGED,
     Effect,
     Finding,
     codes,
@@ -116,7 +117,8 @@ def facts(
         found.append(problem._replace(next=step))
     plain = sanitize_step(checkpoint) if steps and checkpoint.pickled and not verdict.loads else ""
     quantized = quantization(checkpoint) if quantized is None else quantized
-    others = *_missing(checkpoint, flaws), *_quantized(quantized), *_loading(checkpoint, verdict, plain)
+    missing = *_missing(checkpoint, flaws), *_unmerged(checkpoint)
+    others = *missing, *_quantized(quantized), *_loading(checkpoint, verdict, plain)
     return Facts(found, list(others), verdict)
 
 
@@ -153,6 +155,16 @@ def _missing(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Findi
 
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding("shards", "note", message, next=local_parts_step(checkpoint))
+
+
+def _unmerged(checkpoint: Checkpoint) -> Iterator[Finding]:
+    if not any(".base_layer." in entry.key for entry in checkpoint.survey.tensors):
+        return
+    from ..edits.unmerged import merge_step, unmerged  # only for models with adapters
+
+    if (found := unmerged(checkpoint)) is not None:
+        message = f"a model with an unmerged LoRA ({found.words}): transformers would load it without the training"
+        yield Finding(UNMERGED, "error", message, next=merge_step(checkpoint, found))
 
 
 def dangerous_call(calls: Sequence[str], where: str = "", next: AnyStep = "") -> Finding:
@@ -382,7 +394,9 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
     beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
     names = [entry.key for entry in checkpoint.survey.tensors[:3]]
     known = os.path.basename(checkpoint.path).startswith("adapter_model.") or adapter_keys(names)
-    if not known and not any(path.endswith(os.sep + "adapter_config.json") for path in beside):
+    if any(_unmerged(checkpoint)) or (
+        not known and not any(path.endswith(os.sep + "adapter_config.json") for path in beside)
+    ):
         return
     from ..edits.adapters import description
     from ..edits.lora import step_with_base  # only for adapters

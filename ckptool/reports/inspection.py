@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..base.errors import TargetError
+from ..base.findings import UNMERGED
 from ..base.map_location import MapLocation, check_device, restored_location
 from ..base.prefixes import common_prefix, wrapper_counts, wrapper_prefix
 from ..base.records import TypedDict
@@ -226,7 +227,8 @@ def inspection(
     optional: _Optional = {}
     if quantized:
         optional["quantized"] = _quantized(survey, quantized)
-    if family := next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
+    unmerged = "a model with an unmerged LoRA (PEFT)" if any(fact.code == UNMERGED for fact in known.others) else ""
+    if family := unmerged or next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
         optional["family"] = family
     if program is not None:
         optional["program"] = program.described

@@ -66,6 +66,8 @@ DIFFERENT = {
     ("--to-dtype", "lora resize"): "the same",
     ("--rank", "lora resize"): "--keep chooses a rank, too",
     ("--keep", "lora resize"): "it keeps a part of the norm, where edit keeps keys",
+    ("--config", "lora merge"): "it is about the adapter",
+    ("--keep", "lora merge"): "it names a part of the model",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "inspect"): "what there is more to show is about the command",
     ("--verbose", "validate"): "the same",
@@ -113,7 +115,7 @@ def test_an_option_is_written_alike_wherever_it_occurs() -> None:
     for name, commands in options().items():
         assert len({(*option.opts, *option.secondary_opts) for option in commands.values()}) == 1, name
         kinds = {(option.is_flag, option.metavar, type(option.type)) for option in commands.values()}
-        assert len(kinds) == (2 if name == "--keep" else 1), name  # it keeps keys, or a part of the norm
+        assert len(kinds) == (3 if name == "--keep" else 1), name  # it keeps keys, a part of a norm, or of a model
 
 
 def test_a_placeholder_means_one_thing() -> None:

@@ -64,7 +64,7 @@ def live_names() -> str:
 
 
 @situation(ends=holds({f"{LAYER}.weight": torch.full((8, 8), 5.0)}))
-def merge_lora() -> str:
+def lora_merge() -> str:
     base_folder("base")
     adapter_folder("adapter", adapter())
     return ""

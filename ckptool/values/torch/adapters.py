@@ -58,7 +58,8 @@ class AdapterStep(NamedTuple):
     ``kind`` says how: ``product`` adds B @ A (``tensors``: B, A), ``sum`` adds a tensor, ``copy`` replaces the weight,
     ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
     ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings,
-    with ``own_dtype`` to that of the tensors, as PEFT does for an adapter that was not loaded but trained in 16 bits.
+    with ``in_model`` to that of the tensors: PEFT casts those of an adapter to 32 bits when it loads one, and not those
+    that a model holds already.
     With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
     magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
     have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
@@ -78,7 +79,7 @@ class AdapterStep(NamedTuple):
     factor: float = 1.0
     transposed: bool = False
     round_first: bool = False
-    own_dtype: bool = False
+    in_model: bool = False
     rows: tuple[int, ...] = ()
     first_row: int = 0
     row: int = 0
@@ -91,8 +92,8 @@ class AdapterStep(NamedTuple):
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the product is a convolution; with a kernel of 1 x 1 it is one of matrices."""
-        shape = self.tensors[1].view.shape if self.kind == "product" else ()
+        """Whether PEFT convolves the two factors; with a kernel of 1 x 1 it multiplies matrices."""
+        shape = self.tensors[1].view.shape if self.in_model and self.kind == "product" else ()
         return len(shape) > 2 and shape[2:4] != (1, 1)
 
     @property
@@ -217,16 +218,16 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     if step.transposed:
         delta = (b @ a[:, first:last].contiguous()).T * step.factor
     elif step.is_convolution:
-        delta = (tensors[1][first:last] * step.factor).reshape(values.shape)
+        delta = (_convolved(torch, tensors[1], tensors[0][first:last]) * step.factor).reshape(values.shape)
     else:
         delta = (b[first:last] @ a).mul_(step.factor).reshape(values.shape)
     if step.rank:
         return values + delta / (torch.tensor(float(step.rank), dtype=delta.dtype) + 1e-5)
-    own = [torch_dtype(torch, part.view.dtype) if step.own_dtype else delta.dtype for part in step.tensors]
+    own = [torch_dtype(torch, part.view.dtype) if step.in_model else delta.dtype for part in step.tensors]
     delta = delta.to(own[0])
     if len(tensors) == 2:
         delta = delta.to(values.dtype) if step.round_first else delta
-        return values + delta if step.round_first or step.own_dtype else delta.add_(values)
+        return values + delta if step.round_first or step.in_model else delta.add_(values)
     magnitude = tensors[2].flatten().to(own[2])
     total = values + delta
     if step.transposed:
@@ -237,6 +238,17 @@ def _product(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     else:
         norm = total.norm(p=2, dim=tuple(range(1, values.dim())), keepdim=True).flatten()
     return (magnitude[first:last] / norm).view(-1, *(1,) * (values.dim() - 1)) * total
+
+
+def _convolved(torch: Any, a: Any, b: Any) -> Any:
+    """Return the product of the two matrices of a convolution, by the library that torch takes with several threads."""
+    if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        a, b = (part.unsqueeze(2) if part.dim() == 3 else part for part in (a, b))
+        sides = a.dim() - 2
+        return torch.mkldnn_convolution(a.transpose(0, 1), b, None, [0] * sides, [1] * sides, [1] * sides, 1).transpose(
+            0, 1
+        )
+    return getattr(torch, f"conv{a.dim() - 2}d")(a.transpose(0, 1), b).transpose(0, 1)
 
 
 def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
@@ -250,11 +262,6 @@ def _hadamard(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 def _prepared(torch: Any, step: AdapterStep, tensors: Any, columns: int) -> Any:
     """Return the tensors of a step with what all blocks of a weight need computed once."""
-    if step.is_convolution:
-        convolution = getattr(torch, f"conv{tensors[1].dim() - 2}d")
-        with one_thread(torch):
-            product = convolution(tensors[1].transpose(0, 1), tensors[0]).transpose(0, 1)
-        return tensors[0], product, *tensors[2:]
     if step.kind == "adalora":
         return tensors[0], tensors[1] * tensors[2].view(-1, 1)
     if step.kind == "vera":
@@ -337,7 +344,7 @@ def _kronecker(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
 
 def _sum(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
     wide = rows.torch.promote_types(rows.values.dtype, rows.torch.float32)
-    return rows.values + (tensors[0] if step.own_dtype else tensors[0].to(wide)) * step.factor
+    return rows.values + (tensors[0] if step.in_model else tensors[0].to(wide)) * step.factor
 
 
 def _copy(rows: _Rows, tensors: Any, step: AdapterStep) -> Any:
