@@ -112,7 +112,7 @@ def _from_inside(
     given = settings(checkpoint, config)
     if keep == "adapter":
         if given is None:
-            what = f"PEFT needs the {ADAPTER_CONFIG} of an adapter, and there is none beside the model"
+            what = f"PEFT needs {ADAPTER_CONFIG} beside an adapter, and it is not beside the model"
             raise RefusedError(what, path=checkpoint.path, next="name it with `--config=`")
         if given.get("bias", "none") != "none":
             notes = (*notes, "biases that were trained with it stay in the base model: keep that one too")
@@ -154,7 +154,8 @@ def parse_alpha(text: str) -> float:
 def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
     """Return the command that merges an adapter into a base, empty if it does not fit, and a remark."""
     if (found := unmerged(adapter)) is not None:
-        return merge_step(adapter, found), ""
+        step = merge_step(adapter, found)
+        return step if step.commands else NextStep(), ""
     what = f"the file is {description(adapter)}"
     try:
         with opened(base) as checkpoint:

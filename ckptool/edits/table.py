@@ -115,7 +115,7 @@ STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
     if name == edit.name or (name and name not in EDITS)
 }
 #: The options that modify the steps of an edit, with their parameters. An option that is a step itself modifies none.
-#: If several edits have one with the same name, that of an edit with steps counts.
+#: If several edits have an option with the same name, an edit with steps comes first.
 MODIFIERS: Final[Mapping[str, Parameter]] = {
     each.spelled: each
     for edit in sorted(EDITS.values(), key=lambda edit: any(item.step for item in edit.parameters))

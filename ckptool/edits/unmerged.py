@@ -37,7 +37,7 @@ _PREFIX: Final = regex(r"(?:\A|(?<=\.))base_model\.model\.")
 
 
 class Inside(NamedTuple):
-    """The keys of a model with adapters inside: ``base`` maps those of the model to its own names.
+    """The keys of a model with adapters inside: ``base`` maps the keys of the model to its own names.
 
     ``adapters`` maps the name of each adapter to its keys, and these to the names that PEFT saves. ``saved`` are the
     keys of modules that were trained as a whole, of all adapters.
@@ -59,7 +59,7 @@ class Inside(NamedTuple):
 
 
 def inside(keys: Iterable[str]) -> Inside | None:
-    """Return the adapters inside a model with these keys, or None if there is none."""
+    """Return the adapters inside a model with these keys, or None."""
     names = list(keys)
     if not any(_MARK in key for key in names):
         return None
@@ -71,7 +71,7 @@ def inside(keys: Iterable[str]) -> Inside | None:
             adapters.setdefault(found[0], {})[key] = PEFT_PREFIX + found[1]
         else:
             base[key] = _WRAPPED.sub("", bare)
-    # Keys without the name of an adapter are those of a saved adapter, which may hold some tensors of its base.
+    # A saved adapter has keys without its name. It may hold some tensors of its base.
     saved = frozenset(key for keys in adapters.values() for key in keys if _SAVED in key)
     return Inside(base, adapters, saved) if adapters and "" not in adapters else None
 
