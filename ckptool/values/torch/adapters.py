@@ -58,8 +58,8 @@ class AdapterStep(NamedTuple):
     ``kind`` says how: ``product`` adds B @ A (``tensors``: B, A), ``sum`` adds a tensor, ``copy`` replaces the weight,
     ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
     ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings,
-    with ``in_model`` to that of the tensors: PEFT casts an adapter to 32 bits when it loads it, and a model that holds
-    the adapter already is not cast.
+    with ``in_model`` to the dtype of the tensors: PEFT casts an adapter to 32 bits when it loads it, but no model that
+    holds the adapter already.
     With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
     magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
     have fewer rows than the weight: they belong to its rows from ``first_row`` on. With ``row``, a row of the weight
